@@ -1,0 +1,173 @@
+"""From a preset or a file, plus overrides, to a validated configuration.
+
+Every complaint is one sentence that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from vitfleet.config.schema import Config
+from vitfleet.errors import ConfigError, UserError
+
+Tree = dict[str, Any]
+
+# Tables whose other keys depend on one key; {dotted path of the table: the deciding key}.
+VARIANTS = {"method": "name", "data.partition": "kind"}
+
+
+def presets() -> dict[str, str]:
+    """Return every shipped preset's name and its one-line title."""
+    folder = files("vitfleet") / "presets"
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name: str(_read_preset(name).get("title", "")) for name in names}
+
+
+def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Config:
+    """Read a preset or a file and apply overrides.
+
+    Parameters
+    ----------
+    source
+        A preset's name, or the path of a ``.toml`` or ``.json`` file.
+    overrides
+        ``key=value`` texts with dotted keys, as given to ``-o``; the value is TOML, or a bare string.
+    base
+        Values laid over the source before the overrides, by dotted key (``--seed``, ``--data-dir``).
+    """
+    tree = _read_source(source)
+    for key, value in (base or {}).items():
+        _put(tree, key, value)
+    given = [_parse_override(text) for text in overrides]
+    # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
+    given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in VARIANTS.items()))
+    for key, value in given:
+        _put(tree, key, value)
+    return validate(tree)
+
+
+def read_config(path: Path) -> Config:
+    """Read back the configuration that a run saved."""
+    return validate(json.loads(path.read_text()))
+
+
+def validate(tree: Tree) -> Config:
+    """Turn a tree of plain values into a configuration, or complain about the first wrong key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error.errors()[0]) from None
+
+
+def _read_preset(name: str) -> Tree:
+    return tomllib.loads((files("vitfleet") / "presets" / f"{name}.toml").read_text())
+
+
+def _read_source(source: str) -> Tree:
+    known = presets()
+    if source in known:
+        return _read_preset(source)
+    path = Path(source)
+    if path.suffix not in {".toml", ".json"}:
+        close = difflib.get_close_matches(source, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them"
+        raise UserError(f"no preset is called {source!r}: {hint} A file's name ends in .toml or .json.")
+    if not path.is_file():
+        raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
+    try:
+        tree = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{source}: not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{source}: must hold a table of keys, not a {type(tree).__name__}.")
+    return tree
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, sign, raw = text.partition("=")
+    key = key.strip()
+    if not sign or not key:
+        raise UserError(f"-o {text}: must look like key=value, for example -o train.lr=1e-3")
+    raw = raw.strip()
+    if raw in {"null", "none", "None"}:  # TOML has no word for it
+        return key, None
+    try:
+        return key, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, raw
+
+
+def _put(tree: Tree, key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    table = tree
+    for depth, parent in enumerate(parents):
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(".".join(parents[: depth + 1]), table, f"is a value, so {key!r} cannot be set in it")
+    if VARIANTS.get(".".join(parents)) == leaf and table.get(leaf) != value:
+        # Another method or partition: its siblings belonged to the old one and go with it.
+        table.clear()
+    table[leaf] = copy.deepcopy(value)
+
+
+def _explain(error: ErrorDetails) -> UserError:
+    location = _without_tags(error["loc"])
+    key = ".".join(location)
+    value = error["input"]
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return UserError(f"{key}: no such key; {_suggest(location)}")
+    if kind == "value_error":  # raised by our own validators, which name the key themselves
+        return UserError(str(error["ctx"]["error"]))
+    if kind == "union_tag_invalid":
+        deciding = f"{key}.{VARIANTS[key]}"
+        tag = error["ctx"]["tag"]
+        allowed = error["ctx"]["expected_tags"].replace("'", "")
+        return ConfigError(deciding, tag, f"must be one of {allowed}")
+    if kind == "union_tag_not_found":
+        return UserError(f"{key}.{VARIANTS[key]}: is missing; say which one is meant")
+    if kind == "missing":
+        return UserError(f"{key}: is missing")
+    message = error["msg"].removeprefix("Input ").replace("should", "must")
+    return ConfigError(key, value, message)
+
+
+def _without_tags(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Drop the variant's tag that pydantic puts into the path: ('method', 'fedprox', 'mu') is method.mu."""
+    path: list[str] = []
+    skip = False
+    for part in location:
+        if skip:
+            skip = False
+            continue
+        path.append(str(part))
+        skip = ".".join(path) in VARIANTS
+    return tuple(path)
+
+
+def _suggest(location: tuple[str, ...]) -> str:
+    *parents, leaf = location
+    tables: list[type[BaseModel]] = [Config]
+    for parent in parents:
+        tables = [inner for table in tables for inner in _tables_of(table, parent)]
+    allowed = sorted({name for table in tables for name in table.model_fields})
+    close = difflib.get_close_matches(leaf, allowed, n=1)
+    where = ".".join(parents) or "the top level"
+    known = f"{where} knows {', '.join(allowed)}"
+    return f"did you mean {'.'.join([*parents, close[0]])}? ({known})" if close else known
+
+
+def _tables_of(table: type[BaseModel], field: str) -> list[type[BaseModel]]:
+    annotation = table.model_fields[field].annotation if field in table.model_fields else None
+    candidates = [annotation, *get_args(annotation)]
+    return [one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)]

@@ -1,0 +1,173 @@
+"""The tables of a run's configuration.
+
+Bounds that a table can know are checked here; those that need the data or the model (more clients than
+samples, a layer count) are checked by the room that knows them, with the same kind of error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from vitfleet.config.base import Table
+from vitfleet.config.methods import FedAvgConfig, MethodConfig
+
+
+class IidPartition(Table):
+    """Every client draws from the same distribution."""
+
+    kind: Literal["iid"] = "iid"
+    imbalance: float = Field(0.0, ge=0, le=5, description="log-normal σ of the clients' sample counts; 0: equal")
+
+
+class DirichletPartition(Table):
+    """Each class is spread over the clients by Dirichlet(β): small β, few classes a client."""
+
+    kind: Literal["dirichlet"] = "dirichlet"
+    beta: float = Field(0.5, gt=0, description="concentration β of the Dirichlet distribution")
+    min_samples: int = Field(0, ge=0, description="every client gets at least this many; 0 allows empty clients")
+
+
+class ClassesPartition(Table):
+    """Each client holds a fixed number of classes, whose samples it shares evenly with others."""
+
+    kind: Literal["classes"] = "classes"
+    per_client: int = Field(2, ge=1, description="classes a client")
+
+
+class ShardsPartition(Table):
+    """Sorted by label, cut into equal shards, dealt to the clients (McMahan et al., 2017)."""
+
+    kind: Literal["shards"] = "shards"
+    per_client: int = Field(2, ge=1, description="shards a client")
+
+
+class SourcePartition(Table):
+    """One client a source: the folder, session or writer each image came from."""
+
+    kind: Literal["source"] = "source"
+
+
+class FilePartition(Table):
+    """A partition saved by an earlier run."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(description="a run folder, or its partition.safetensors")
+
+
+PartitionConfig = Annotated[
+    IidPartition | DirichletPartition | ClassesPartition | ShardsPartition | SourcePartition | FilePartition,
+    Field(discriminator="kind"),
+]
+
+
+class AugmentConfig(Table):
+    """What is done to a training image, on the device, batched. All off by default."""
+
+    crop: float = Field(0.0, ge=0, le=0.5, description="random shift, as a share of the image's side")
+    flip: bool = Field(False, description="mirror half of the images")
+    brightness: float = Field(0.0, ge=0, lt=1, description="scale brightness by 1 ± this")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is drawn at all."""
+        return self.crop > 0 or self.flip or self.brightness > 0
+
+
+class DataConfig(Table):
+    """Which images, and how they are dealt to the clients."""
+
+    name: str = Field("digits", description="a known set, or a name for your own (then set data.path)")
+    path: str | None = Field(None, description="your own image folder or parquet file or folder")
+    dir: str | None = Field(None, description="where named sets lie; --data-dir and VITFLEET_DATA set it")
+    test_share: float = Field(0.2, gt=0, lt=1, description="held out where a set has no test split")
+    max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
+    limit: int | None = Field(None, ge=1, description="use only this many training images (and a fifth of it to test)")
+    partition: PartitionConfig = DirichletPartition()
+    augment: AugmentConfig = AugmentConfig()
+
+
+class ModelConfig(Table):
+    """Which ViT. ``vit`` is built from the sizes below; any other name is timm's."""
+
+    name: str = "vit"
+    image_size: int | None = Field(None, ge=4, le=1024, description="default: the data's size, or timm's own")
+    patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, or timm's own")
+    dim: int = Field(64, ge=8, description="embedding width (for vit)")
+    depth: int | None = Field(None, ge=1, le=64, description="number of layers; default: 4, or timm's own")
+    heads: int = Field(4, ge=1, description="attention heads (for vit)")
+    mlp_ratio: float = Field(4.0, gt=0, description="MLP width over embedding width (for vit)")
+    weights: str | None = Field(None, description="pretrained: a .safetensors file, a folder of them, or 'hub'")
+
+    @model_validator(mode="after")
+    def _heads_divide_dim(self) -> ModelConfig:
+        if self.name == "vit" and self.dim % self.heads:
+            raise ValueError(f"model.heads = {self.heads}: must divide model.dim = {self.dim}")
+        return self
+
+
+class TrainConfig(Table):
+    """A client's local training."""
+
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(32, ge=1)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    weight_decay: float = Field(0.05, ge=0)
+    momentum: float = Field(0.9, ge=0, lt=1, description="for sgd")
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
+    clip: float | None = Field(None, gt=0, description="largest norm of a step's gradient")
+    mask_ratio: float = Field(0.0, ge=0, lt=1, description="share of an image's patches dropped at every step")
+
+
+class FleetConfig(Table):
+    """The clients and how many take part."""
+
+    kind: Literal["inline"] = "inline"
+    clients: int = Field(10, ge=1)
+    per_round: int = Field(5, ge=1, description="clients asked each round")
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> FleetConfig:
+        if self.per_round > self.clients:
+            raise ValueError(
+                f"fleet.per_round = {self.per_round}: must be between 1 and fleet.clients = {self.clients}"
+            )
+        return self
+
+
+class EvalConfig(Table):
+    """When accuracy is measured, and on how many clients' own models."""
+
+    every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
+    batch_size: int = Field(256, ge=1)
+    clients: int | None = Field(
+        100, ge=1, description="own models evaluated at most, drawn anew each time; null: every client"
+    )
+
+
+class MachineConfig(Table):
+    """What the run computes on."""
+
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+    deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+
+
+class Config(Table):
+    """A whole run."""
+
+    title: str = Field("", description="one line for `vitfleet presets` and the report")
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(10, ge=1)
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    method: MethodConfig = FedAvgConfig()
+    train: TrainConfig = TrainConfig()
+    fleet: FleetConfig = FleetConfig()
+    eval: EvalConfig = EvalConfig()
+    machine: MachineConfig = MachineConfig()

@@ -1,0 +1,59 @@
+"""A fleet answers requests; a failure is a reply too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from vitfleet.message import Message, State
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client is asked: the server's message for one round."""
+
+    round: int
+    client: int
+    down: Message
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back: a message, or the reason why there is none."""
+
+    client: int
+    up: Message | None
+    failure: str | None = None
+
+
+class Fleet(Protocol):
+    """Where clients live."""
+
+    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Send requests out and yield the replies as they come."""
+        ...
+
+    def own(self, client: int) -> State | None:
+        """Return a client's own state, where the fleet can see it."""
+        ...
+
+    def changed(self) -> Mapping[int, State | None]:
+        """Return the clients' states that changed since the last call: what a checkpoint must write."""
+        ...
+
+
+def in_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply]:
+    """Yield replies in the order of the requests, whoever was faster.
+
+    Floating-point sums depend on their order; this makes a round's result independent of the order in which
+    clients happened to finish. A reply that is early waits; one whose turn it is passes straight through, so
+    a fleet that answers in order costs no memory.
+    """
+    early: dict[int, Reply] = {}
+    incoming = iter(replies)
+    for client in clients:
+        while client not in early:
+            reply = next(incoming)
+            early[reply.client] = reply
+        yield early.pop(client)

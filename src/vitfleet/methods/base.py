@@ -1,0 +1,141 @@
+"""A method is two halves and a message.
+
+The server half says how it starts, what goes down to a client, and what it makes of the replies. The client
+half says what a device does with its images. What travels between them is a :class:`~vitfleet.message.Message`.
+A method never learns where its clients live, and keeps nothing in itself: state comes in and goes out as a
+value.
+
+The client half is a generator: it *yields* each training it wants as a :class:`~vitfleet.train.objective.Fit`
+and is sent back what came of it. It reads like the algorithm in the paper, while whoever drives it decides how
+the training is run: alone, or together with the other clients of the cohort that stand at the same yield.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeAlias, TypeVar
+
+from vitfleet.config.base import Table
+from vitfleet.config.schema import TrainConfig
+from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.train.objective import Fit, Fitted
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method may know of the run it is in."""
+
+    anatomy: Anatomy
+    train: TrainConfig
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client is asked to do in one round.
+
+    Attributes
+    ----------
+    down
+        The server's message.
+    base
+        What every client was given once, at its first contact: see :meth:`Method.base`.
+    own
+        The client's own state, as it left it; ``None`` before its first round.
+    """
+
+    round: int
+    client: int
+    down: Message
+    base: Tensors
+    own: State | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client makes of a job: a message, and the state it keeps (``None``: it keeps nothing)."""
+
+    up: Message
+    own: State | None = None
+
+
+Work: TypeAlias = Generator[Fit, Fitted, Answer]
+
+
+class Gathering(ABC):
+    """The server half while replies come in: each is folded in and let go, so memory does not grow."""
+
+    @abstractmethod
+    def add(self, client: int, up: Message) -> None:
+        """Fold in one reply. Replies always come in the order of the requests, whoever was faster."""
+
+    @abstractmethod
+    def finish(self) -> State:
+        """Return the server's new state."""
+
+
+Params = TypeVar("Params", bound=Table)
+
+
+class Method(ABC, Generic[Params]):
+    """An algorithm of federated learning."""
+
+    name: ClassVar[str]
+    #: Whether clients end up with models of their own; if not, one evaluation serves all.
+    personal: ClassVar[bool] = False
+    #: Whether there is a model of the server's own to evaluate.
+    has_global_model: ClassVar[bool] = True
+
+    def __init__(self, params: Params, setting: Setting) -> None:
+        self.params = params
+        self.setting = setting
+        self.anatomy = setting.anatomy
+
+    @property
+    @abstractmethod
+    def trains(self) -> Selection:
+        """What a client trains."""
+
+    # The server half
+
+    def base(self, initial: Tensors) -> Message:
+        """Return what every client is given once, at its first contact, and keeps: nothing by default."""
+        return Message()
+
+    @abstractmethod
+    def start(self, initial: Tensors) -> State:
+        """Return the server's state before the first round."""
+
+    @abstractmethod
+    def instruct(self, server: State, client: int, since: int | None) -> Message:
+        """Return what goes down to a client.
+
+        Parameters
+        ----------
+        since
+            The last round in which the server heard from this client; ``None`` if it never did.
+        """
+
+    @abstractmethod
+    def gather(self, server: State, round: int) -> Gathering:
+        """Open a round's gathering of replies."""
+
+    # The client half
+
+    @abstractmethod
+    def work(self, job: Job) -> Work:
+        """Do a client's round, yielding each training it wants."""
+
+    # What a model is used with
+
+    @abstractmethod
+    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+        """Return the weights a client would use now; with ``own = None``, those of a client never seen."""
+
+
+def tally(fitted: Fitted) -> Numbers:
+    """Return what every message up says of the training behind it."""
+    return {"samples": fitted.samples, "loss": float(fitted.loss)}

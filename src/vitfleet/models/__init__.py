@@ -1,0 +1,5 @@
+"""Vision transformers with named parts."""
+
+from vitfleet.models.compat import ensure_torchvision
+
+ensure_torchvision()  # before anything here imports timm

@@ -1,0 +1,145 @@
+"""The parts of a vision transformer, by name, whatever its family.
+
+A method selects, splits and freezes by part (embedding, block i, norm, head); which parameters that means
+in one family or another is known here and nowhere else. What trains, what travels, its bytes and its
+parameter counts all follow from a :class:`Selection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from vitfleet.message import Tensors
+
+# The attribute under which timm's families keep their transformer layers.
+_BLOCK_LISTS = {"blocks", "blocks_token_only"}
+_NORMS = {"norm", "fc_norm"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A choice of a model's weights, in the model's own order."""
+
+    names: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def take(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Return the chosen ones of these tensors."""
+        return {name: tensors[name] for name in self.names}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Which weights belong to which part.
+
+    Attributes
+    ----------
+    shapes
+        Every weight of the model, in order: parameters, and the buffers that are averaged with them
+        (running statistics of families with batch norm).
+    parameters
+        The weights that can train.
+    embed, blocks, norm, head
+        The parts. What lies between two blocks (a patch merging, a stage's norm) belongs to the one before.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    parameters: frozenset[str]
+    embed: Selection
+    blocks: tuple[Selection, ...]
+    norm: Selection
+    head: Selection
+
+    @property
+    def depth(self) -> int:
+        """Number of transformer layers."""
+        return len(self.blocks)
+
+    @property
+    def whole(self) -> Selection:
+        """The whole model."""
+        return self.choose(self.shapes)
+
+    @property
+    def body(self) -> Selection:
+        """Everything but the head."""
+        return self.choose(name for name in self.shapes if name not in self.head)
+
+    @property
+    def others(self) -> Selection:
+        """Everything but the blocks."""
+        return self.join(self.embed, self.norm, self.head)
+
+    def join(self, *parts: Selection) -> Selection:
+        """Return the union of several selections."""
+        return self.choose(name for part in parts for name in part)
+
+    def choose(self, names: Iterable[str]) -> Selection:
+        """Return these weights as a selection, in the model's order."""
+        wanted = set(names)
+        return Selection(tuple(name for name in self.shapes if name in wanted))
+
+    def trainable(self, selection: Selection) -> Selection:
+        """Return those of a selection that an optimiser can train (buffers only travel)."""
+        return Selection(tuple(name for name in selection if name in self.parameters))
+
+    def count(self, selection: Selection) -> int:
+        """Count the parameters of a selection."""
+        return sum(prod(self.shapes[name]) for name in self.trainable(selection))
+
+
+def dissect(vit: nn.Module) -> Anatomy:
+    """Find the parts of a timm vision transformer."""
+    weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
+    parameters = frozenset(name for name, _ in vit.named_parameters())
+    block_paths = [
+        f"{path}.{child}"
+        for path, module in vit.named_modules()
+        if path.split(".")[-1] in _BLOCK_LISTS
+        for child, _ in module.named_children()
+    ]
+    if not block_paths:
+        raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet knows how to find")
+    classifier = vit.get_classifier()  # type: ignore[operator]
+    heads = set(classifier) if isinstance(classifier, tuple) else {classifier}
+    head_paths = {path for path, module in vit.named_modules() if module in heads}
+
+    blocks: list[list[str]] = [[] for _ in block_paths]
+    embed: list[str] = []
+    norm: list[str] = []
+    head: list[str] = []
+    latest: int | None = None
+    for name in weights:
+        block = next((i for i, path in enumerate(block_paths) if name.startswith(f"{path}.")), None)
+        if block is not None:
+            latest = block
+            blocks[block].append(name)
+        elif any(name.startswith(f"{path}.") for path in head_paths):
+            head.append(name)
+        elif name.split(".")[0] in _NORMS:
+            norm.append(name)
+        elif latest is None:
+            embed.append(name)
+        else:
+            blocks[latest].append(name)
+    return Anatomy(
+        shapes={name: tensor.shape for name, tensor in weights.items()},
+        parameters=parameters,
+        embed=Selection(tuple(embed)),
+        blocks=tuple(Selection(tuple(names)) for names in blocks),
+        norm=Selection(tuple(norm)),
+        head=Selection(tuple(head)),
+    )

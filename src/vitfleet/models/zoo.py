@@ -1,0 +1,137 @@
+"""One name, one ViT: plain ones of any size, and timm's by their names, with or without pretrained weights."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import load_file
+from timm.models import adapt_input_conv
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from vitfleet.config.schema import ModelConfig
+from vitfleet.errors import ConfigError, UserError
+from vitfleet.models.net import Net, as_net
+from vitfleet.randomness import Address, Purpose
+
+PLAIN = "vit"
+PLAIN_PATCH = 4
+PLAIN_DEPTH = 4
+HALF = 0.5  # normalisation of models that do not say otherwise: 0…1 becomes −1…1
+
+
+def build(config: ModelConfig, classes: int, channels: int, data_side: int, seed: int) -> Net:
+    """Build the model that a configuration names.
+
+    Parameters
+    ----------
+    classes, channels, data_side
+        What the data has: the head's width, colour channels, pixels a side (the default input size of a
+        plain ViT; a timm model keeps its own).
+    seed
+        Addresses the initial weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Address(seed, Purpose.INIT).torch_seed())
+        if config.name == PLAIN:
+            vit, side = _plain(config, classes, channels, data_side)
+        else:
+            vit, side = _from_timm(config, classes, channels)
+    if config.weights and config.weights != "hub":
+        load_pretrained(vit, Path(config.weights), config.name)
+    pretrained = getattr(vit, "pretrained_cfg", None) or {}
+    mean = tuple(pretrained.get("mean", (HALF,) * 3))[:channels]
+    std = tuple(pretrained.get("std", (HALF,) * 3))[:channels]
+    return as_net(vit.requires_grad_(False), side, mean, std)
+
+
+def _plain(config: ModelConfig, classes: int, channels: int, data_side: int) -> tuple[nn.Module, int]:
+    if config.weights == "hub":
+        raise ConfigError("model.weights", "hub", "needs a timm name in model.name, such as vit_tiny_patch16_224")
+    side = config.image_size or data_side
+    patch = config.patch_size or PLAIN_PATCH
+    _check_patch(side, patch)
+    vit = VisionTransformer(
+        img_size=side,
+        patch_size=patch,
+        in_chans=channels,
+        num_classes=classes,
+        embed_dim=config.dim,
+        depth=config.depth or PLAIN_DEPTH,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+    )
+    return vit, side
+
+
+def _from_timm(config: ModelConfig, classes: int, channels: int) -> tuple[nn.Module, int]:
+    if not timm.is_model(config.name):
+        close = difflib.get_close_matches(config.name, [PLAIN, *timm.list_models("*it*")], n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "`vit`, or a name from timm.list_models()"
+        raise ConfigError("model.name", config.name, f"is not a model; {hint}")
+    native = timm.models.get_pretrained_cfg(config.name)
+    side = config.image_size or (native.input_size[-1] if native else 224)
+    sizes = {"img_size": config.image_size, "patch_size": config.patch_size, "depth": config.depth}
+    given = {key: value for key, value in sizes.items() if value is not None}
+    try:
+        vit = timm.create_model(
+            config.name, pretrained=config.weights == "hub", num_classes=classes, in_chans=channels, **given
+        )
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(f"model.name = {config.name!r}: timm cannot build it with {given}: {error}") from error
+    except (OSError, RuntimeError) as error:
+        if config.weights != "hub":
+            raise
+        raise UserError(
+            f"model.weights = 'hub': the weights of {config.name} cannot be had ({error}); "
+            "give a .safetensors file instead"
+        ) from error
+    return vit, side
+
+
+def _check_patch(side: int, patch: int) -> None:
+    if side % patch:
+        raise ConfigError("model.patch_size", patch, f"must divide the image's side, {side} pixels")
+
+
+def load_pretrained(vit: nn.Module, path: Path, name: str) -> None:
+    """Load weights from a safetensors file, or from ``<folder>/<name>.safetensors``.
+
+    Positions are interpolated to the model's grid, patches resampled to its patch size, colour channels
+    summed or repeated to its input. A head of another width stays as it was initialised; any other
+    weight that is missing or does not fit is an error.
+    """
+    file = path / f"{name}.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("model.weights", str(path), f"there is no such file ({file}); name a .safetensors file")
+    try:
+        given = load_file(file)
+    except Exception as error:  # safetensors raises a type of its own per kind of damage
+        raise ConfigError("model.weights", str(path), f"is not a readable safetensors file ({error})") from error
+    own = vit.state_dict()
+    fitted = _fit(given, vit)
+    head = {n for n in own if n.startswith(("head.", "head_dist."))}
+    if any(n in fitted and fitted[n].shape != own[n].shape for n in head):
+        fitted = {n: tensor for n, tensor in fitted.items() if n not in head}
+    wrong = [n for n in own if n not in head and (n not in fitted or fitted[n].shape != own[n].shape)]
+    if wrong:
+        raise ConfigError(
+            "model.weights",
+            str(path),
+            f"does not fit model.name = {name!r}: {len(wrong)} weights are missing or of another shape, "
+            f"the first is {wrong[0]}",
+        )
+    vit.load_state_dict({n: tensor for n, tensor in fitted.items() if n in own}, strict=False)
+
+
+def _fit(given: dict[str, Tensor], vit: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(vit, VisionTransformer):
+        return given
+    fitted: dict[str, Tensor] = checkpoint_filter_fn(given, vit)
+    stem = "patch_embed.proj.weight"
+    if stem in fitted:
+        fitted[stem] = adapt_input_conv(vit.patch_embed.proj.in_channels, fitted[stem])
+    return fitted

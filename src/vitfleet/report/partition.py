@@ -1,0 +1,143 @@
+"""The picture of a partition: which client holds how many images of which class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# Up to here every client has its own labelled row, every class its own labelled column.
+LABELLED_CLIENTS = 60
+LABELLED_CLASSES = 30
+# A picture has fewer rows than a large fleet has clients: neighbours in the sorted order are averaged.
+_ROWS = 600
+_INK = "#334155"
+
+
+def draw(counts: Ints, class_names: Sequence[str], path: Path) -> None:
+    """Draw a partition to a PNG file.
+
+    Up to 60 clients stay in order and are labelled. A larger fleet is sorted by dominant class, so that its
+    structure shows as a staircase, and stands without labels.
+
+    Parameters
+    ----------
+    counts
+        ``[clients, classes]``: training images.
+    class_names
+        The classes' names, for up to 30 classes.
+    path
+        Where the picture goes.
+    """
+    # A Figure of its own, without pyplot: no display is needed and no global state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    clients, classes = counts.shape
+    labelled = clients <= LABELLED_CLIENTS
+    rows = counts.astype(np.float64) if labelled else _condense(counts[by_dominant_class(counts)], _ROWS)
+    height = float(np.clip(1.6 + 0.26 * clients, 3.2, 9.0)) if labelled else 6.5
+    width = float(np.clip(3.6 + 0.42 * classes, 6.0, 10.5))
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    table, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
+    # Below linear: one crowded cell must not bleach the many small ones.
+    shade = PowerNorm(0.6, vmin=0, vmax=max(float(rows.max()), 1.0))
+    image = table.imshow(rows, aspect="auto", cmap="Blues", norm=shade, interpolation="nearest")
+    _label_table(table, clients, class_names, labelled)
+    _draw_sizes(bars, rows.sum(axis=1))
+    # Beside the table it would push the bars away: the scale lies flat underneath, across both parts.
+    scale = figure.colorbar(
+        image, ax=[table, bars], location="bottom", shrink=0.5, aspect=40, pad=0.02, ticks=_whole_numbers()
+    )
+    averaged = len(rows) < clients
+    scale.set_label("images, mean of neighbouring clients" if averaged else "images", fontsize=8, color=_INK)
+    scale.ax.tick_params(labelsize=7, colors=_INK, length=2)
+    scale.ax.xaxis.set_major_formatter("{x:,.0f}")
+    scale.outline.set_visible(False)
+    empty = int(np.count_nonzero(counts.sum(axis=1) == 0))
+    note = f", {empty:,} of them empty" if empty else ""
+    figure.suptitle(f"{int(counts.sum()):,} images on {clients:,} clients{note}", fontsize=11, color=_INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def by_dominant_class(counts: Ints) -> Ints:
+    """Return the clients' order by dominant class, most images of it first, empty clients last.
+
+    Where classes tie in a client, which one counts turns with the client: in a fleet with a handful of
+    images each, ties are common, and the first class would look larger than it is.
+    """
+    clients, classes = counts.shape
+    turn = (np.arange(classes) + np.arange(clients)[:, None]) % classes / (2 * classes)
+    sizes = counts.sum(axis=1)
+    dominant = np.where(sizes > 0, (counts + turn).argmax(axis=1), classes)
+    return np.lexsort((-sizes, -counts.max(axis=1), dominant)).astype(np.int64)
+
+
+def _condense(counts: Ints, rows: int) -> NDArray[np.float64]:
+    """Average runs of neighbouring clients until there are at most ``rows``."""
+    clients = counts.shape[0]
+    starts = np.arange(0, clients, -(-clients // rows))
+    lengths = np.diff(starts, append=clients)
+    means: NDArray[np.float64] = np.add.reduceat(counts, starts, axis=0) / lengths[:, None]
+    return means
+
+
+def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: bool) -> None:
+    for spine in axes.spines.values():
+        spine.set_color("#cbd5e1")
+    axes.tick_params(length=0, labelsize=8, colors=_INK)
+    classes = len(class_names)
+    axes.set_xlabel(
+        "class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=_INK, fontsize=9
+    )
+    if classes <= LABELLED_CLASSES:
+        long = max(len(name) for name in class_names) > 4
+        turn = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if long else {}
+        axes.set_xticks(range(classes), [_short(name) for name in class_names], **turn)
+    else:
+        axes.set_xticks([])
+    if labelled:
+        axes.set_ylabel("client", color=_INK, fontsize=9)
+        axes.set_yticks(range(clients), [str(client) for client in range(clients)])
+        axes.set_yticks(np.arange(clients + 1) - 0.5, minor=True)
+        axes.set_xticks(np.arange(classes + 1) - 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1.0 if classes <= LABELLED_CLASSES else 0.3)
+        axes.tick_params(which="minor", length=0)
+    else:
+        axes.set_ylabel("clients, by dominant class", color=_INK, fontsize=9)
+        axes.set_yticks([])
+
+
+def _draw_sizes(axes: Any, sizes: NDArray[np.float64]) -> None:
+    # Full-height bars in a large fleet: gaps between hundreds of thin bars would only shimmer.
+    axes.barh(
+        range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b"
+    )
+    axes.set_xlim(0, max(float(sizes.max()), 1.0) * 1.05)
+    axes.set_xlabel("images\nper client", color=_INK, fontsize=8)
+    axes.xaxis.set_major_locator(_whole_numbers(2))
+    axes.tick_params(axis="x", labelsize=7, colors=_INK, length=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(axis="y", which="both", length=0, labelleft=False)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#cbd5e1")
+
+
+def _whole_numbers(bins: int = 6) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(bins, integer=True)
+
+
+def _short(name: str, limit: int = 16) -> str:
+    return name if len(name) <= limit else name[: limit - 1] + "…"

@@ -1,0 +1,139 @@
+"""What a run looks like in a terminal: a live display for people, plain lines for pipes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vitfleet.progress import Advance
+from vitfleet.run.records import RoundRecord
+
+SHOWN_ROUNDS = 8
+PLAIN_LINES = 20  # a long run says about this many lines into a pipe
+
+
+class TerminalProgress:
+    """Shows long work as a bar; in a pipe, says nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Advance]:
+        """Show one task until it ends."""
+        if not self.console.is_terminal:
+            yield lambda units: None
+            return
+        columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda units: bar.advance(task, units)
+
+
+class RoundDisplay:
+    """Follows a run: its last rounds, how far it is, and the time left."""
+
+    def __init__(self, console: Console, rounds: int, done: int) -> None:
+        self.console = console
+        self.rounds = rounds
+        self.done = done
+        self.recent: list[tuple[RoundRecord, float]] = []
+        self.started = time.perf_counter()
+        self.bar = Progress(
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=40),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+        )
+        self.task = self.bar.add_task("rounds", total=rounds, completed=done)
+        self.live: Live | None = None
+
+    def __enter__(self) -> RoundDisplay:
+        if self.console.is_terminal:
+            self.live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.live is not None:
+            self.live.__exit__(*exception)
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        """Show a finished round."""
+        self.recent = [*self.recent, (record, seconds)][-SHOWN_ROUNDS:]
+        self.bar.update(self.task, completed=record.round)
+        for entry in record.clients:
+            if entry.failure is not None:
+                self.console.print(f"round {record.round}: client {entry.client} left out, {entry.failure}")
+        if self.live is not None:
+            self.live.update(self._picture())
+        elif record.round == self.rounds or record.round % max(1, self.rounds // PLAIN_LINES) == 0:
+            self.console.print(self._line(record), highlight=False, soft_wrap=True)
+
+    def _line(self, record: RoundRecord) -> str:
+        played = record.round - self.done
+        left = (time.perf_counter() - self.started) / max(1, played) * (self.rounds - record.round)
+        cells = _cells(record)
+        return (
+            f"round {record.round}/{self.rounds}  accuracy {cells[1]} (local {cells[2]})  loss {cells[3]}  "
+            f"up {cells[4]}  down {cells[5]}  {left:.0f} s left"
+        )
+
+    def _picture(self) -> Group:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in ("round", "accuracy", "local", "loss", "up", "down", "time"):
+            table.add_column(heading, justify="right", style="bold" if heading == "accuracy" else "")
+        for record, seconds in self.recent:
+            table.add_row(*_cells(record), f"{seconds:.1f} s")
+        return Group(table, self.bar)
+
+
+def _cells(record: RoundRecord) -> list[str]:
+    accuracy = record.accuracy
+    return [
+        str(record.round),
+        f"{accuracy.global_:.1%}" if accuracy else "–",
+        f"{accuracy.local:.1%}" if accuracy else "–",
+        "–" if record.loss is None else f"{record.loss:.3f}",
+        human_bytes(sum(entry.up_bytes for entry in record.clients)),
+        human_bytes(sum(entry.down_bytes for entry in record.clients)),
+    ]
+
+
+def human_bytes(count: float) -> str:
+    """Say a number of bytes for people: ``18.2 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
+    """Return a run's summary as a table."""
+    table = Table(title=title or None, title_justify="left", show_header=False)
+    accuracy, message, total, client = (summary[key] for key in ("accuracy", "message", "total", "client"))
+    rows = {
+        "method": summary["method"],
+        "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s",
+        "accuracy, common test set": f"{accuracy['global']:.2%} (best {accuracy['best']:.2%})",
+        "accuracy, clients' own splits": f"{accuracy['local']:.2%} over {accuracy['clients']} clients",
+        "a client's message up": human_bytes(message["up_bytes"]),
+        "a client's message down": human_bytes(message["down_bytes"]),
+        "all messages up / down": f"{human_bytes(total['up_bytes'])} / {human_bytes(total['down_bytes'])}",
+        "parameters, trained on a client": f"{client['params']:,}, {client['trainable_params']:,}",
+    }
+    if total["failures"]:
+        rows["replies left out"] = f"{total['failures']} of {total['participations']}"
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,119 @@
+"""Checkpoints: tensors as safetensors, the rest as JSON, committed by one rename.
+
+A checkpoint is a manifest, ``checkpoint.json``, that names the files it is made of. Files are written under
+names never used before and only then is the manifest replaced, so a crash at any moment leaves the last
+complete checkpoint. A client's state is written when it changed, not every round. Files that no manifest
+names any more are removed after the commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from vitfleet.errors import UserError
+from vitfleet.message import State
+from vitfleet.run.files import write_atomically
+from vitfleet.wire import decode, encode
+
+MANIFEST = "checkpoint.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is made of.
+
+    Attributes
+    ----------
+    round
+        The last finished round.
+    server
+        File of the server's state.
+    clients
+        File of each client's own state.
+    heard
+        The last round in which each client took part.
+    records_length, timings_length
+        Bytes of the records and timings that belong to this checkpoint.
+    """
+
+    round: int
+    server: str
+    records_length: int
+    timings_length: int
+    total_up_bytes: int = 0
+    total_down_bytes: int = 0
+    clients: dict[int, str] = field(default_factory=dict)
+    heard: dict[int, int] = field(default_factory=dict)
+    version: int = VERSION
+
+
+class Checkpoints:
+    """The checkpoints of one run folder.
+
+    Attributes
+    ----------
+    latest
+        The last complete checkpoint, or ``None`` before the first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkpoint"
+        self.folder.mkdir(exist_ok=True)
+        self.latest = self._read_manifest()
+        self._sweep()
+
+    def _read_manifest(self) -> Manifest | None:
+        path = self.folder / MANIFEST
+        if not path.exists():
+            return None
+        tree = json.loads(path.read_text())
+        if tree.get("version") != VERSION:
+            raise UserError(f"{path}: written by another version of vitfleet ({tree.get('version')}); start anew")
+        for table in ("clients", "heard"):  # JSON has no integer keys
+            tree[table] = {int(client): value for client, value in tree[table].items()}
+        return Manifest(**tree)
+
+    def read(self, name: str) -> State:
+        """Read one of a checkpoint's states."""
+        return decode(State, (self.folder / name).read_bytes())
+
+    def commit(
+        self,
+        round: int,
+        server: State,
+        changed: Mapping[int, State | None],
+        heard: Mapping[int, int],
+        lengths: tuple[int, int],
+        totals: tuple[int, int],
+    ) -> None:
+        """Write a checkpoint of a finished round and let the one before go."""
+        before = self.latest
+        clients = dict(before.clients) if before else {}
+        for client, state in changed.items():
+            if state is None:
+                clients.pop(client, None)
+            else:
+                clients[client] = f"client-{client:06d}-round-{round:06d}.safetensors"
+                write_atomically(self.folder / clients[client], encode(state))
+        name = f"server-round-{round:06d}.safetensors"
+        write_atomically(self.folder / name, encode(server))
+        manifest = Manifest(round, name, *lengths, *totals, clients=clients, heard=dict(heard))
+        write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
+        self.latest = manifest
+        for name in _files(before) - _files(manifest):
+            (self.folder / name).unlink()
+
+    def _sweep(self) -> None:
+        """Remove what a crash left behind: files that the manifest does not name."""
+        named = {MANIFEST} | _files(self.latest)
+        for path in self.folder.iterdir():
+            if path.name not in named:
+                path.unlink()
+
+
+def _files(manifest: Manifest | None) -> set[str]:
+    return {manifest.server, *manifest.clients.values()} if manifest else set()

@@ -1,0 +1,163 @@
+"""The round loop: choose clients, send, gather, evaluate, record, checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors.torch import save
+
+from vitfleet.config.schema import Config
+from vitfleet.fleet.base import Reply, Request, in_order
+from vitfleet.message import Message
+from vitfleet.randomness import Address, Purpose
+from vitfleet.run.curves import Curves
+from vitfleet.run.files import write_atomically
+from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
+from vitfleet.run.session import Session
+from vitfleet.train.optim import learning_rate
+from vitfleet.wire import encoded_size
+
+
+class Listener(Protocol):
+    """Somebody who wants to hear of each round."""
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        """Hear of a finished round."""
+        ...
+
+
+def conduct(session: Session, listener: Listener) -> dict[str, Any]:
+    """Run a session's remaining rounds and return its summary.
+
+    Killed at any moment, the run goes on from its last checkpoint as if nothing had happened.
+    """
+    config, folder = session.config, session.folder
+    latest = session.checkpoints.latest
+    records = LineFile(folder / "records.jsonl", latest.records_length if latest else 0)
+    timings = LineFile(folder / "timings.jsonl", latest.timings_length if latest else 0)
+    curves = Curves(folder, session.round + 1)
+    try:
+        for round in range(session.round + 1, config.rounds + 1):
+            started = time.perf_counter()
+            record = play_round(session, round)
+            seconds = time.perf_counter() - started
+            records.append(record.line())
+            timings.append(json.dumps({"round": round, "seconds": seconds}))
+            curves.add(record)
+            if round % config.machine.checkpoint_every == 0 or round == config.rounds:
+                session.checkpoints.commit(
+                    round,
+                    session.server,
+                    session.fleet.changed(),
+                    session.heard,
+                    (records.length(), timings.length()),
+                    (session.total_up_bytes, session.total_down_bytes),
+                )
+            listener.round_done(record, seconds)
+    finally:
+        records.close()
+        timings.close()
+        curves.close()
+    _save_model(session)
+    return summarize(folder, config, session.params, session.trainable_params)
+
+
+def play_round(session: Session, round: int) -> RoundRecord:
+    """Play one round and move the session on to its end."""
+    config, method, server = session.config, session.method, session.server
+    clients = choose_clients(config, round)
+    down_bytes: dict[int, int] = {}
+
+    def requests() -> Iterator[Request]:
+        for client in clients:
+            since = session.heard.get(client)
+            down = method.instruct(server, client, since)
+            down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
+            yield Request(round, client, down)
+
+    gathering = method.gather(server, round)
+    entries: list[ClientRecord] = []
+    for reply in in_order(session.fleet.ask(requests()), clients):
+        failure = refusal(reply)
+        up = reply.up or Message()
+        if failure is None:
+            gathering.add(reply.client, up)
+            session.heard[reply.client] = round
+        numbers = {key: value for key, value in up.numbers.items() if failure is None}
+        entries.append(ClientRecord(reply.client, down_bytes[reply.client], _size(up), numbers, failure))
+    session.server = gathering.finish()
+    session.round = round
+    session.total_up_bytes += sum(entry.up_bytes for entry in entries)
+    session.total_down_bytes += sum(entry.down_bytes for entry in entries)
+    return RoundRecord(
+        round,
+        learning_rate(config.train, round, config.rounds),
+        _mean_loss(entries),
+        _accuracy(session, round),
+        entries,
+        session.total_up_bytes,
+        session.total_down_bytes,
+    )
+
+
+def choose_clients(config: Config, round: int) -> list[int]:
+    """Draw a round's clients, without replacement, in ascending order."""
+    rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
+    chosen = rng.choice(config.fleet.clients, config.fleet.per_round, replace=False)
+    return [int(client) for client in np.sort(chosen)]
+
+
+def refusal(reply: Reply) -> str | None:
+    """Return why a reply cannot be used, or ``None`` if it can: training that diverged poisons no mean."""
+    if reply.up is None:
+        return reply.failure or "no reply"
+    loss = reply.up.numbers["loss"]
+    if not isinstance(loss, float) or not math.isfinite(loss):
+        return f"its training loss is {loss}"
+    return None
+
+
+def _size(message: Message) -> int:
+    """Return a message's bytes on the wire; one with nothing in it is not sent."""
+    return encoded_size(message) if message.tensors or message.numbers else 0
+
+
+def _mean_loss(entries: list[ClientRecord]) -> float | None:
+    told = [entry.numbers for entry in entries if entry.numbers.get("samples")]
+    samples = sum(_number(numbers["samples"]) for numbers in told)
+    if not samples:
+        return None
+    return sum(_number(numbers["samples"]) * _number(numbers["loss"]) for numbers in told) / samples
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _accuracy(session: Session, round: int) -> Accuracy | None:
+    config = session.config
+    if round % config.eval.every and round != config.rounds:
+        return None
+    return session.evaluator.evaluate(
+        session.method, round, session.server, session.base.tensors, session.fleet.own
+    )
+
+
+def _save_model(session: Session) -> None:
+    """Write the global model, under timm's names, for whoever wants to use it."""
+    if not session.method.has_global_model:
+        return
+    weights = session.method.model(session.server, session.base.tensors, None)
+    about = {
+        "model": session.config.model.name,
+        "classes": json.dumps(session.data.classes),
+        "rounds": str(session.round),
+    }
+    tensors = {name: weights[name].detach().cpu().contiguous() for name in session.net.anatomy.shapes}
+    write_atomically(session.folder / "model.safetensors", save(tensors, about))

@@ -1,0 +1,110 @@
+"""The folder of a run: what lies where, and who may write to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
+
+from vitfleet.config.load import read_config
+from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
+from vitfleet.run.files import write_atomically
+
+_PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
+
+
+class RunFolder:
+    """A run's folder, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] = (path / ".lock").open("w")
+        try:
+            # Released by the system when the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path}: another process is running this run right now") from None
+
+    def config(self) -> Config:
+        """Return the run's resolved configuration."""
+        return read_config(self.path / "config.json")
+
+    def discard(self) -> None:
+        """Take back a folder whose run could not even be set up, so that its name is free again."""
+        for name in ("config.json", "about.json", "partition.json", "partition.safetensors", ".lock"):
+            (self.path / name).unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
+    """Make a new run's folder and write down what the run is.
+
+    Parameters
+    ----------
+    out
+        Where; ``None`` takes the next free ``runs/<name>-<method>-NNN``.
+    argv
+        The command that asked for the run.
+    """
+    path = out or _next_free(Path("runs"), f"{name}-{config.method.name}")
+    if (path / "config.json").exists():
+        raise UserError(f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be made ({error.strerror})") from None
+    folder = RunFolder(path)
+    about = {
+        "command": shlex.join(argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "python": sys.version.split()[0],
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+    write_atomically(path / "about.json", json.dumps(about, indent=2).encode())
+    # Last: a folder with a configuration in it can be resumed.
+    write_atomically(path / "config.json", config.model_dump_json(indent=2).encode())
+    return folder
+
+
+def reopen(path: Path) -> RunFolder:
+    """Open a run's folder to go on with it."""
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: holds no run (there is no config.json in it)")
+    return RunFolder(path)
+
+
+def _next_free(parent: Path, stem: str) -> Path:
+    taken = [
+        int(match[1])
+        for entry in (parent.iterdir() if parent.is_dir() else [])
+        if (match := re.fullmatch(rf"{re.escape(stem)}-(\d+)", entry.name))
+    ]
+    return parent / f"{stem}-{max(taken, default=0) + 1:03d}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,163 @@
+"""What a run writes down: one line a round, curves, and a summary.
+
+``records.jsonl`` holds nothing that depends on the clock, so that two runs of one seed, or one run and the
+same run killed and resumed, write the same bytes. Seconds go to ``timings.jsonl``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitfleet.config.schema import Config
+from vitfleet.message import Number
+from vitfleet.run.files import write_atomically
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """One client's part in a round; ``numbers`` is what its message said of itself."""
+
+    client: int
+    down_bytes: int
+    up_bytes: int
+    numbers: dict[str, Number] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of test images named rightly, 0…1.
+
+    Attributes
+    ----------
+    global_
+        On the common test set: the server's model, or the mean over clients where each has its own.
+    local
+        Mean over clients of their own model on their own test split.
+    loss
+        Mean cross-entropy on the common test set.
+    clients
+        Clients whose own model or split was evaluated (those without test images are left out).
+    """
+
+    global_: float
+    local: float
+    loss: float
+    clients: int
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1."""
+
+    round: int
+    lr: float
+    loss: float | None
+    accuracy: Accuracy | None
+    clients: list[ClientRecord]
+    total_up_bytes: int
+    total_down_bytes: int
+
+    def line(self) -> str:
+        """Return the record as one line of JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def parse(cls, line: str) -> RoundRecord:
+        """Read back a line."""
+        tree = json.loads(line)
+        accuracy = tree.pop("accuracy")
+        clients = [ClientRecord(**client) for client in tree.pop("clients")]
+        return cls(**tree, accuracy=Accuracy(**accuracy) if accuracy else None, clients=clients)
+
+
+class LineFile:
+    """A file of lines that is only ever appended to, and cut back to a checkpoint's length on resume."""
+
+    def __init__(self, path: Path, length: int | None = None) -> None:
+        self.path = path
+        self._file = path.open("ab")
+        if length is not None:
+            self._file.truncate(length)
+            self._file.seek(length)
+
+    def append(self, line: str) -> int:
+        """Append a line and return the file's length with it, on disk."""
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def length(self) -> int:
+        """Return the file's length."""
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(folder: Path) -> Iterator[RoundRecord]:
+    """Yield a run's records, one at a time; a last line cut short by a crash is left out."""
+    path = folder / "records.jsonl"
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield RoundRecord.parse(line)
+
+
+def read_seconds(folder: Path) -> float:
+    """Return the seconds a run's rounds took, all its sessions together."""
+    path = folder / "timings.jsonl"
+    if not path.exists():
+        return 0.0
+    lines = path.read_text().splitlines()
+    return sum(float(json.loads(line)["seconds"]) for line in lines)
+
+
+def summarize(folder: Path, config: Config, params: int, trainable_params: int) -> dict[str, Any]:
+    """Sum a run up from its records and write ``summary.json``."""
+    rounds = participations = up_bytes = down_bytes = failures = 0
+    best: float | None = None
+    last: Accuracy | None = None
+    loss: float | None = None
+    for record in read_records(folder):
+        rounds = record.round
+        participations += len(record.clients)
+        failures += sum(client.failure is not None for client in record.clients)
+        up_bytes, down_bytes = record.total_up_bytes, record.total_down_bytes
+        loss = record.loss
+        if record.accuracy is not None:
+            last = record.accuracy
+            best = max(best or 0.0, last.global_)
+    each = max(1, participations)
+    summary = {
+        "method": config.method.name,
+        "seed": config.seed,
+        "rounds": rounds,
+        "accuracy": {
+            "global": last.global_ if last else None,
+            "local": last.local if last else None,
+            "best": best,
+            "clients": last.clients if last else 0,
+        },
+        "loss": {"train": loss, "test": last.loss if last else None},
+        "message": {"up_bytes": up_bytes / each, "down_bytes": down_bytes / each},
+        "total": {
+            "up_bytes": up_bytes,
+            "down_bytes": down_bytes,
+            "seconds": read_seconds(folder),
+            "participations": participations,
+            "failures": failures,
+        },
+        "client": {"params": params, "trainable_params": trainable_params},
+    }
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
+    return summary

@@ -1,0 +1,127 @@
+"""From a configuration to everything a run needs, fresh or from its last checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitfleet.config.schema import Config, FilePartition
+from vitfleet.data.images import DataSet, Shard
+from vitfleet.data.manifest import save as save_partition
+from vitfleet.data.partition import Partition, make_partition
+from vitfleet.data.sources import load as load_data
+from vitfleet.fleet.base import Fleet
+from vitfleet.fleet.inline import InlineFleet
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods import Method, Setting, make_method
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+from vitfleet.progress import SILENCE, Progress
+from vitfleet.run.checkpoint import Checkpoints, Manifest
+from vitfleet.run.evaluate import Evaluator
+from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+
+@dataclass
+class Session:
+    """A run in progress: what does not change, and the state after its last round."""
+
+    config: Config
+    folder: Path
+    data: DataSet
+    partition: Partition
+    machine: Machine
+    net: Net
+    method: Method[Any]
+    base: Message
+    fleet: Fleet
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    server: State
+    round: int = 0
+    total_up_bytes: int = 0
+    total_down_bytes: int = 0
+    heard: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def params(self) -> int:
+        """Parameters of the model on a client."""
+        return self.net.anatomy.count(self.net.anatomy.whole)
+
+    @property
+    def trainable_params(self) -> int:
+        """Parameters a client trains."""
+        return self.net.anatomy.count(self.method.trains)
+
+
+def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> Session:
+    """Set a run up in its folder, from its last checkpoint if there is one."""
+    machine = set_up(config.machine)
+    data = load_data(config.data, progress).to(machine.device)
+    partition = _partition(config, data, folder)
+    net = build(config.model, len(data.classes), data.train.channels, data.train.side, config.seed).to(machine.device)
+    net.kept(config.train.mask_ratio)  # complains now about a mask the model cannot have
+    method = make_method(config.method, Setting(net.anatomy, config.train, config.rounds))
+    initial = _on(machine.device, net.initial_weights())
+    base = method.base(initial)
+    checkpoints = Checkpoints(folder)
+    latest = checkpoints.latest
+    trainer = Trainer(
+        net, preprocess_for(net, machine.device), config.train, config.data.augment, config.rounds, machine
+    )
+
+    def shard(client: int) -> Shard:
+        return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
+
+    fleet = InlineFleet(method, trainer, config.seed, shard, base.tensors, _owned(checkpoints, latest, machine))
+    evaluator = Evaluator(
+        net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed
+    )
+    session = Session(
+        config, folder, data, partition, machine, net, method, base, fleet, evaluator, checkpoints, method.start(initial)
+    )
+    if latest is not None:
+        session.server = _state_on(machine.device, checkpoints.read(latest.server))
+        session.round = latest.round
+        session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
+        session.heard = dict(latest.heard)
+    return session
+
+
+def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
+    """Deal the images; a run that goes on takes the deal it began with."""
+    saved = (folder / "partition.json").exists()
+    how = FilePartition(path=str(folder)) if saved else config.data.partition
+    train, test = data.train, data.test
+    partition = make_partition(
+        how,
+        config.fleet.clients,
+        config.seed,
+        train.labels.cpu().numpy(),
+        test.labels.cpu().numpy(),
+        len(data.classes),
+        None if train.sources is None else train.sources.numpy(),
+        None if test.sources is None else test.sources.numpy(),
+    )
+    if not saved:
+        save_partition(
+            partition, config.data.partition, train.labels.cpu().numpy(), test.labels.cpu().numpy(), data.classes, folder
+        )
+    return partition
+
+
+def _owned(checkpoints: Checkpoints, latest: Manifest | None, machine: Machine) -> dict[int, State]:
+    files = latest.clients if latest else {}
+    return {client: _state_on(machine.device, checkpoints.read(name)) for client, name in files.items()}
+
+
+def _state_on(device: torch.device, state: State) -> State:
+    return State(_on(device, state.tensors), state.numbers)
+
+
+def _on(device: torch.device, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

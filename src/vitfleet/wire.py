@@ -1,0 +1,92 @@
+"""Messages and states as bytes: the safetensors format, numbers as JSON in its header. Never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from vitfleet.errors import UserError
+from vitfleet.message import Named
+
+NUMBERS = "numbers"
+ALIGNMENT = 8
+LENGTH_FIELD = 8  # bytes of the header's length, before the header
+
+# How the format names dtypes, in the order in which it lays tensors out (widest first, then by name).
+_LAYOUT: Mapping[torch.dtype, str] = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_RANK = {dtype: rank for rank, dtype in enumerate(_LAYOUT)}
+
+Kind = TypeVar("Kind", bound=Named)
+
+
+def encode(named: Named) -> bytes:
+    """Serialize tensors and numbers."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.tensors.items()}
+    return save(tensors, {NUMBERS: _numbers(named)})
+
+
+def decode(kind: type[Kind], data: bytes) -> Kind:
+    """Read back what :func:`encode` wrote.
+
+    Raises
+    ------
+    UserError
+        If the bytes are not such a message, or are damaged.
+    """
+    try:
+        tensors = load(data)
+        length = int.from_bytes(data[:LENGTH_FIELD], "little")
+        header = json.loads(data[LENGTH_FIELD : LENGTH_FIELD + length])
+        numbers = json.loads(header["__metadata__"][NUMBERS])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: {error}") from error
+    return kind(tensors, numbers)
+
+
+def encoded_size(named: Named) -> int:
+    """Return ``len(encode(named))`` without copying a tensor.
+
+    A simulation counts every message's bytes; serializing gigabytes only to measure them would cost more
+    than the training of a small model. The tests hold this to the real encoder's output.
+    """
+    header: dict[str, object] = {"__metadata__": {NUMBERS: _numbers(named)}}
+    offset = 0
+    for name, tensor in sorted(named.tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0])):
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _LAYOUT[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    padded = -(-length // ALIGNMENT) * ALIGNMENT
+    return LENGTH_FIELD + padded + offset
+
+
+def payload_size(named: Named) -> int:
+    """Return the bytes of the tensors alone, without framing."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in named.tensors.values())
+
+
+def _numbers(named: Named) -> str:
+    return json.dumps(dict(named.numbers), separators=(",", ":"))
