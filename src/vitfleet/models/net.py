@@ -83,7 +83,7 @@ class Net:
     def __call__(self, weights: Tensors, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return the logits of these images under these weights."""
         inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
-        return cast(Tensor, functional_call(self.module, inner, (images, keep)))
+        return cast(Tensor, functional_call(self.module, inner, (images, keep), tie_weights=False))
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights the architecture was built with."""
