@@ -51,8 +51,8 @@ def run(
 ) -> None:
     """Train one configuration; without arguments, a small ViT on embedded digits in under a minute.
 
-    Examples:
-
+    Examples
+    --------
     * `vitfleet run`
     * `vitfleet run transfl-cifar10 --data-dir ~/data --out runs/first`
     * `vitfleet run digits -o method.name=fedprox -o method.mu=0.1 -o rounds=30`

@@ -27,6 +27,7 @@ class Purpose(StrEnum):
     ORDER = "order"
     AUGMENT = "augment"
     MASK = "mask"
+    LAYERS = "layers"
 
 
 @dataclass(frozen=True)

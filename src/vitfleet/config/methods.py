@@ -10,7 +10,7 @@ from vitfleet.config.base import Table
 
 
 class StandaloneConfig(Table):
-    """Every client trains alone; nothing travels."""
+    """Every client trains alone; nothing travels but the initial model."""
 
     name: Literal["standalone"] = "standalone"
 
@@ -28,4 +28,71 @@ class FedProxConfig(Table):
     mu: float = Field(0.01, ge=0, description="weight μ of the proximal term")
 
 
-MethodConfig = Annotated[StandaloneConfig | FedAvgConfig | FedProxConfig, Field(discriminator="name")]
+class TransFLConfig(Table):
+    """Clients send only the k layers with the largest gradients (TransFL)."""
+
+    name: Literal["transfl"] = "transfl"
+    k: int = Field(3, ge=1, description="layers sent, 1 … the model's layers")
+    statistic: Literal["mean-abs", "rms"] = Field(
+        "mean-abs", description="what ranks a layer: the mean |gradient| (the paper's), or its root mean square"
+    )
+    always: tuple[Literal["embed", "norm", "head"], ...] = Field(
+        ("embed", "norm", "head"), description="the parts besides layers that travel every round"
+    )
+
+
+class FedFullConfig(Table):
+    """Tuning baseline: the whole model trains and travels."""
+
+    name: Literal["fed-full"] = "fed-full"
+
+
+class FedHeadConfig(Table):
+    """Tuning baseline: only the head trains and travels."""
+
+    name: Literal["fed-head"] = "fed-head"
+
+
+class FedBiasConfig(Table):
+    """Tuning baseline: all biases and the head (BitFit)."""
+
+    name: Literal["fed-bias"] = "fed-bias"
+
+
+class FedPromptConfig(Table):
+    """Tuning baseline: visual prompts and the head (VPT)."""
+
+    name: Literal["fed-prompt"] = "fed-prompt"
+    prompts: int = Field(10, ge=1, le=1000, description="prompt tokens (a layer, when deep)")
+    deep: bool = Field(True, description="prompts before every layer, or only before the first")
+
+
+class FedLoraConfig(Table):
+    """Tuning baseline: low-rank updates and the head (LoRA)."""
+
+    name: Literal["fed-lora"] = "fed-lora"
+    rank: int = Field(8, ge=1, le=1024)
+    alpha: float = Field(16.0, gt=0, description="the update is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(("q", "v"), min_length=1, description="of q, k, v, proj, fc1, fc2")
+
+
+class FedBfptConfig(Table):
+    """Layer after layer, through a shallow local model (FEDBFPT)."""
+
+    name: Literal["fedbfpt"] = "fedbfpt"
+    local_layers: int = Field(6, ge=2, description="layers of a client's model, 2 … the model's layers")
+
+
+MethodConfig = Annotated[
+    StandaloneConfig
+    | FedAvgConfig
+    | FedProxConfig
+    | TransFLConfig
+    | FedFullConfig
+    | FedHeadConfig
+    | FedBiasConfig
+    | FedPromptConfig
+    | FedLoraConfig
+    | FedBfptConfig,
+    Field(discriminator="name"),
+]

@@ -41,9 +41,7 @@ class EpochDraws:
         def cut(draws: Tensor | None) -> Tensor | None:
             return None if draws is None else draws[start:stop]
 
-        return EpochDraws(
-            self.order[start:stop], cut(self.shift), cut(self.flip), cut(self.brightness), cut(self.keep)
-        )
+        return EpochDraws(self.order[start:stop], cut(self.shift), cut(self.flip), cut(self.brightness), cut(self.keep))
 
 
 def draw_epoch(

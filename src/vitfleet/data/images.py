@@ -45,9 +45,7 @@ class ImageSet:
 
     def take(self, index: Tensor) -> ImageSet:
         """Return the images at these positions."""
-        return ImageSet(
-            self.images[index], self.labels[index], None if self.sources is None else self.sources[index]
-        )
+        return ImageSet(self.images[index], self.labels[index], None if self.sources is None else self.sources[index])
 
 
 @dataclass(frozen=True)

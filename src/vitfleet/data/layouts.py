@@ -73,9 +73,7 @@ def image_folder(root: Path) -> Found:
     if strangers:
         raise DataError(f"{test_root}: unknown to the training split: class {', '.join(strangers)}")
     # Sources are numbered over both splits, client 9 before client 10.
-    sources = tuple(
-        sorted({picture.source for picture in train + (test or []) if picture.source}, key=natural)
-    )
+    sources = tuple(sorted({picture.source for picture in train + (test or []) if picture.source}, key=natural))
     return Found(
         classes,
         _encode(train, classes, sources, root),
@@ -120,9 +118,7 @@ def images(folder: Path) -> list[Path]:
 def folders(folder: Path) -> list[Path]:
     """Return the folders directly in a folder, sorted by name, without hidden ones."""
     return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_dir() and not path.name.startswith(".") and path.name != "__MACOSX"
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name != "__MACOSX"
     )
 
 

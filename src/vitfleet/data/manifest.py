@@ -79,12 +79,7 @@ class Deal:
     def complete(self) -> bool:
         """Whether every sample is dealt exactly once."""
         edges = self.offsets
-        fits = (
-            len(edges) > 0
-            and edges[0] == 0
-            and edges[-1] == self.samples
-            and bool(np.all(np.diff(edges) >= 0))
-        )
+        fits = len(edges) > 0 and edges[0] == 0 and edges[-1] == self.samples and bool(np.all(np.diff(edges) >= 0))
         return fits and np.array_equal(np.sort(self.indices), np.arange(self.samples))
 
 
@@ -183,17 +178,13 @@ def load_for(path: Path, clients: int, train_labels: Ints, test_labels: Ints, cl
         raise ConfigError(key, str(path), f"no partition there; give a run folder or its {ARRAYS_FILE}")
     partition, labels_sha256 = _read(file)
     if partition.clients != clients:
-        raise ConfigError(
-            "fleet.clients", clients, f"must be {partition.clients}, as in the partition {path}"
-        )
+        raise ConfigError("fleet.clients", clients, f"must be {partition.clients}, as in the partition {path}")
     for split, deal, labels in (
         ("training", partition.train, train_labels),
         ("test", partition.test, test_labels),
     ):
         if deal.samples != len(labels):
-            raise ConfigError(
-                key, str(path), f"made for {deal.samples} {split} images, but the data has {len(labels)}"
-            )
+            raise ConfigError(key, str(path), f"made for {deal.samples} {split} images, but the data has {len(labels)}")
     if labels_sha256 != labels_fingerprint(train_labels, test_labels):
         raise ConfigError(key, str(path), "made for other data: as many images, but their labels differ")
     return replace(partition, counts=partition.train.counts(train_labels, classes))

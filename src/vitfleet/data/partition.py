@@ -132,9 +132,7 @@ def deal_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
     edges = np.minimum(np.floor(edges * counts + offset), counts)
     pieces = np.diff(edges, prepend=0.0, axis=1).astype(np.int64)
     owners = np.empty(len(labels), np.int64)
-    owners[_shuffled_by_label(labels, random)] = np.repeat(
-        np.tile(np.arange(clients), classes), pieces.ravel()
-    )
+    owners[_shuffled_by_label(labels, random)] = np.repeat(np.tile(np.arange(clients), classes), pieces.ravel())
     return owners
 
 
@@ -221,9 +219,7 @@ def _shards(config: ShardsPartition, clients: int, labels: Ints, random: Random)
     # np.array_split's sizes: nothing is dropped, the first few shards are one larger.
     sizes = np.full(shards, samples // shards) + (np.arange(shards) < samples % shards)
     owners = np.empty(samples, np.int64)
-    owners[_shuffled_by_label(labels, random)] = np.repeat(
-        random.permutation(shards) // config.per_client, sizes
-    )
+    owners[_shuffled_by_label(labels, random)] = np.repeat(random.permutation(shards) // config.per_client, sizes)
     return owners
 
 
@@ -236,9 +232,7 @@ def _by_source(clients: int, sources: Ints | None) -> Ints:
         raise ConfigError("data.partition.kind", "source", remedy)
     known, owners = np.unique(sources, return_inverse=True)
     if len(known) != clients:
-        raise ConfigError(
-            "fleet.clients", clients, f"must be {len(known)}: the data has {len(known)} sources"
-        )
+        raise ConfigError("fleet.clients", clients, f"must be {len(known)}: the data has {len(known)} sources")
     return owners.reshape(-1).astype(np.int64)
 
 

@@ -102,9 +102,7 @@ def load(config: DataConfig, progress: Progress = SILENCE) -> DataSet:
     found = _find(config, known)
     if known.superclasses:
         found = by_superclass(found, name)
-    train, test = (
-        hold_out(found.train, config.test_share) if found.test is None else (found.train, found.test)
-    )
+    train, test = hold_out(found.train, config.test_share) if found.test is None else (found.train, found.test)
     if not len(train) or not len(test):
         raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few to work with")
     if config.limit is not None:
@@ -242,9 +240,7 @@ def _digits() -> Found:
     pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
     labels: NDArray[np.int64] = digits.target.astype(np.int64)
     names = [f"digits:{i}" for i in range(len(pixels))]
-    return Found(
-        tuple(str(digit) for digit in range(10)), Encoded([_png(one) for one in pixels], names, labels), None
-    )
+    return Found(tuple(str(digit) for digit in range(10)), Encoded([_png(one) for one in pixels], names, labels), None)
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:

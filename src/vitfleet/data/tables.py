@@ -58,9 +58,7 @@ def parquet(root: Path, source_columns: Sequence[str] = SOURCE_COLUMNS) -> Found
     candidates = _parquet_folders(root)
     if len(candidates) > 1:
         names = ", ".join(folder.name for folder in candidates)
-        raise DataError(
-            f"{root}: parquet files lie in several folders ({names}); set data.path to one of them"
-        )
+        raise DataError(f"{root}: parquet files lie in several folders ({names}); set data.path to one of them")
     files = sorted(candidates[0].glob("*.parquet"))
     train = _of_split(files, "train")
     test = next((part for part in (_of_split(files, name) for name in TEST_SPLITS) if part), None)
@@ -123,9 +121,7 @@ def _why_unreachable(endpoint: str) -> str:
         return ""
     except URLError as error:
         # Certificates are the hub client's to judge: it brings its own.
-        return (
-            "" if isinstance(error.reason, ssl.SSLError) else f"{endpoint} cannot be reached ({error.reason})"
-        )
+        return "" if isinstance(error.reason, ssl.SSLError) else f"{endpoint} cannot be reached ({error.reason})"
     except OSError as error:
         return f"{endpoint} cannot be reached ({error})"
 
@@ -151,9 +147,7 @@ def _parquet_folders(root: Path) -> list[Path]:
 
 def _of_split(files: Sequence[Path], split: str) -> list[Path]:
     # `val` must not take `validation-…`, nor `train` a `training_notes`.
-    return [
-        file for file in files if re.match(rf"{split}(?![a-z])", file.name.lower().removesuffix(".parquet"))
-    ]
+    return [file for file in files if re.match(rf"{split}(?![a-z])", file.name.lower().removesuffix(".parquet"))]
 
 
 def _read(file: Path) -> _Piece:
@@ -169,9 +163,7 @@ def _column(names: Sequence[str], wanted: Sequence[str], where: str, what: str) 
     for name in wanted:
         if name in names:
             return name
-    raise DataError(
-        f"{where} has no {what} column: expected one named {' or '.join(wanted)}, found {', '.join(names)}"
-    )
+    raise DataError(f"{where} has no {what} column: expected one named {' or '.join(wanted)}, found {', '.join(names)}")
 
 
 def _found(train: list[_Piece], test: list[_Piece] | None, source_columns: Sequence[str]) -> Found:
@@ -190,9 +182,7 @@ def _found(train: list[_Piece], test: list[_Piece] | None, source_columns: Seque
     whole = Encoded([item for item, _ in items], [name for _, name in items], labels, sources)
     border = sum(piece.table.num_rows for piece in train)
     everything = np.arange(len(whole), dtype=np.int64)
-    return Found(
-        classes, whole.take(everything[:border]), None if test is None else whole.take(everything[border:])
-    )
+    return Found(classes, whole.take(everything[:border]), None if test is None else whole.take(everything[border:]))
 
 
 def _items(piece: _Piece) -> Iterator[tuple[bytes | Path, str]]:
@@ -202,11 +192,7 @@ def _items(piece: _Piece) -> Iterator[tuple[bytes | Path, str]]:
     for chunk in column.chunks:
         if pa.types.is_struct(chunk.type):
             contents = chunk.field("bytes").to_pylist()
-            paths = (
-                chunk.field("path").to_pylist()
-                if chunk.type.get_field_index("path") >= 0
-                else [None] * len(chunk)
-            )
+            paths = chunk.field("path").to_pylist() if chunk.type.get_field_index("path") >= 0 else [None] * len(chunk)
         elif pa.types.is_binary(chunk.type) or pa.types.is_large_binary(chunk.type):
             contents, paths = chunk.to_pylist(), [None] * len(chunk)
         else:

@@ -17,6 +17,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
+from torch import nn
+
 from vitfleet.config.base import Table
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Message, Numbers, State, Tensors
@@ -31,6 +33,7 @@ class Setting:
     anatomy: Anatomy
     train: TrainConfig
     rounds: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class Method(ABC, Generic[Params]):
         self.setting = setting
         self.anatomy = setting.anatomy
 
+    @classmethod
+    def adapt(cls, params: Params, vit: nn.Module) -> None:
+        """Add to the architecture what the method needs in it (prompts, low-rank factors): nothing by default."""
+
     @property
     @abstractmethod
     def trains(self) -> Selection:
@@ -110,8 +117,8 @@ class Method(ABC, Generic[Params]):
         """Return the server's state before the first round."""
 
     @abstractmethod
-    def instruct(self, server: State, client: int, since: int | None) -> Message:
-        """Return what goes down to a client.
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+        """Return what goes down to a client in a round.
 
         Parameters
         ----------

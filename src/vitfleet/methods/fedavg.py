@@ -43,7 +43,7 @@ class Averaging(Method[Params]):
         """Start from the initial model."""
         return State(self.trains.take(initial))
 
-    def instruct(self, server: State, client: int, since: int | None) -> Message:
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
         """Send the current weights."""
         return Message(server.tensors)
 

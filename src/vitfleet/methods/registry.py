@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from vitfleet.config.methods import MethodConfig
 from vitfleet.methods.base import Method, Setting
 from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.fedbfpt import FedBfpt
 from vitfleet.methods.fedprox import FedProx
 from vitfleet.methods.standalone import Standalone
+from vitfleet.methods.transfl import TransFL
+from vitfleet.methods.tuning import FedBias, FedFull, FedHead, FedLora, FedPrompt
 
-METHODS: dict[str, type[Method[Any]]] = {method.name: method for method in (Standalone, FedAvg, FedProx)}
+METHODS: dict[str, type[Method[Any]]] = {
+    method.name: method
+    for method in (
+        Standalone,
+        FedAvg,
+        FedProx,
+        TransFL,
+        FedFull,
+        FedHead,
+        FedBias,
+        FedPrompt,
+        FedLora,
+        FedBfpt,
+    )
+}
+
+
+def adapt(params: MethodConfig, vit: nn.Module) -> None:
+    """Add to an architecture what the named method needs in it."""
+    METHODS[params.name].adapt(params, vit)
 
 
 def make_method(params: MethodConfig, setting: Setting) -> Method[Any]:

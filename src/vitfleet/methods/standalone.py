@@ -26,10 +26,10 @@ class Standalone(Method[StandaloneConfig]):
         return Message(initial)
 
     def start(self, initial: Tensors) -> State:
-        """The server has nothing to keep."""
+        """Start with nothing: the server has nothing to keep."""
         return State()
 
-    def instruct(self, server: State, client: int, since: int | None) -> Message:
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
         """Send nothing."""
         return Message()
 
@@ -43,7 +43,7 @@ class Standalone(Method[StandaloneConfig]):
         return Answer(Message(numbers=tally(fitted)), State(fitted.weights))
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """A client uses its own weights; the initial ones before its first round."""
+        """Return the client's own weights; the initial ones before its first round."""
         return base if own is None else own.tensors
 
 

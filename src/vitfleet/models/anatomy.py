@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitfleet.message import Tensors
@@ -19,6 +20,9 @@ from vitfleet.message import Tensors
 # The attribute under which timm's families keep their transformer layers.
 _BLOCK_LISTS = {"blocks", "blocks_token_only"}
 _NORMS = {"norm", "fc_norm"}
+# What tuning names its additions by: see vitfleet.models.tuning.
+PROMPTS = "prompts"
+LORA = "lora_"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,15 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One block's self-attention: the weights of its query-key-value and output projections, and its heads."""
+
+    qkv: str
+    projection: str
+    heads: int
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """Which weights belong to which part.
 
@@ -54,6 +67,14 @@ class Anatomy:
         The weights that can train.
     embed, blocks, norm, head
         The parts. What lies between two blocks (a patch merging, a stage's norm) belongs to the one before.
+    biases
+        Every bias outside the head.
+    prompts, lora
+        What tuning added to the model, if anything: prompt tokens, low-rank factors. They belong to no part.
+    attention
+        The projections of each block's self-attention; empty in families that keep them otherwise.
+    tokens
+        Whether it is a plain ViT, whose patches can be dropped and whose blocks can be left out.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -62,6 +83,11 @@ class Anatomy:
     blocks: tuple[Selection, ...]
     norm: Selection
     head: Selection
+    biases: Selection
+    prompts: Selection
+    lora: Selection
+    attention: tuple[Attention, ...]
+    tokens: bool
 
     @property
     def depth(self) -> int:
@@ -76,7 +102,8 @@ class Anatomy:
     @property
     def body(self) -> Selection:
         """Everything but the head."""
-        return self.choose(name for name in self.shapes if name not in self.head)
+        head = set(self.head)
+        return self.choose(name for name in self.shapes if name not in head)
 
     @property
     def others(self) -> Selection:
@@ -121,10 +148,17 @@ def dissect(vit: nn.Module) -> Anatomy:
     embed: list[str] = []
     norm: list[str] = []
     head: list[str] = []
+    prompts: list[str] = []
+    lora: list[str] = []
     latest: int | None = None
     for name in weights:
         block = next((i for i, path in enumerate(block_paths) if name.startswith(f"{path}.")), None)
-        if block is not None:
+        leaf = name.split(".")[-1]
+        if leaf == PROMPTS:
+            prompts.append(name)
+        elif leaf.startswith(LORA):
+            lora.append(name)
+        elif block is not None:
             latest = block
             blocks[block].append(name)
         elif any(name.startswith(f"{path}.") for path in head_paths):
@@ -142,4 +176,24 @@ def dissect(vit: nn.Module) -> Anatomy:
         blocks=tuple(Selection(tuple(names)) for names in blocks),
         norm=Selection(tuple(norm)),
         head=Selection(tuple(head)),
+        biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
+        prompts=Selection(tuple(prompts)),
+        lora=Selection(tuple(lora)),
+        attention=_attention(vit, block_paths),
+        tokens=has_tokens(vit),
     )
+
+
+def has_tokens(vit: nn.Module) -> bool:
+    """Whether a model is a plain ViT: one sequence of tokens, with positions, from first block to last."""
+    return isinstance(vit, VisionTransformer) and vit.pos_embed is not None
+
+
+def _attention(vit: nn.Module, block_paths: list[str]) -> tuple[Attention, ...]:
+    found = []
+    for path in block_paths:
+        attention = getattr(vit.get_submodule(path), "attn", None)
+        if not all(hasattr(attention, name) for name in ("qkv", "proj", "num_heads")):
+            return ()
+        found.append(Attention(f"{path}.attn.qkv.weight", f"{path}.attn.proj.weight", attention.num_heads))  # type: ignore[union-attr]
+    return tuple(found)

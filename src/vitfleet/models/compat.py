@@ -18,7 +18,7 @@ def ensure_torchvision() -> None:
     """Import torchvision, declaring its missing operators first if that is what it takes."""
     global _declared
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError as error:
         if "torchvision::" not in str(error) or _declared is not None:
             raise

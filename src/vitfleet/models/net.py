@@ -6,57 +6,79 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, dissect
+from vitfleet.models.anatomy import PROMPTS, Anatomy, dissect, has_tokens
 
 
 class Forward(nn.Module):
-    """Runs a timm ViT; of a masked image only the kept patches are ever embedded."""
+    """Runs a timm model; a plain ViT part by part, so that patches can be dropped and blocks rerouted."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
         self.vit = vit
+        self.by_parts = has_tokens(vit)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return logits; ``keep`` holds the kept patches' positions, ``[batch, kept]``."""
+    def forward(self, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None) -> Tensor:
+        """Return logits.
+
+        Parameters
+        ----------
+        keep
+            Positions of the patches that are kept, ``[batch, kept]``; the others are never embedded.
+        route
+            The blocks to run, in this order; all of them by default.
+        """
         vit: Any = self.vit  # timm's models are untyped
-        if keep is None:
+        if not self.by_parts:
             return cast(Tensor, vit(images))
-        tokens = vit.norm_pre(embed_kept(vit, images, keep))
-        for block in vit.blocks:
-            tokens = block(tokens)
-        return cast(Tensor, vit.forward_head(vit.norm(tokens)))
+        tokens = vit.norm_pre(embed(vit, images, keep))
+        prompts: Tensor | None = getattr(vit, PROMPTS, None)
+        added = 0
+        for position, block in enumerate(range(len(vit.blocks)) if route is None else route):
+            if prompts is not None and position < prompts.shape[0]:
+                tokens = put_prompts(tokens, prompts[position], vit.num_prefix_tokens, replace=added)
+                added = prompts.shape[1]
+            tokens = vit.blocks[block](tokens)
+        tokens = vit.norm(tokens)
+        if added:
+            prefix = vit.num_prefix_tokens
+            tokens = torch.cat([tokens[:, :prefix], tokens[:, prefix + added :]], dim=1)
+        return cast(Tensor, vit.forward_head(tokens))
 
 
-def embed_kept(vit: Any, images: Tensor, keep: Tensor) -> Tensor:
-    """Cut an image into patches, drop the others, embed the kept with their own positions, prepend tokens."""
+def embed(vit: Any, images: Tensor, keep: Tensor | None) -> Tensor:
+    """Cut images into patches, leave the dropped ones out, embed the others with their own positions, add tokens."""
     projection: nn.Conv2d = vit.patch_embed.proj
     side = projection.kernel_size[0]
     patches = F.unfold(images, side, stride=side).transpose(1, 2)
-    kept = patches.gather(1, keep[:, :, None].expand(-1, -1, patches.shape[-1]))
-    tokens: Tensor = vit.patch_embed.norm(F.linear(kept, projection.weight.flatten(1), projection.bias))
     # Prefix tokens in timm's order: class, distillation, registers; with or without positions of their own.
     prefix = [
-        token
-        for name in ("cls_token", "dist_token", "reg_token")
-        if (token := getattr(vit, name, None)) is not None
+        token for name in ("cls_token", "dist_token", "reg_token") if (token := getattr(vit, name, None)) is not None
     ]
-    count = sum(token.shape[1] for token in prefix)
     positions: Tensor = vit.pos_embed
-    own = 0 if vit.no_embed_class else count
-    tokens = tokens + positions[0, own:][keep]
+    own = 0 if vit.no_embed_class else sum(token.shape[1] for token in prefix)
+    places = positions[:, own:]
+    if keep is not None:
+        patches = patches.gather(1, keep[:, :, None].expand(-1, -1, patches.shape[-1]))
+        places = places[0][keep]
+    tokens: Tensor = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias)) + places
     if not prefix:
         return tokens
     head = torch.cat(prefix, dim=1)
     if own:
         head = head + positions[:, :own]
     return torch.cat([head.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+
+
+def put_prompts(tokens: Tensor, prompts: Tensor, prefix: int, replace: int) -> Tensor:
+    """Put prompts after the prefix tokens, in the place of the ``replace`` prompts of the block before."""
+    rows = prompts.expand(tokens.shape[0], -1, -1)
+    return torch.cat([tokens[:, :prefix], rows, tokens[:, prefix + replace :]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -80,10 +102,12 @@ class Net:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __call__(self, weights: Tensors, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return the logits of these images under these weights."""
+    def __call__(
+        self, weights: Tensors, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Return the logits of these images under these weights: see :meth:`Forward.forward`."""
         inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
-        return cast(Tensor, functional_call(self.module, inner, (images, keep), tie_weights=False))
+        return cast(Tensor, functional_call(self.module, inner, (images, keep, route), tie_weights=False))
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights the architecture was built with."""
@@ -101,15 +125,12 @@ class Net:
             return self.patches
         if not self.patches:
             family = type(self.module.vit).__name__
-            raise UserError(
-                f"train.mask_ratio = {mask_ratio}: must be 0, a {family} has no tokens that can be dropped"
-            )
+            raise UserError(f"train.mask_ratio = {mask_ratio}: must be 0, a {family} has no tokens that can be dropped")
         # Rounded the way the papers count: 196 patches at 0.75 leave 49, at 0.60 leave 78.
         return max(1, int(self.patches * (1 - mask_ratio) + 1e-6))
 
 
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
-    plain = isinstance(vit, VisionTransformer) and vit.pos_embed is not None
-    patches = vit.patch_embed.num_patches if plain else 0
+    patches = vit.patch_embed.num_patches if has_tokens(vit) else 0
     return Net(Forward(vit), dissect(vit), patches, side, mean, std)

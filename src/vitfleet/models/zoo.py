@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 import timm
@@ -23,7 +24,14 @@ PLAIN_DEPTH = 4
 HALF = 0.5  # normalisation of models that do not say otherwise: 0…1 becomes −1…1
 
 
-def build(config: ModelConfig, classes: int, channels: int, data_side: int, seed: int) -> Net:
+def build(
+    config: ModelConfig,
+    classes: int,
+    channels: int,
+    data_side: int,
+    seed: int,
+    adapt: Callable[[nn.Module], None] | None = None,
+) -> Net:
     """Build the model that a configuration names.
 
     Parameters
@@ -33,6 +41,8 @@ def build(config: ModelConfig, classes: int, channels: int, data_side: int, seed
         plain ViT; a timm model keeps its own).
     seed
         Addresses the initial weights.
+    adapt
+        Adds to the architecture what a method needs in it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Address(seed, Purpose.INIT).torch_seed())
@@ -40,8 +50,10 @@ def build(config: ModelConfig, classes: int, channels: int, data_side: int, seed
             vit, side = _plain(config, classes, channels, data_side)
         else:
             vit, side = _from_timm(config, classes, channels)
-    if config.weights and config.weights != "hub":
-        load_pretrained(vit, Path(config.weights), config.name)
+        if config.weights and config.weights != "hub":
+            load_pretrained(vit, Path(config.weights), config.name)
+        if adapt is not None:  # last: what it adds leaves the model's own initial weights as they were
+            adapt(vit)
     pretrained = getattr(vit, "pretrained_cfg", None) or {}
     mean = tuple(pretrained.get("mean", (HALF,) * 3))[:channels]
     std = tuple(pretrained.get("std", (HALF,) * 3))[:channels]

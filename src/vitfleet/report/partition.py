@@ -96,9 +96,7 @@ def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: 
         spine.set_color("#cbd5e1")
     axes.tick_params(length=0, labelsize=8, colors=_INK)
     classes = len(class_names)
-    axes.set_xlabel(
-        "class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=_INK, fontsize=9
-    )
+    axes.set_xlabel("class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=_INK, fontsize=9)
     if classes <= LABELLED_CLASSES:
         long = max(len(name) for name in class_names) > 4
         turn = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if long else {}
@@ -119,9 +117,7 @@ def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: 
 
 def _draw_sizes(axes: Any, sizes: NDArray[np.float64]) -> None:
     # Full-height bars in a large fleet: gaps between hundreds of thin bars would only shimmer.
-    axes.barh(
-        range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b"
-    )
+    axes.barh(range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b")
     axes.set_xlim(0, max(float(sizes.max()), 1.0) * 1.05)
     axes.set_xlabel("images\nper client", color=_INK, fontsize=8)
     axes.xaxis.set_major_locator(_whole_numbers(2))

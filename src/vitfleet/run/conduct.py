@@ -76,7 +76,7 @@ def play_round(session: Session, round: int) -> RoundRecord:
     def requests() -> Iterator[Request]:
         for client in clients:
             since = session.heard.get(client)
-            down = method.instruct(server, client, since)
+            down = method.instruct(server, round, client, since)
             down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
             yield Request(round, client, down)
 
@@ -144,9 +144,7 @@ def _accuracy(session: Session, round: int) -> Accuracy | None:
     config = session.config
     if round % config.eval.every and round != config.rounds:
         return None
-    return session.evaluator.evaluate(
-        session.method, round, session.server, session.base.tensors, session.fleet.own
-    )
+    return session.evaluator.evaluate(session.method, round, session.server, session.base.tensors, session.fleet.own)
 
 
 def _save_model(session: Session) -> None:

@@ -58,7 +58,9 @@ def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> 
     """
     path = out or _next_free(Path("runs"), f"{name}-{config.method.name}")
     if (path / "config.json").exists():
-        raise UserError(f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out")
+        raise UserError(
+            f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

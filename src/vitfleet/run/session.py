@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vitfleet.data.sources import load as load_data
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Method, Setting, make_method
+from vitfleet.methods import Method, Setting, adapt, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.progress import SILENCE, Progress
@@ -63,9 +64,16 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
     machine = set_up(config.machine)
     data = load_data(config.data, progress).to(machine.device)
     partition = _partition(config, data, folder)
-    net = build(config.model, len(data.classes), data.train.channels, data.train.side, config.seed).to(machine.device)
+    net = build(
+        config.model,
+        len(data.classes),
+        data.train.channels,
+        data.train.side,
+        config.seed,
+        partial(adapt, config.method),
+    ).to(machine.device)
     net.kept(config.train.mask_ratio)  # complains now about a mask the model cannot have
-    method = make_method(config.method, Setting(net.anatomy, config.train, config.rounds))
+    method = make_method(config.method, Setting(net.anatomy, config.train, config.rounds, config.seed))
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
     checkpoints = Checkpoints(folder)
@@ -78,11 +86,20 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
 
     fleet = InlineFleet(method, trainer, config.seed, shard, base.tensors, _owned(checkpoints, latest, machine))
-    evaluator = Evaluator(
-        net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed
-    )
+    evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed)
     session = Session(
-        config, folder, data, partition, machine, net, method, base, fleet, evaluator, checkpoints, method.start(initial)
+        config,
+        folder,
+        data,
+        partition,
+        machine,
+        net,
+        method,
+        base,
+        fleet,
+        evaluator,
+        checkpoints,
+        method.start(initial),
     )
     if latest is not None:
         session.server = _state_on(machine.device, checkpoints.read(latest.server))
@@ -109,7 +126,12 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
     )
     if not saved:
         save_partition(
-            partition, config.data.partition, train.labels.cpu().numpy(), test.labels.cpu().numpy(), data.classes, folder
+            partition,
+            config.data.partition,
+            train.labels.cpu().numpy(),
+            test.labels.cpu().numpy(),
+            data.classes,
+            folder,
         )
     return partition
 

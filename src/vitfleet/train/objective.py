@@ -78,12 +78,15 @@ class Objective:
         Turns the step's gradients into those that are applied; ``None`` leaves them.
     observer
         Watches the gradients, before they are transformed.
+    route
+        The blocks that are run, in this order, where it is not all of them.
     """
 
     trains: Selection
     loss: Loss = cross_entropy
     transform: Transform | None = None
     observer: Observer | None = None
+    route: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

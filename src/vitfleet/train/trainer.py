@@ -51,14 +51,10 @@ class Trainer:
         leaves = {name: fit.weights[name].detach().clone().requires_grad_() for name in trains}
         # Running statistics are written in place by the forward pass: never into somebody else's tensors.
         buffers = {
-            name: tensor.clone()
-            for name, tensor in fit.weights.items()
-            if name not in self.net.anatomy.parameters
+            name: tensor.clone() for name, tensor in fit.weights.items() if name not in self.net.anatomy.parameters
         }
         weights = {**fit.weights, **buffers, **leaves}
-        optimizer = make_optimizer(
-            self.config, leaves.values(), learning_rate(self.config, place.round, self.rounds)
-        )
+        optimizer = make_optimizer(self.config, leaves.values(), learning_rate(self.config, place.round, self.rounds))
         observed = objective.observer.start(leaves) if objective.observer else {}
         total = torch.zeros((), device=self.machine.device)
         steps = 0
@@ -112,7 +108,7 @@ class Trainer:
         index = shard.index[batch.order]
         images = self.preprocess(shard.images.images[index], batch)
         with self.machine.autocast():
-            logits = self.net(weights, images, batch.keep)
+            logits = self.net(weights, images, batch.keep, fit.objective.route)
         share = torch.full((len(index),), 1 / len(index), device=self.machine.device)
         return Step(logits, shard.images.labels[index], share, leaves, fit.constants)
 

@@ -1,0 +1,95 @@
+"""FEDBFPT: Wang et al., "An Efficient Federated Learning Framework for BERT Further Pre-training", IJCAI 2023.
+
+A client's model is shallow: L_k of the server's L layers. One layer trains at a time, from the first on; the
+layers before it are the server's own, those after it a random sample of the server's deeper ones, sorted. Only
+that layer and the head are trained and sent. Each layer gets half of the rounds that are left; the last one that
+fits into the client's model gets the rest. The whole model is what is evaluated.
+"""
+
+from __future__ import annotations
+
+from vitfleet.config.methods import FedBfptConfig
+from vitfleet.errors import ConfigError
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.aggregate import WeightedMean
+from vitfleet.methods.base import Answer, Gathering, Job, Method, Setting, Work, tally
+from vitfleet.models.anatomy import Selection
+from vitfleet.randomness import Address, Purpose
+from vitfleet.train.objective import Fit, Objective
+
+
+def schedule(rounds: int, local_layers: int) -> list[int]:
+    """Return the layer that trains in each round."""
+    layer, remaining = 0, rounds
+    trains = []
+    for round in range(rounds):
+        if round == rounds - remaining // 2 and layer < local_layers - 1:
+            layer += 1
+            remaining = rounds - round
+        trains.append(layer)
+    return trains
+
+
+class FedBfpt(Method[FedBfptConfig]):
+    """Layer after layer through a shallow local model."""
+
+    name = "fedbfpt"
+
+    def __init__(self, params: FedBfptConfig, setting: Setting) -> None:
+        super().__init__(params, setting)
+        if params.local_layers > self.anatomy.depth:
+            raise ConfigError(
+                "method.local_layers",
+                params.local_layers,
+                f"must be between 2 and {self.anatomy.depth}, the model's layers",
+            )
+        if not self.anatomy.tokens:
+            raise ConfigError("method.name", self.name, "needs a plain ViT, whose layers can be left out")
+        self.schedule = schedule(setting.rounds, params.local_layers)
+
+    @property
+    def trains(self) -> Selection:
+        """One layer and the head; all layers are of one size."""
+        return self._trains(0)
+
+    # The server half
+
+    def base(self, initial: Tensors) -> Message:
+        """Give every client the initial model: embeddings stay as they are, so do deeper layers until their turn."""
+        return Message(initial)
+
+    def start(self, initial: Tensors) -> State:
+        """Start from the initial model."""
+        return State(initial)
+
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+        """Send the layers trained so far, and the head."""
+        trained = self.anatomy.blocks[: self.schedule[round - 1] + 1]
+        return Message(self.anatomy.join(*trained, self.anatomy.head).take(server.tensors))
+
+    def gather(self, server: State, round: int) -> Gathering:
+        """Average the one layer and the head."""
+        return WeightedMean(server)
+
+    # The client half
+
+    def work(self, job: Job) -> Work:
+        """Train one layer of a shallow model, and the head."""
+        layer = self.schedule[job.round - 1]
+        objective = Objective(self._trains(layer), route=self.route(layer, job.round, job.client))
+        fitted = yield Fit({**job.base, **job.down.tensors}, objective, self.setting.train.epochs)
+        return Answer(Message(fitted.weights, {**tally(fitted), "layer": layer}))
+
+    def route(self, layer: int, round: int, client: int) -> tuple[int, ...]:
+        """Return the server's layers that a client's model is made of."""
+        rng = Address(self.setting.seed, Purpose.LAYERS, round, client).generator()
+        free = self.params.local_layers - layer - 1
+        deeper: list[int] = rng.integers(layer + 1, self.anatomy.depth, size=free).tolist() if free else []
+        return (*range(layer + 1), *sorted(deeper))
+
+    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+        """Return the server's whole model."""
+        return server.tensors
+
+    def _trains(self, layer: int) -> Selection:
+        return self.anatomy.join(self.anatomy.blocks[layer], self.anatomy.head)

@@ -1,0 +1,162 @@
+"""TransFL: Kim, Kim and Park, "Selective Transformer Layer Sharing for Efficient Federated Learning".
+
+Every client trains its own copy of the whole model. While it trains it measures each transformer layer's mean
+absolute gradient (equation 1); afterwards it sends only the k layers where that is largest, and everything that
+is not a layer. The server averages each layer over the clients that sent it. Only what was updated goes back;
+a layer that nobody sent stays each client's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitfleet.config.methods import TransFLConfig
+from vitfleet.errors import ConfigError
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.aggregate import WeightedMean
+from vitfleet.methods.base import Answer, Gathering, Job, Method, Setting, Work, tally
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.train.objective import Fit, Objective, Step
+
+
+class TransFL(Method[TransFLConfig]):
+    """Share the layers that learn most."""
+
+    name = "transfl"
+    personal = True
+
+    def __init__(self, params: TransFLConfig, setting: Setting) -> None:
+        super().__init__(params, setting)
+        if params.k > self.anatomy.depth:
+            raise ConfigError("method.k", params.k, f"must be between 1 and {self.anatomy.depth}, the model's layers")
+        parts = {"embed": self.anatomy.embed, "norm": self.anatomy.norm, "head": self.anatomy.head}
+        self.always = self.anatomy.join(*(parts[part] for part in params.always))
+
+    @property
+    def trains(self) -> Selection:
+        """The whole model."""
+        return self.anatomy.whole
+
+    # The server half
+
+    def start(self, initial: Tensors) -> State:
+        """Start from the initial model; ``updated`` holds the last round in which each layer was."""
+        return State(initial, {"updated": [0] * self.anatomy.depth})
+
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+        """Send a newcomer the whole model, anybody else what was updated since they took part."""
+        if since is None:
+            return Message(server.tensors)
+        return Message(self._updated(server, since).take(server.tensors))
+
+    def gather(self, server: State, round: int) -> Gathering:
+        """Average each layer over those who sent it."""
+        return LayerMean(server, self.anatomy, round)
+
+    # The client half
+
+    def work(self, job: Job) -> Work:
+        """Train the whole model, send the top-k layers and what always travels, keep the model."""
+        own = {} if job.own is None else job.own.tensors
+        objective = Objective(self.trains, observer=GradientMagnitude(self.anatomy, self.params.statistic))
+        fitted = yield Fit({**own, **job.down.tensors}, objective, self.setting.train.epochs)
+        kept = State(fitted.weights, {"round": job.round})
+        if not fitted.steps:
+            return Answer(Message(numbers=tally(fitted)), kept)
+        magnitudes = (fitted.observed["layers"] / fitted.steps).tolist()
+        layers = top(magnitudes, self.params.k)
+        sends = self.anatomy.join(self.always, *(self.anatomy.blocks[layer] for layer in layers))
+        numbers = {**tally(fitted), "layers": layers, "gradients": magnitudes}
+        if self.anatomy.attention:
+            numbers["head_gradients"] = (fitted.observed["heads"] / fitted.steps).flatten().tolist()
+        return Answer(Message(sends.take(fitted.weights), numbers), kept)
+
+    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+        """Return the client's own layers under what was updated since it took part."""
+        if own is None:
+            return server.tensors
+        since = own.numbers["round"]
+        assert isinstance(since, int)
+        return {**own.tensors, **self._updated(server, since).take(server.tensors)}
+
+    def _updated(self, server: State, since: int) -> Selection:
+        updated = server.numbers["updated"]
+        assert isinstance(updated, list)
+        fresh = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= since]
+        return self.anatomy.join(self.always, *fresh)
+
+
+def top(magnitudes: list[float], k: int) -> list[int]:
+    """Return the k layers of largest magnitude, in the model's order; of equals, the earlier."""
+    ranked = sorted(range(len(magnitudes)), key=lambda layer: -magnitudes[layer])
+    return sorted(ranked[:k])
+
+
+class LayerMean(WeightedMean):
+    """The weighted mean, noting which layers it moved."""
+
+    def __init__(self, server: State, anatomy: Anatomy, round: int) -> None:
+        super().__init__(server)
+        self.anatomy = anatomy
+        self.round = round
+
+    def finish(self) -> State:
+        """Return the server's state with the means in it and the moved layers marked."""
+        before = self.server.numbers["updated"]
+        assert isinstance(before, list)
+        updated = [
+            self.round if any(name in self.sums for name in block) else int(last)
+            for block, last in zip(self.anatomy.blocks, before, strict=True)
+        ]
+        return State(super().finish().tensors, {"updated": updated})
+
+
+@dataclass(frozen=True)
+class GradientMagnitude:
+    """Equation 1, summed over the steps on the device: G of every layer, and of every head for the paper's figure 2.
+
+    A head's share of a layer is its rows of the query-key-value weights and its columns of the output projection.
+    """
+
+    anatomy: Anatomy
+    statistic: str
+
+    def start(self, weights: Tensors) -> Tensors:
+        """Return zeros."""
+        device = next(iter(weights.values())).device
+        sums = {"layers": torch.zeros(self.anatomy.depth, device=device)}
+        if self.anatomy.attention:
+            heads = self.anatomy.attention[0].heads
+            sums["heads"] = torch.zeros(self.anatomy.depth, heads, device=device)
+        return sums
+
+    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        """Add one step's magnitudes."""
+        seen = {"layers": sums["layers"] + torch.stack([self._layer(gradients, block) for block in self._blocks])}
+        if self.anatomy.attention:
+            seen["heads"] = sums["heads"] + torch.stack(
+                [heads_of(gradients[one.qkv], gradients[one.projection], one.heads) for one in self.anatomy.attention]
+            )
+        return seen
+
+    @property
+    def _blocks(self) -> list[Selection]:
+        return [self.anatomy.trainable(block) for block in self.anatomy.blocks]
+
+    def _layer(self, gradients: Tensors, block: Selection) -> Tensor:
+        parts = [gradients[name] for name in block]
+        count = self.anatomy.count(block)
+        if self.statistic == "rms":
+            return (torch.stack(torch._foreach_norm(parts, 2)).square().sum() / count).sqrt()
+        return torch.stack(torch._foreach_norm(parts, 1)).sum() / count
+
+
+def heads_of(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
+    """Return the mean absolute gradient of each head."""
+    width = projection.shape[1]
+    rows = qkv.abs().view(3, heads, -1, qkv.shape[1]).sum(dim=(0, 2, 3))
+    columns = projection.abs().view(projection.shape[0], heads, -1).sum(dim=(0, 2))
+    return (rows + columns) / ((3 * qkv.shape[1] + projection.shape[0]) * width // heads)
