@@ -114,7 +114,7 @@ def _common(
 
 def _play(held: RunFolder) -> None:
     """Conduct a run's remaining rounds and say how it went."""
-    from vitfleet.report.partition import draw
+    from vitfleet.report.pictures import draw_partition, draw_rounds
     from vitfleet.report.terminal import RoundDisplay, TerminalProgress, summary_table
     from vitfleet.run.conduct import conduct
     from vitfleet.run.session import open_session
@@ -125,7 +125,7 @@ def _play(held: RunFolder) -> None:
         session = open_session(config, folder, TerminalProgress(console))
         for name in session.data.skipped:
             complaints.print(f"left out, cannot be read: {name}", highlight=False)
-        draw(session.partition.counts, session.data.classes, folder / "partition.png")
+        draw_partition(session)
         where = f"{session.machine.device.type}, {'bf16' if session.machine.bf16 else 'fp32'}"
         console.print(
             f"{config.method.name} on {session.data.name}: {config.fleet.clients} clients, "
@@ -137,6 +137,7 @@ def _play(held: RunFolder) -> None:
     except KeyboardInterrupt:
         complaints.print(f"\nStopped. Nothing is lost: `vitfleet resume {folder}` goes on from the last round.")
         raise typer.Exit(130) from None
+    draw_rounds(folder)
     console.print(summary_table(summary, config.title))
     console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 

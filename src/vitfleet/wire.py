@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from vitfleet.errors import UserError
 from vitfleet.message import Named
@@ -40,7 +41,16 @@ Kind = TypeVar("Kind", bound=Named)
 
 def encode(named: Named) -> bytes:
     """Serialize tensors and numbers."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named.tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in named.tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        if storage in storages:  # the format has no aliases: what shares memory is written twice
+            plain = plain.clone()
+        storages.add(storage)
+        tensors[name] = plain
+    # One key only: the format does not keep the order of several, and equal messages shall be equal bytes.
     return save(tensors, {NUMBERS: _numbers(named)})
 
 
@@ -57,9 +67,17 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
         length = int.from_bytes(data[:LENGTH_FIELD], "little")
         header = json.loads(data[LENGTH_FIELD : LENGTH_FIELD + length])
         numbers = json.loads(header["__metadata__"][NUMBERS])
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: {error}") from error
+    if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+        raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: its numbers are none")
     return kind(tensors, numbers)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(one, int | float) for one in value)
+    return isinstance(value, int | float)
 
 
 def encoded_size(named: Named) -> int:

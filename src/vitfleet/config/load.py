@@ -58,7 +58,7 @@ def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, A
 
 def read_config(path: Path) -> Config:
     """Read back the configuration that a run saved."""
-    return validate(json.loads(path.read_text()))
+    return validate(json.loads(path.read_text(encoding="utf-8")))
 
 
 def validate(tree: Tree) -> Config:
@@ -70,7 +70,7 @@ def validate(tree: Tree) -> Config:
 
 
 def _read_preset(name: str) -> Tree:
-    return tomllib.loads((files("vitfleet") / "presets" / f"{name}.toml").read_text())
+    return tomllib.loads((files("vitfleet") / "presets" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _read_source(source: str) -> Tree:
@@ -85,8 +85,9 @@ def _read_source(source: str) -> Tree:
     if not path.is_file():
         raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
     try:
-        tree = tomllib.loads(path.read_text()) if path.suffix == ".toml" else json.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{source}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must hold a table of keys, not a {type(tree).__name__}.")
@@ -121,12 +122,12 @@ def _put(tree: Tree, key: str, value: Any) -> None:
 
 
 def _explain(error: ErrorDetails) -> UserError:
-    location = _without_tags(error["loc"])
+    location, tags = _without_tags(error["loc"])
     key = ".".join(location)
     value = error["input"]
     kind = error["type"]
     if kind == "extra_forbidden":
-        return UserError(f"{key}: no such key; {_suggest(location)}")
+        return UserError(f"{key}: no such key; {_suggest(location, tags)}")
     if kind == "value_error":  # raised by our own validators, which name the key themselves
         return UserError(str(error["ctx"]["error"]))
     if kind == "union_tag_invalid":
@@ -142,29 +143,42 @@ def _explain(error: ErrorDetails) -> UserError:
     return ConfigError(key, value, message)
 
 
-def _without_tags(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Drop the variant's tag that pydantic puts into the path: ('method', 'fedprox', 'mu') is method.mu."""
+def _without_tags(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Part the variants' tags that pydantic puts into a path from it: ('method', 'fedprox', 'mu') is method.mu."""
     path: list[str] = []
-    skip = False
+    tags: dict[str, str] = {}
     for part in location:
-        if skip:
-            skip = False
-            continue
-        path.append(str(part))
-        skip = ".".join(path) in VARIANTS
-    return tuple(path)
+        table = ".".join(path)
+        if table in VARIANTS and table not in tags:
+            tags[table] = str(part)
+        else:
+            path.append(str(part))
+    return tuple(path), tags
 
 
-def _suggest(location: tuple[str, ...]) -> str:
+def _suggest(location: tuple[str, ...], tags: Mapping[str, str]) -> str:
     *parents, leaf = location
+    where = ".".join(parents)
     tables: list[type[BaseModel]] = [Config]
-    for parent in parents:
+    for depth, parent in enumerate(parents):
         tables = [inner for table in tables for inner in _tables_of(table, parent)]
+        path = ".".join(parents[: depth + 1])
+        if path in tags and path != where:
+            tables = [table for table in tables if _tag(table, path) == tags[path]]
+    holders = [_tag(table, where) for table in tables if leaf in table.model_fields] if where in tags else []
+    if holders:
+        deciding = f"{where}.{VARIANTS[where]}"
+        return f"it belongs to {deciding} = {' or '.join(holders)}, and {deciding} is {tags[where]}"
+    if where in tags:
+        tables = [table for table in tables if _tag(table, where) == tags[where]]
     allowed = sorted({name for table in tables for name in table.model_fields})
     close = difflib.get_close_matches(leaf, allowed, n=1)
-    where = ".".join(parents) or "the top level"
-    known = f"{where} knows {', '.join(allowed)}"
+    known = f"{where or 'the top level'} knows {', '.join(allowed)}"
     return f"did you mean {'.'.join([*parents, close[0]])}? ({known})" if close else known
+
+
+def _tag(table: type[BaseModel], path: str) -> str:
+    return str(table.model_fields[VARIANTS[path]].default)
 
 
 def _tables_of(table: type[BaseModel], field: str) -> list[type[BaseModel]]:

@@ -139,12 +139,12 @@ class FleetConfig(Table):
 
 
 class EvalConfig(Table):
-    """When accuracy is measured, and on how many clients' own models."""
+    """When accuracy is measured, and on how many models."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
     batch_size: int = Field(256, ge=1)
     clients: int | None = Field(
-        100, ge=1, description="own models evaluated at most, drawn anew each time; null: every client"
+        100, ge=1, description="clients whose models stand for a server that has none, drawn anew each time; null: all"
     )
 
 

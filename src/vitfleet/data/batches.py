@@ -73,11 +73,12 @@ def draw_epoch(
     shift = flip = brightness = keep = None
     if augment.active:
         rng = at(Purpose.AUGMENT)
-        # Always drawn in full and in this order, so that switching one on leaves the others' numbers alone.
+        # Always drawn in full, and the shift last (an empty range consumes nothing), so that switching one on
+        # leaves the others' numbers alone.
         reach = round_half_up(augment.crop * side)
-        drawn_shift = rng.integers(-reach, reach + 1, size=(samples, 2))
         drawn_flip = rng.random(samples, dtype=np.float32) < 0.5
         drawn_light = 1 + augment.brightness * (2 * rng.random(samples, dtype=np.float32) - 1)
+        drawn_shift = rng.integers(-reach, reach + 1, size=(samples, 2))
         if reach:
             shift = torch.from_numpy(drawn_shift).to(device)
         if augment.flip:

@@ -11,11 +11,20 @@ from vitfleet.message import Message, State
 
 @dataclass(frozen=True)
 class Request:
-    """What a client is asked: the server's message for one round."""
+    """What a client is asked: the server's message for one round, and whether to try its model out afterwards."""
 
     round: int
     client: int
     down: Message
+    evaluate: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a client's own model did on its own test images."""
+
+    right: int
+    tested: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Reply:
 
     client: int
     up: Message | None
+    verdict: Verdict | None = None
     failure: str | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitfleet.data.images import Shard
-from vitfleet.fleet.base import Reply, Request
+from vitfleet.fleet.base import Reply, Request, Verdict
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Answer, Job, Method, Work
 from vitfleet.train.trainer import Place, Trainer
@@ -20,6 +20,8 @@ class InlineFleet:
     ----------
     shard
         Returns a client's images.
+    judge
+        Tries a client's own model out on its own test images.
     base
         What every client was given once; one copy serves all.
     owned
@@ -32,6 +34,7 @@ class InlineFleet:
         trainer: Trainer,
         seed: int,
         shard: Callable[[int], Shard],
+        judge: Callable[[int, Tensors], Verdict],
         base: Tensors,
         owned: Mapping[int, State],
     ) -> None:
@@ -39,6 +42,7 @@ class InlineFleet:
         self.trainer = trainer
         self.seed = seed
         self.shard = shard
+        self.judge = judge
         self.base = base
         self.owned = dict(owned)
         self._changed: set[int] = set()
@@ -50,7 +54,8 @@ class InlineFleet:
             place = Place(self.seed, request.round, request.client)
             answer = work_alone(self.method.work(job), self.trainer, self.shard(request.client), place)
             self._keep(request.client, answer.own)
-            yield Reply(request.client, answer.up)
+            verdict = self.judge(request.client, answer.model) if request.evaluate else None
+            yield Reply(request.client, answer.up, verdict)
 
     def own(self, client: int) -> State | None:
         """Return a client's own state."""

@@ -59,9 +59,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client makes of a job: a message, and the state it keeps (``None``: it keeps nothing)."""
+    """What a client makes of a job.
+
+    Attributes
+    ----------
+    up
+        The message it sends.
+    model
+        Its own model as it now stands: what local accuracy is measured on. It does not travel.
+    own
+        The state it keeps; ``None``: it keeps nothing.
+    """
 
     up: Message
+    model: Tensors
     own: State | None = None
 
 
@@ -87,9 +98,7 @@ class Method(ABC, Generic[Params]):
     """An algorithm of federated learning."""
 
     name: ClassVar[str]
-    #: Whether clients end up with models of their own; if not, one evaluation serves all.
-    personal: ClassVar[bool] = False
-    #: Whether there is a model of the server's own to evaluate.
+    #: Whether the server has a whole model of its own; if not, the clients' models stand for it.
     has_global_model: ClassVar[bool] = True
 
     def __init__(self, params: Params, setting: Setting) -> None:
@@ -140,7 +149,7 @@ class Method(ABC, Generic[Params]):
 
     @abstractmethod
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """Return the weights a client would use now; with ``own = None``, those of a client never seen."""
+        """Return the weights a client would use now; with ``own = None``, a client never seen, or the server."""
 
 
 def tally(fitted: Fitted) -> Numbers:

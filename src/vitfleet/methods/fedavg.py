@@ -53,10 +53,9 @@ class Averaging(Method[Params]):
 
     def work(self, job: Job) -> Work:
         """Train the received weights and send them back."""
-        fitted = yield Fit(
-            {**job.base, **job.down.tensors}, self.objective(), self.setting.train.epochs, job.down.tensors
-        )
-        return Answer(Message(fitted.weights, tally(fitted)))
+        received = {**job.base, **job.down.tensors}
+        fitted = yield Fit(received, self.objective(), self.setting.train.epochs, job.down.tensors)
+        return Answer(Message(fitted.weights, tally(fitted)), {**received, **fitted.weights})
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Every client uses the server's weights."""

@@ -77,8 +77,9 @@ class FedBfpt(Method[FedBfptConfig]):
         """Train one layer of a shallow model, and the head."""
         layer = self.schedule[job.round - 1]
         objective = Objective(self._trains(layer), route=self.route(layer, job.round, job.client))
-        fitted = yield Fit({**job.base, **job.down.tensors}, objective, self.setting.train.epochs)
-        return Answer(Message(fitted.weights, {**tally(fitted), "layer": layer}))
+        received = {**job.base, **job.down.tensors}
+        fitted = yield Fit(received, objective, self.setting.train.epochs)
+        return Answer(Message(fitted.weights, {**tally(fitted), "layer": layer}), {**received, **fitted.weights})
 
     def route(self, layer: int, round: int, client: int) -> tuple[int, ...]:
         """Return the server's layers that a client's model is made of."""

@@ -13,7 +13,6 @@ class Standalone(Method[StandaloneConfig]):
     """Nothing travels but the initial model, once."""
 
     name = "standalone"
-    personal = True
     has_global_model = False
 
     @property
@@ -40,7 +39,7 @@ class Standalone(Method[StandaloneConfig]):
     def work(self, job: Job) -> Work:
         """Train on from where the last round ended."""
         fitted = yield Fit(self.model(State(), job.base, job.own), Objective(self.trains), self.setting.train.epochs)
-        return Answer(Message(numbers=tally(fitted)), State(fitted.weights))
+        return Answer(Message(numbers=tally(fitted)), fitted.weights, State(fitted.weights))
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own weights; the initial ones before its first round."""

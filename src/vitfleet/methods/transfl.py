@@ -26,7 +26,6 @@ class TransFL(Method[TransFLConfig]):
     """Share the layers that learn most."""
 
     name = "transfl"
-    personal = True
 
     def __init__(self, params: TransFLConfig, setting: Setting) -> None:
         super().__init__(params, setting)
@@ -65,14 +64,14 @@ class TransFL(Method[TransFLConfig]):
         fitted = yield Fit({**own, **job.down.tensors}, objective, self.setting.train.epochs)
         kept = State(fitted.weights, {"round": job.round})
         if not fitted.steps:
-            return Answer(Message(numbers=tally(fitted)), kept)
+            return Answer(Message(numbers=tally(fitted)), fitted.weights, kept)
         magnitudes = (fitted.observed["layers"] / fitted.steps).tolist()
         layers = top(magnitudes, self.params.k)
         sends = self.anatomy.join(self.always, *(self.anatomy.blocks[layer] for layer in layers))
         numbers = {**tally(fitted), "layers": layers, "gradients": magnitudes}
         if self.anatomy.attention:
             numbers["head_gradients"] = (fitted.observed["heads"] / fitted.steps).flatten().tolist()
-        return Answer(Message(sends.take(fitted.weights), numbers), kept)
+        return Answer(Message(sends.take(fitted.weights), numbers), fitted.weights, kept)
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own layers under what was updated since it took part."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -186,7 +187,11 @@ def dissect(vit: nn.Module) -> Anatomy:
 
 def has_tokens(vit: nn.Module) -> bool:
     """Whether a model is a plain ViT: one sequence of tokens, with positions, from first block to last."""
-    return isinstance(vit, VisionTransformer) and vit.pos_embed is not None
+    return (
+        isinstance(vit, VisionTransformer)
+        and vit.pos_embed is not None
+        and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches see each other
+    )
 
 
 def _attention(vit: nn.Module, block_paths: list[str]) -> tuple[Attention, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
+from vitfleet.models.anatomy import has_tokens
 from vitfleet.models.net import Net, as_net
 from vitfleet.randomness import Address, Purpose
 
@@ -57,7 +58,15 @@ def build(
     pretrained = getattr(vit, "pretrained_cfg", None) or {}
     mean = tuple(pretrained.get("mean", (HALF,) * 3))[:channels]
     std = tuple(pretrained.get("std", (HALF,) * 3))[:channels]
-    return as_net(vit.requires_grad_(False), side, mean, std)
+    try:
+        net = as_net(vit.requires_grad_(False), side, mean, std)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            "model.name", config.name, f"is not a vision transformer vitfleet can part ({error})"
+        ) from None
+    if config.depth is not None and net.anatomy.depth < config.depth:
+        raise ConfigError("model.depth", config.depth, f"cannot be set for {config.name}; leave it out")
+    return net
 
 
 def _plain(config: ModelConfig, classes: int, channels: int, data_side: int) -> tuple[nn.Module, int]:
@@ -90,7 +99,13 @@ def _from_timm(config: ModelConfig, classes: int, channels: int) -> tuple[nn.Mod
     given = {key: value for key, value in sizes.items() if value is not None}
     try:
         vit = timm.create_model(
-            config.name, pretrained=config.weights == "hub", num_classes=classes, in_chans=channels, **given
+            config.name,
+            pretrained=config.weights == "hub",
+            num_classes=classes,
+            in_chans=channels,
+            # Stochastic depth would draw from torch's global generator: no draw of a run may be unaddressed.
+            drop_path_rate=0.0,
+            **given,
         )
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(f"model.name = {config.name!r}: timm cannot build it with {given}: {error}") from error
@@ -101,6 +116,8 @@ def _from_timm(config: ModelConfig, classes: int, channels: int) -> tuple[nn.Mod
             f"model.weights = 'hub': the weights of {config.name} cannot be had ({error}); "
             "give a .safetensors file instead"
         ) from error
+    if has_tokens(vit):
+        _check_patch(side, vit.patch_embed.proj.kernel_size[0])
     return vit, side
 
 
@@ -123,8 +140,11 @@ def load_pretrained(vit: nn.Module, path: Path, name: str) -> None:
         given = load_file(file)
     except Exception as error:  # safetensors raises a type of its own per kind of damage
         raise ConfigError("model.weights", str(path), f"is not a readable safetensors file ({error})") from error
-    own = vit.state_dict()
-    fitted = _fit(given, vit)
+    own = {n: tensor for n, tensor in vit.state_dict().items() if tensor.is_floating_point()}
+    try:
+        fitted = _fit(given, vit)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError("model.weights", str(path), f"does not fit model.name = {name!r} ({error})") from error
     head = {n for n in own if n.startswith(("head.", "head_dist."))}
     if any(n in fitted and fitted[n].shape != own[n].shape for n in head):
         fitted = {n: tensor for n, tensor in fitted.items() if n not in head}

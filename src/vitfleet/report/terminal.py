@@ -102,7 +102,7 @@ def _cells(record: RoundRecord) -> list[str]:
     return [
         str(record.round),
         f"{accuracy.global_:.1%}" if accuracy else "–",
-        f"{accuracy.local:.1%}" if accuracy else "–",
+        f"{accuracy.local:.1%}" if accuracy and accuracy.local is not None else "–",
         "–" if record.loss is None else f"{record.loss:.3f}",
         human_bytes(sum(entry.up_bytes for entry in record.clients)),
         human_bytes(sum(entry.down_bytes for entry in record.clients)),
@@ -118,6 +118,12 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def _local(accuracy: dict[str, Any]) -> str:
+    if accuracy["local"] is None:
+        return "–"
+    return f"{accuracy['local']:.2%}, mean of {accuracy['local_clients']} clients"
+
+
 def summary_table(summary: dict[str, Any], title: str) -> Table:
     """Return a run's summary as a table."""
     table = Table(title=title or None, title_justify="left", show_header=False)
@@ -126,7 +132,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "method": summary["method"],
         "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s",
         "accuracy, common test set": f"{accuracy['global']:.2%} (best {accuracy['best']:.2%})",
-        "accuracy, clients' own splits": f"{accuracy['local']:.2%} over {accuracy['clients']} clients",
+        "accuracy, clients at home": _local(accuracy),
         "a client's message up": human_bytes(message["up_bytes"]),
         "a client's message down": human_bytes(message["down_bytes"]),
         "all messages up / down": f"{human_bytes(total['up_bytes'])} / {human_bytes(total['down_bytes'])}",

@@ -71,6 +71,7 @@ def play_round(session: Session, round: int) -> RoundRecord:
     """Play one round and move the session on to its end."""
     config, method, server = session.config, session.method, session.server
     clients = choose_clients(config, round)
+    due = round % config.eval.every == 0 or round == config.rounds
     down_bytes: dict[int, int] = {}
 
     def requests() -> Iterator[Request]:
@@ -78,7 +79,7 @@ def play_round(session: Session, round: int) -> RoundRecord:
             since = session.heard.get(client)
             down = method.instruct(server, round, client, since)
             down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
-            yield Request(round, client, down)
+            yield Request(round, client, down, due)
 
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
@@ -89,7 +90,8 @@ def play_round(session: Session, round: int) -> RoundRecord:
             gathering.add(reply.client, up)
             session.heard[reply.client] = round
         numbers = {key: value for key, value in up.numbers.items() if failure is None}
-        entries.append(ClientRecord(reply.client, down_bytes[reply.client], _size(up), numbers, failure))
+        right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
+        entries.append(ClientRecord(reply.client, down_bytes[reply.client], _size(up), numbers, right, tested, failure))
     session.server = gathering.finish()
     session.round = round
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
@@ -98,7 +100,7 @@ def play_round(session: Session, round: int) -> RoundRecord:
         round,
         learning_rate(config.train, round, config.rounds),
         _mean_loss(entries),
-        _accuracy(session, round),
+        _accuracy(session, round, entries) if due else None,
         entries,
         session.total_up_bytes,
         session.total_down_bytes,
@@ -140,11 +142,10 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _accuracy(session: Session, round: int) -> Accuracy | None:
-    config = session.config
-    if round % config.eval.every and round != config.rounds:
-        return None
-    return session.evaluator.evaluate(session.method, round, session.server, session.base.tensors, session.fleet.own)
+def _accuracy(session: Session, round: int, entries: list[ClientRecord]) -> Accuracy:
+    common = session.evaluator.common(session.method, round, session.server, session.base.tensors, session.fleet.own)
+    at_home = [entry.accuracy for entry in entries if entry.accuracy is not None]
+    return Accuracy(*common, sum(at_home) / len(at_home) if at_home else None)
 
 
 def _save_model(session: Session) -> None:
@@ -152,10 +153,7 @@ def _save_model(session: Session) -> None:
     if not session.method.has_global_model:
         return
     weights = session.method.model(session.server, session.base.tensors, None)
-    about = {
-        "model": session.config.model.name,
-        "classes": json.dumps(session.data.classes),
-        "rounds": str(session.round),
-    }
+    about = {"model": session.config.model.name, "classes": session.data.classes, "rounds": session.round}
     tensors = {name: weights[name].detach().cpu().contiguous() for name in session.net.anatomy.shapes}
-    write_atomically(session.folder / "model.safetensors", save(tensors, about))
+    # One key of metadata: the format does not keep the order of several, and equal models shall be equal bytes.
+    write_atomically(session.folder / "model.safetensors", save(tensors, {"vitfleet": json.dumps(about)}))

@@ -16,11 +16,11 @@ from vitfleet.config.schema import EvalConfig
 from vitfleet.data.batches import Preprocess
 from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import Deal
+from vitfleet.fleet.base import Verdict
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.run.records import Accuracy
 from vitfleet.train.machine import Machine
 
 
@@ -36,36 +36,30 @@ class Evaluator:
     config: EvalConfig
     seed: int
 
-    def evaluate(
-        self,
-        method: Method[Any],
-        round: int,
-        server: State,
-        base: Tensors,
-        own: Callable[[int], State | None],
-    ) -> Accuracy:
-        """Measure a method as it stands after a round.
+    def common(
+        self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
+    ) -> tuple[float, float, int]:
+        """Return accuracy and loss on the common test set, and how many models they are the mean of.
 
-        Where all clients use one model a single pass over the test set gives both figures. Where they have
-        models of their own, at most ``eval.clients`` of them are measured, drawn anew each time.
+        Where the server has no model of its own, the models of at most ``eval.clients`` clients stand for it,
+        drawn anew each time.
         """
-        if not method.personal:
-            return self._shared(method.model(server, base, None))
-        clients = self._draw_clients(round)
         if method.has_global_model:
-            right, losses = self.answer(method.model(server, base, None))
-            local = [
-                self.answer(method.model(server, base, own(client)), self.deal.of(client))[0].mean()
-                for client in clients
-            ]
-            return Accuracy(float(right.mean()), _mean(local), float(losses.mean()), len(clients))
-        everywhere, at_home, test_losses = [], [], []
-        for client in clients:
-            right, losses = self.answer(method.model(server, base, own(client)))
-            everywhere.append(right.mean())
-            at_home.append(right[torch.from_numpy(self.deal.of(client)).to(right.device)].mean())
-            test_losses.append(losses.mean())
-        return Accuracy(_mean(everywhere), _mean(at_home), _mean(test_losses), len(clients))
+            models = [method.model(server, base, None)]
+        else:
+            models = [method.model(server, base, own(client)) for client in self._draw_clients(round)]
+        answers = [self.answer(model) for model in models]
+        accuracy = torch.stack([right.mean() for right, _ in answers]).mean()
+        loss = torch.stack([losses.mean() for _, losses in answers]).mean()
+        return float(accuracy), float(loss), len(models)
+
+    def judge(self, client: int, model: Tensors) -> Verdict:
+        """Try a client's own model out on its own test images."""
+        index = self.deal.of(client)
+        if not len(index):
+            return Verdict(0, 0)
+        right, _ = self.answer(model, index)
+        return Verdict(int(right.sum()), len(index))
 
     @torch.inference_mode()
     def answer(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
@@ -83,24 +77,10 @@ class Evaluator:
             losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
         return torch.cat(right).float(), torch.cat(losses)
 
-    def _shared(self, weights: Tensors) -> Accuracy:
-        right, losses = self.answer(weights)
-        verdicts = right.cpu().numpy()
-        sizes = self.deal.sizes()
-        owner = np.repeat(np.arange(self.deal.clients), sizes)
-        hits = np.bincount(owner, weights=verdicts[self.deal.indices], minlength=self.deal.clients)
-        has = sizes > 0
-        local = float((hits[has] / sizes[has]).mean())
-        return Accuracy(float(verdicts.mean()), local, float(losses.mean()), int(has.sum()))
-
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.flatnonzero(self.deal.sizes() > 0)
+        candidates = np.arange(self.deal.clients)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()
             candidates = np.sort(rng.choice(candidates, limit, replace=False))
         return [int(client) for client in candidates]
-
-
-def _mean(values: list[Tensor]) -> float:
-    return float(torch.stack(values).mean())

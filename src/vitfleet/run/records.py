@@ -20,13 +20,28 @@ from vitfleet.run.files import write_atomically
 
 @dataclass(frozen=True)
 class ClientRecord:
-    """One client's part in a round; ``numbers`` is what its message said of itself."""
+    """One client's part in a round.
+
+    Attributes
+    ----------
+    numbers
+        What its message said of itself.
+    right, tested
+        Its own model on its own test images, in rounds that are evaluated.
+    """
 
     client: int
     down_bytes: int
     up_bytes: int
     numbers: dict[str, Number] = field(default_factory=dict)
+    right: int | None = None
+    tested: int | None = None
     failure: str | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of its own test images named rightly; ``None`` if it has none or was not asked."""
+        return self.right / self.tested if self.tested and self.right is not None else None
 
 
 @dataclass(frozen=True)
@@ -36,19 +51,20 @@ class Accuracy:
     Attributes
     ----------
     global_
-        On the common test set: the server's model, or the mean over clients where each has its own.
-    local
-        Mean over clients of their own model on their own test split.
+        On the common test set: the server's model, or the mean over ``models`` clients' where it has none.
     loss
-        Mean cross-entropy on the common test set.
-    clients
-        Clients whose own model or split was evaluated (those without test images are left out).
+        Mean cross-entropy there.
+    models
+        How many models that is.
+    local
+        Mean over the round's clients of the model each has just trained, on its own test images; ``None`` if
+        none of them has any.
     """
 
     global_: float
-    local: float
     loss: float
-    clients: int
+    models: int
+    local: float | None
 
 
 @dataclass(frozen=True)
@@ -128,12 +144,14 @@ def summarize(folder: Path, config: Config, params: int, trainable_params: int) 
     best: float | None = None
     last: Accuracy | None = None
     loss: float | None = None
+    at_home: dict[int, float] = {}  # each client's latest
     for record in read_records(folder):
         rounds = record.round
         participations += len(record.clients)
         failures += sum(client.failure is not None for client in record.clients)
         up_bytes, down_bytes = record.total_up_bytes, record.total_down_bytes
         loss = record.loss
+        at_home |= {client.client: client.accuracy for client in record.clients if client.accuracy is not None}
         if record.accuracy is not None:
             last = record.accuracy
             best = max(best or 0.0, last.global_)
@@ -144,9 +162,9 @@ def summarize(folder: Path, config: Config, params: int, trainable_params: int) 
         "rounds": rounds,
         "accuracy": {
             "global": last.global_ if last else None,
-            "local": last.local if last else None,
+            "local": sum(at_home.values()) / len(at_home) if at_home else None,
+            "local_clients": len(at_home),
             "best": best,
-            "clients": last.clients if last else 0,
         },
         "loss": {"train": loss, "test": last.loss if last else None},
         "message": {"up_bytes": up_bytes / each, "down_bytes": down_bytes / each},

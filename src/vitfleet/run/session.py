@@ -85,8 +85,9 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
     def shard(client: int) -> Shard:
         return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
 
-    fleet = InlineFleet(method, trainer, config.seed, shard, base.tensors, _owned(checkpoints, latest, machine))
     evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed)
+    owned = _owned(checkpoints, latest, machine)
+    fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, owned)
     session = Session(
         config,
         folder,

@@ -1,0 +1,104 @@
+"""Several methods × seeds on the same shards: accuracy by round as CSV, and a table.
+
+Example, the comparison of docs/results/transfl-cifar10.md::
+
+    python benchmarks/compare_methods.py transfl-cifar10 --methods standalone fedavg transfl \
+        --seeds 0 1 2 --parallel 9 --out results -- --data-dir data
+
+Each run is a `vitfleet run` process of its own; what stands after ``--`` is passed to every one. Runs that are
+already complete in the output folder are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from vitfleet.run.records import read_records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--methods", nargs="+", required=True)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="where the run folders go")
+    parser.add_argument("--out", type=Path, required=True, help="where the CSV and the table go")
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    args, rest = parser.parse_args(words[:cut]), words[cut + 1 :]
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def play(method: str, seed: int) -> Path:
+        folder: Path = args.runs / f"{args.preset}-{method}-s{seed}"
+        if (folder / "summary.json").exists():
+            return folder
+        if (folder / "config.json").exists():
+            command = ["resume", str(folder)]
+        else:
+            command = ["run", args.preset, "-o", f"method.name={method}", "--seed", str(seed), "--out", str(folder)]
+            # The preset's own method keeps the preset's parameters.
+            command += rest
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "vitfleet", *command], capture_output=True, text=True)
+        print(f"{method} seed {seed}: exit {done.returncode}, {time.perf_counter() - started:.0f} s", flush=True)
+        if done.returncode:
+            print(done.stdout[-2000:], done.stderr[-3000:], flush=True)
+        return folder
+
+    pairs = [(method, seed) for seed in args.seeds for method in args.methods]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        folders = dict(zip(pairs, pool.map(lambda pair: play(*pair), pairs), strict=True))
+    write_curves(folders, args.out / "curves.csv")
+    table = markdown(folders, args.methods, args.seeds)
+    (args.out / "table.md").write_text(table)
+    print(table, flush=True)
+
+
+def write_curves(folders: dict[tuple[str, int], Path], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "seed", "round", "global", "local", "train_loss", "up_bytes", "down_bytes"])
+        for (method, seed), folder in folders.items():
+            for record in read_records(folder):
+                if record.accuracy is None:
+                    continue
+                accuracy = record.accuracy
+                row = [method, seed, record.round, f"{accuracy.global_:.5f}", accuracy.local]
+                writer.writerow([*row, record.loss, record.total_up_bytes, record.total_down_bytes])
+
+
+def markdown(folders: dict[tuple[str, int], Path], methods: list[str], seeds: list[int]) -> str:
+    lines = [
+        "| method | local accuracy, % | global accuracy, % | message up, MiB | message down, MiB | run, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in methods:
+        paths = [folders[method, seed] / "summary.json" for seed in seeds]
+        sums = [json.loads(path.read_text()) for path in paths if path.exists()]
+        if not sums:
+            continue
+        cells = [_spread([100 * one["accuracy"][kind] for one in sums]) for kind in ("local", "global")]
+        cells += [
+            f"{statistics.mean(one['message'][way] for one in sums) / 2**20:.4f}" for way in ("up_bytes", "down_bytes")
+        ]
+        cells += [f"{statistics.mean(one['total']['seconds'] for one in sums):.0f}"]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: list[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {deviation:.2f}"
+
+
+if __name__ == "__main__":
+    main()
