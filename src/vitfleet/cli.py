@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -60,7 +60,7 @@ def run(
     from vitfleet.config import load_config
     from vitfleet.run.folder import create
 
-    laid = {"seed": seed, "data.dir": None if data_dir is None else os.path.abspath(os.path.expanduser(data_dir))}
+    laid = {"seed": seed, "data.dir": data_dir}
     config = load_config(source, override, {key: value for key, value in laid.items() if value is not None})
     folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
     try:
@@ -97,6 +97,24 @@ def presets() -> None:
     console.print(table)
 
 
+@app.command()
+def keys(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
+) -> None:
+    """List every configuration key: what it may be, its default, what it means."""
+    from vitfleet.config import describe
+
+    if markdown:
+        print(describe.markdown(), end="")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("key", "of", "allowed", "default", "meaning"):
+        table.add_column(heading, overflow="fold")
+    for key in describe.every_key():
+        table.add_row(key.name, key.variant, key.allowed, key.default, key.meaning)
+    console.print(table, highlight=False, markup=False)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         console.print(f"vitfleet {__version__}", highlight=False)
@@ -114,32 +132,37 @@ def _common(
 
 def _play(held: RunFolder) -> None:
     """Conduct a run's remaining rounds and say how it went."""
-    from vitfleet.report.pictures import draw_partition, draw_rounds
-    from vitfleet.report.terminal import RoundDisplay, TerminalProgress, summary_table
-    from vitfleet.run.conduct import conduct
-    from vitfleet.run.session import open_session
-
     signal.signal(signal.SIGTERM, _interrupt)
     folder, config = held.path, held.config()
     try:
+        from vitfleet.report.pictures import draw_partition, draw_rounds
+        from vitfleet.report.terminal import RoundDisplay, TerminalProgress, summary_table
+        from vitfleet.run.conduct import conduct
+        from vitfleet.run.session import open_session
+
         session = open_session(config, folder, TerminalProgress(console))
         for name in session.data.skipped:
-            complaints.print(f"left out, cannot be read: {name}", highlight=False)
+            _say(complaints, f"left out, cannot be read: {name}")
         draw_partition(session)
         where = f"{session.machine.device.type}, {'bf16' if session.machine.bf16 else 'fp32'}"
-        console.print(
+        _say(
+            console,
             f"{config.method.name} on {session.data.name}: {config.fleet.clients} clients, "
             f"{config.fleet.per_round} a round, {session.params:,} parameters, {where}",
-            highlight=False,
         )
         with RoundDisplay(console, config.rounds, session.round) as display:
             summary = conduct(session, display)
+        draw_rounds(folder)
     except KeyboardInterrupt:
-        complaints.print(f"\nStopped. Nothing is lost: `vitfleet resume {folder}` goes on from the last round.")
+        _say(complaints, f"\nStopped. Nothing is lost; to go on: vitfleet resume {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
-    draw_rounds(folder)
     console.print(summary_table(summary, config.title))
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    _say(console, f"run folder: {folder}")
+
+
+def _say(to: Console, text: str) -> None:
+    """Print text as it is: no markup, no colours, no line breaks that a reader would have to undo."""
+    to.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

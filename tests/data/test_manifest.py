@@ -31,9 +31,7 @@ def saved(partition: Partition, tmp_path: Path) -> Path:
 
 
 def again(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
-    return make_partition(
-        FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), classes=5
-    )
+    return make_partition(FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), classes=5)
 
 
 def test_round_trip(partition: Partition, saved: Path) -> None:

@@ -78,9 +78,7 @@ def test_every_image_is_dealt_exactly_once(
     assert dealt_once(partition.train, clients, train)
     assert dealt_once(partition.test, clients, test)
     assert partition.train.indices.dtype == partition.test.offsets.dtype == np.int64
-    expected = np.stack(
-        [np.bincount(train_labels[partition.train.of(k)], minlength=classes) for k in range(clients)]
-    )
+    expected = np.stack([np.bincount(train_labels[partition.train.of(k)], minlength=classes) for k in range(clients)])
     np.testing.assert_array_equal(partition.counts, expected)
 
 
@@ -126,9 +124,7 @@ def test_a_class_absent_from_training_is_tested_evenly() -> None:
 
 def test_scarce_test_images_do_not_all_go_to_the_same_clients() -> None:
     # One test image a client in expectation: cutting each class at the same places would give ten to a tenth.
-    partition = make_partition(
-        ClassesPartition(per_client=10), 100, 0, balanced(10_000, 10), balanced(100, 10), 10
-    )
+    partition = make_partition(ClassesPartition(per_client=10), 100, 0, balanced(10_000, 10), balanced(100, 10), 10)
     assert partition.test.sizes().max() <= 2
     assert np.count_nonzero(partition.test.sizes() == 0) < 10
 
@@ -179,9 +175,7 @@ def test_imbalance_is_the_sigma_of_log_sizes() -> None:
 
 
 def test_the_strongest_imbalance_leaves_nobody_empty() -> None:
-    sizes = make_partition(
-        IidPartition(imbalance=5), 90, 0, balanced(100, 10), balanced(10, 10), 10
-    ).train.sizes()
+    sizes = make_partition(IidPartition(imbalance=5), 90, 0, balanced(100, 10), balanced(10, 10), 10).train.sizes()
     assert sizes.min() == 1
     assert sizes.sum() == 100
 
@@ -238,9 +232,9 @@ def test_the_reference_has_the_same_moments(beta: float, clients: int) -> None:
     ours = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).counts.T
     # Theirs cuts at the floor without an offset: the last client gets about half an image more a class.
     edge = 1 / each
-    assert np.abs(theirs.mean(axis=0) / each - 1 / clients).max() < edge + 5 * theirs[
-        :, 0
-    ].std() / each / np.sqrt(classes)
+    assert np.abs(theirs.mean(axis=0) / each - 1 / clients).max() < edge + 5 * theirs[:, 0].std() / each / np.sqrt(
+        classes
+    )
     spread = [((counts / each - 1 / clients) ** 2).mean(axis=1) for counts in (theirs, ours)]
     error = np.sqrt(sum(rows.var() / classes for rows in spread))
     assert spread[0].mean() == pytest.approx(spread[1].mean(), abs=5 * error + edge**2)
@@ -254,9 +248,7 @@ def test_shares_sum_to_one_for_any_beta(beta: float) -> None:
 
 
 def test_a_tiny_beta_gives_each_class_to_one_client() -> None:
-    counts = make_partition(
-        DirichletPartition(beta=1e-4), 50, 0, balanced(5000, 20), balanced(20, 20), 20
-    ).counts
+    counts = make_partition(DirichletPartition(beta=1e-4), 50, 0, balanced(5000, 20), balanced(20, 20), 20).counts
     # Beyond one owner in nearly every class: the chance of a second is about clients * beta = 0.005.
     assert np.count_nonzero(counts.max(axis=0) == 250) >= 18
     # And not always the same one.
@@ -264,9 +256,7 @@ def test_a_tiny_beta_gives_each_class_to_one_client() -> None:
 
 
 def test_a_huge_beta_is_even() -> None:
-    counts = make_partition(
-        DirichletPartition(beta=1e4), 10, 0, balanced(10_000, 10), balanced(10, 10), 10
-    ).counts
+    counts = make_partition(DirichletPartition(beta=1e4), 10, 0, balanced(10_000, 10), balanced(10, 10), 10).counts
     # Standard deviation of a share 0.1: 0.00095, of 1000 images about 1.
     assert np.abs(counts - 100).max() <= 6
 
@@ -278,9 +268,7 @@ def test_a_huge_beta_is_even() -> None:
     beta=st.sampled_from([1e-4, 0.1, 1.0]),
     data=st.data(),
 )
-def test_min_samples_takes_from_the_largest_only(
-    seed: int, clients: int, beta: float, data: st.DataObject
-) -> None:
+def test_min_samples_takes_from_the_largest_only(seed: int, clients: int, beta: float, data: st.DataObject) -> None:
     labels = balanced(300, 6)
     least = data.draw(st.integers(0, 300 // clients))
 
@@ -312,9 +300,7 @@ def test_min_samples_keeps_the_skew() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 50), classes=st.integers(1, 20), data=st.data())
-def test_every_client_holds_exactly_so_many_classes(
-    seed: int, clients: int, classes: int, data: st.DataObject
-) -> None:
+def test_every_client_holds_exactly_so_many_classes(seed: int, clients: int, classes: int, data: st.DataObject) -> None:
     per_client = data.draw(st.integers(-(-classes // clients), classes))
     labels = balanced(classes * 60, classes)
     config = ClassesPartition(per_client=per_client)
@@ -358,9 +344,7 @@ def test_shards_are_dealt_at_random() -> None:
 
 
 def test_uneven_shards_drop_nothing() -> None:
-    sizes = make_partition(
-        ShardsPartition(per_client=3), 7, 0, balanced(100, 10), balanced(10, 10), 10
-    ).train.sizes()
+    sizes = make_partition(ShardsPartition(per_client=3), 7, 0, balanced(100, 10), balanced(10, 10), 10).train.sizes()
     # 21 shards of 5 or 4.
     assert sizes.sum() == 100
     assert sizes.min() >= 12
@@ -415,17 +399,13 @@ def test_without_test_sources_the_shares_decide() -> None:
     ],
     ids=str,
 )
-def test_infeasible_names_the_key_and_the_range(
-    config: PartitionConfig, clients: int, key: str, says: str
-) -> None:
+def test_infeasible_names_the_key_and_the_range(config: PartitionConfig, clients: int, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         make_partition(config, clients, 0, balanced(100, 10), balanced(10, 10), 10)
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize(
-    "config", [DirichletPartition(min_samples=10), ClassesPartition(per_client=1)], ids=str
-)
+@pytest.mark.parametrize("config", [DirichletPartition(min_samples=10), ClassesPartition(per_client=1)], ids=str)
 def test_the_edge_of_the_range_works(config: PartitionConfig) -> None:
     partition = make_partition(config, 10, 0, balanced(100, 10), balanced(10, 10), 10)
     assert partition.train.sizes().tolist() == [10] * 10

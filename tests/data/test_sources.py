@@ -322,9 +322,7 @@ def test_parquet_that_names_files_beside_it(tmp_path: Path) -> None:
     put(tmp_path / "pictures" / "one.png", picture(33))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     row = {"bytes": None, "path": "pictures/one.png"}
-    pq.write_table(
-        pa.table({"image": pa.array([row, row], kind), "label": [0, 0]}), tmp_path / "train.parquet"
-    )
+    pq.write_table(pa.table({"image": pa.array([row, row], kind), "label": [0, 0]}), tmp_path / "train.parquet")
     assert shades(load(own(tmp_path, test_share=0.5)).train.images) == [33]
 
 
@@ -521,9 +519,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-def test_hub_is_asked_offline_where_it_cannot_be_reached(
-    monkeypatch: pytest.MonkeyPatch, reachable: bool
-) -> None:
+def test_hub_is_asked_offline_where_it_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, reachable: bool) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(tables, "_why_unreachable", lambda endpoint: "" if reachable else "it sleeps")

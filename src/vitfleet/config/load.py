@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -24,6 +25,8 @@ Tree = dict[str, Any]
 
 # Tables whose other keys depend on one key; {dotted path of the table: the deciding key}.
 VARIANTS = {"method": "name", "data.partition": "kind"}
+# Keys that name a file or folder.
+PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 
 
 def presets() -> dict[str, str]:
@@ -53,6 +56,7 @@ def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, A
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in VARIANTS.items()))
     for key, value in given:
         _put(tree, key, value)
+    _settle_paths(tree)
     return validate(tree)
 
 
@@ -106,6 +110,18 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return key, raw
+
+
+def _settle_paths(tree: Tree) -> None:
+    """Make paths absolute: a run is resumed, perhaps, from another folder."""
+    for key in PATHS:
+        *parents, leaf = key.split(".")
+        table: Any = tree
+        for parent in parents:
+            table = table.get(parent, {}) if isinstance(table, dict) else {}
+        path = table.get(leaf) if isinstance(table, dict) else None
+        if isinstance(path, str) and path not in {"", "hub"}:
+            table[leaf] = os.path.abspath(os.path.expanduser(path))
 
 
 def _put(tree: Tree, key: str, value: Any) -> None:

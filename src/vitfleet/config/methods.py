@@ -71,7 +71,7 @@ class FedLoraConfig(Table):
     """Tuning baseline: low-rank updates and the head (LoRA)."""
 
     name: Literal["fed-lora"] = "fed-lora"
-    rank: int = Field(8, ge=1, le=1024)
+    rank: int = Field(8, ge=1, le=1024, description="rank r of the updates")
     alpha: float = Field(16.0, gt=0, description="the update is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(("q", "v"), min_length=1, description="of q, k, v, proj, fc1, fc2")
 

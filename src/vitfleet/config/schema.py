@@ -91,7 +91,7 @@ class DataConfig(Table):
 class ModelConfig(Table):
     """Which ViT. ``vit`` is built from the sizes below; any other name is timm's."""
 
-    name: str = "vit"
+    name: str = Field("vit", description="vit, or a name of timm's, such as vit_tiny_patch16_224")
     image_size: int | None = Field(None, ge=4, le=1024, description="default: the data's size, or timm's own")
     patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, or timm's own")
     dim: int = Field(64, ge=8, description="embedding width (for vit)")
@@ -110,13 +110,13 @@ class ModelConfig(Table):
 class TrainConfig(Table):
     """A client's local training."""
 
-    epochs: int = Field(1, ge=1)
-    batch_size: int = Field(32, ge=1)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(1e-3, gt=0)
-    weight_decay: float = Field(0.05, ge=0)
+    epochs: int = Field(1, ge=1, description="passes over a client's images in a round")
+    batch_size: int = Field(32, ge=1, description="images a step")
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="fresh for every client and round")
+    lr: float = Field(1e-3, gt=0, description="largest learning rate of the schedule")
+    weight_decay: float = Field(0.05, ge=0, description="on every weight that trains")
     momentum: float = Field(0.9, ge=0, lt=1, description="for sgd")
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="over the rounds of the run")
     warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
     clip: float | None = Field(None, gt=0, description="largest norm of a step's gradient")
     mask_ratio: float = Field(0.0, ge=0, lt=1, description="share of an image's patches dropped at every step")
@@ -125,8 +125,8 @@ class TrainConfig(Table):
 class FleetConfig(Table):
     """The clients and how many take part."""
 
-    kind: Literal["inline"] = "inline"
-    clients: int = Field(10, ge=1)
+    kind: Literal["inline"] = Field("inline", description="where the clients live: in this process")
+    clients: int = Field(10, ge=1, description="clients in all")
     per_round: int = Field(5, ge=1, description="clients asked each round")
 
     @model_validator(mode="after")
@@ -142,7 +142,7 @@ class EvalConfig(Table):
     """When accuracy is measured, and on how many models."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
-    batch_size: int = Field(256, ge=1)
+    batch_size: int = Field(256, ge=1, description="images evaluated at a time")
     clients: int | None = Field(
         100, ge=1, description="clients whose models stand for a server that has none, drawn anew each time; null: all"
     )
@@ -162,8 +162,8 @@ class Config(Table):
     """A whole run."""
 
     title: str = Field("", description="one line for `vitfleet presets` and the report")
-    seed: int = Field(0, ge=0)
-    rounds: int = Field(10, ge=1)
+    seed: int = Field(0, ge=0, description="addresses every draw of the run")
+    rounds: int = Field(10, ge=1, description="rounds of the whole run; the schedule runs over them")
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = FedAvgConfig()

@@ -64,6 +64,9 @@ def in_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply
     incoming = iter(replies)
     for client in clients:
         while client not in early:
-            reply = next(incoming)
-            early[reply.client] = reply
+            reply = next(incoming, None)
+            if reply is None:
+                early[client] = Reply(client, None, failure="no reply")
+            else:
+                early[reply.client] = reply
         yield early.pop(client)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Reply, Request, Verdict
@@ -53,6 +56,10 @@ class InlineFleet:
             job = Job(request.round, request.client, request.down, self.base, self.own(request.client))
             place = Place(self.seed, request.round, request.client)
             answer = work_alone(self.method.work(job), self.trainer, self.shard(request.client), place)
+            failure = diverged(answer)
+            if failure is not None:
+                yield Reply(request.client, None, failure=failure)
+                continue
             self._keep(request.client, answer.own)
             verdict = self.judge(request.client, answer.model) if request.evaluate else None
             yield Reply(request.client, answer.up, verdict)
@@ -75,6 +82,21 @@ class InlineFleet:
         else:
             self.owned[client] = own
         self._changed.add(client)
+
+
+def diverged(answer: Answer) -> str | None:
+    """Say why a client has nothing worth sending or keeping; ``None`` if its training went well.
+
+    A loss is taken before its step, so the weights are looked at too: the last step may be the one that blew up.
+    """
+    loss = answer.up.numbers["loss"]
+    if not isinstance(loss, float) or not math.isfinite(loss):
+        return f"its training diverged: the loss is {loss}"
+    kept = answer.own.tensors.values() if answer.own else ()
+    floating = [tensor for tensor in (*answer.up.tensors.values(), *kept) if tensor.is_floating_point()]
+    if floating and not bool(torch.stack(torch._foreach_norm(floating, 1)).isfinite().all()):
+        return "its training diverged: its weights are not finite"
+    return None
 
 
 def work_alone(work: Work, trainer: Trainer, shard: Shard, place: Place) -> Answer:

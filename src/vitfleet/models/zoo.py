@@ -64,7 +64,7 @@ def build(
         raise ConfigError(
             "model.name", config.name, f"is not a vision transformer vitfleet can part ({error})"
         ) from None
-    if config.depth is not None and net.anatomy.depth < config.depth:
+    if config.depth is not None and len(getattr(vit, "blocks", ())) != config.depth:  # some families ignore it
         raise ConfigError("model.depth", config.depth, f"cannot be set for {config.name}; leave it out")
     return net
 

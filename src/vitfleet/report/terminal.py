@@ -73,7 +73,8 @@ class RoundDisplay:
         self.bar.update(self.task, completed=record.round)
         for entry in record.clients:
             if entry.failure is not None:
-                self.console.print(f"round {record.round}: client {entry.client} left out, {entry.failure}")
+                text = f"round {record.round}: client {entry.client} left out, {entry.failure}"
+                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         if self.live is not None:
             self.live.update(self._picture())
         elif record.round == self.rounds or record.round % max(1, self.rounds // PLAIN_LINES) == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -12,7 +11,7 @@ import numpy as np
 from safetensors.torch import save
 
 from vitfleet.config.schema import Config
-from vitfleet.fleet.base import Reply, Request, in_order
+from vitfleet.fleet.base import Request, in_order
 from vitfleet.message import Message
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.curves import Curves
@@ -84,14 +83,14 @@ def play_round(session: Session, round: int) -> RoundRecord:
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
     for reply in in_order(session.fleet.ask(requests()), clients):
-        failure = refusal(reply)
-        up = reply.up or Message()
-        if failure is None:
-            gathering.add(reply.client, up)
-            session.heard[reply.client] = round
-        numbers = {key: value for key, value in up.numbers.items() if failure is None}
+        down = down_bytes[reply.client]
+        if reply.up is None:
+            entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
+            continue
+        gathering.add(reply.client, reply.up)
+        session.heard[reply.client] = round
         right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
-        entries.append(ClientRecord(reply.client, down_bytes[reply.client], _size(up), numbers, right, tested, failure))
+        entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
     session.server = gathering.finish()
     session.round = round
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
@@ -112,16 +111,6 @@ def choose_clients(config: Config, round: int) -> list[int]:
     rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
     chosen = rng.choice(config.fleet.clients, config.fleet.per_round, replace=False)
     return [int(client) for client in np.sort(chosen)]
-
-
-def refusal(reply: Reply) -> str | None:
-    """Return why a reply cannot be used, or ``None`` if it can: training that diverged poisons no mean."""
-    if reply.up is None:
-        return reply.failure or "no reply"
-    loss = reply.up.numbers["loss"]
-    if not isinstance(loss, float) or not math.isfinite(loss):
-        return f"its training loss is {loss}"
-    return None
 
 
 def _size(message: Message) -> int:

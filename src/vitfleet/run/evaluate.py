@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Evaluator:
 
     def common(
         self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
-    ) -> tuple[float, float, int]:
+    ) -> tuple[float, float | None, int]:
         """Return accuracy and loss on the common test set, and how many models they are the mean of.
 
         Where the server has no model of its own, the models of at most ``eval.clients`` clients stand for it,
@@ -50,8 +51,8 @@ class Evaluator:
             models = [method.model(server, base, own(client)) for client in self._draw_clients(round)]
         answers = [self.answer(model) for model in models]
         accuracy = torch.stack([right.mean() for right, _ in answers]).mean()
-        loss = torch.stack([losses.mean() for _, losses in answers]).mean()
-        return float(accuracy), float(loss), len(models)
+        loss = float(torch.stack([losses.mean() for _, losses in answers]).mean())
+        return float(accuracy), loss if math.isfinite(loss) else None, len(models)
 
     def judge(self, client: int, model: Tensors) -> Verdict:
         """Try a client's own model out on its own test images."""

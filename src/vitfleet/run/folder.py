@@ -19,6 +19,8 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.run.files import write_atomically
 
+# What a run that was killed before it was one may have left in its folder.
+_BEFORE_CONFIG = {".lock", "about.json", ".about.json.tmp", ".config.json.tmp"}
 _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 
 
@@ -61,6 +63,10 @@ def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> 
         raise UserError(
             f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out"
         )
+    if path.is_dir() and (
+        strange := sorted(entry.name for entry in path.iterdir() if entry.name not in _BEFORE_CONFIG)
+    ):
+        raise UserError(f"--out {path}: is not empty ({strange[0]} is in it); choose another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
 from vitfleet.message import Number
 from vitfleet.run.files import write_atomically
 
@@ -53,7 +54,7 @@ class Accuracy:
     global_
         On the common test set: the server's model, or the mean over ``models`` clients' where it has none.
     loss
-        Mean cross-entropy there.
+        Mean cross-entropy there; ``None`` where it is not finite.
     models
         How many models that is.
     local
@@ -62,7 +63,7 @@ class Accuracy:
     """
 
     global_: float
-    loss: float
+    loss: float | None
     models: int
     local: float | None
 
@@ -99,6 +100,8 @@ class LineFile:
         self.path = path
         self._file = path.open("ab")
         if length is not None:
+            if self._file.tell() < length:
+                raise UserError(f"{path}: is shorter than its checkpoint says; it was changed from outside")
             self._file.truncate(length)
             self._file.seek(length)
 
@@ -134,8 +137,8 @@ def read_seconds(folder: Path) -> float:
     path = folder / "timings.jsonl"
     if not path.exists():
         return 0.0
-    lines = path.read_text().splitlines()
-    return sum(float(json.loads(line)["seconds"]) for line in lines)
+    with path.open() as file:
+        return sum(float(json.loads(line)["seconds"]) for line in file if line.endswith("\n"))
 
 
 def summarize(folder: Path, config: Config, params: int, trainable_params: int) -> dict[str, Any]:

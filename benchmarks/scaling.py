@@ -1,0 +1,97 @@
+"""What a simulation's size costs: per-round time against the number of clients, and memory over a long run.
+
+Example::
+
+    python benchmarks/scaling.py clients --data-dir data     # 10 of 100 and 10 of 10,000 clients, CIFAR-10
+    python benchmarks/scaling.py memory                      # 200 rounds on digits, peak resident set by round
+
+`clients` gives every client the same number of images (5), so that a round trains the same; what is left is what the
+size of the fleet costs: sampling, records, checkpoint. Both fleets are measured in turns, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from vitfleet.config import load_config
+from vitfleet.run.conduct import conduct
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.session import open_session
+
+
+@dataclass
+class Stopwatch:
+    """Notes when each round, its records and checkpoint included, is done, and the memory held then."""
+
+    moments: list[float] = field(default_factory=lambda: [time.perf_counter()])
+    resident: list[int] = field(default_factory=list)
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        self.moments.append(time.perf_counter())
+        self.resident.append(psutil.Process().memory_info().rss)
+
+    def rounds(self) -> list[float]:
+        return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)]
+
+
+def play(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
+    config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
+    session = open_session(config, Path(tempfile.mkdtemp()))
+    watch = Stopwatch()
+    conduct(session, watch)
+    return watch
+
+
+def clients(data_dir: str, rounds: int, repeats: int) -> None:
+    common = [
+        "data.name=cifar10",
+        "data.partition.kind=iid",
+        "model.patch_size=4",
+        "fleet.per_round=10",
+        "train.epochs=3",
+        f"rounds={rounds}",
+        f"eval.every={rounds}",
+    ]
+    for method in ("fedavg", "transfl"):
+        seconds: dict[int, list[float]] = {100: [], 10_000: []}
+        for _ in range(repeats):
+            for count in seconds:
+                sizes = [f"fleet.clients={count}", f"data.limit={5 * count}", f"method.name={method}"]
+                # The first round warms up, the last one evaluates.
+                seconds[count] += play([*common, *sizes], data_dir).rounds()[1:-1]
+        medians = {count: statistics.median(times) for count, times in seconds.items()}
+        ratio = medians[10_000] / medians[100]
+        print(json.dumps({"method": method, "seconds_per_round": medians, "ratio": round(ratio, 3)}), flush=True)
+
+
+def memory(rounds: int) -> None:
+    for method in ("fedavg", "transfl"):
+        watch = play([f"rounds={rounds}", "train.epochs=1", f"method.name={method}"])
+        early, late = max(watch.resident[10:60]), max(watch.resident[-50:])
+        ratio = round(late / early, 4)
+        print(json.dumps({"method": method, "rounds_10_60": early, "last_50": late, "ratio": ratio}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["clients", "memory"])
+    parser.add_argument("--data-dir", default="../shared/data")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    if args.what == "clients":
+        clients(args.data_dir, args.rounds or 30, args.repeats)
+    else:
+        memory(args.rounds or 200)
+
+
+if __name__ == "__main__":
+    main()

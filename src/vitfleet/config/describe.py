@@ -1,0 +1,90 @@
+"""Every key of the configuration, for people: what `vitfleet keys` and docs/configuration.md show."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from vitfleet.config.load import VARIANTS
+from vitfleet.config.schema import Config
+
+_SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its dotted name, the variant it belongs to, what it may be, its default, what it means."""
+
+    name: str
+    variant: str
+    allowed: str
+    default: str
+    meaning: str
+
+
+def every_key(table: type[BaseModel] = Config, prefix: str = "", variant: str = "") -> Iterator[Key]:
+    """Yield every key below a table, in the order of the tables."""
+    deciding = VARIANTS.get(prefix.rstrip("."), "") if variant else ""
+    for name, field in table.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        if path in VARIANTS:
+            tags = [str(one.model_fields[VARIANTS[path]].default) for one in inner]
+            chosen = str(getattr(field.default, VARIANTS[path]))
+            yield Key(f"{path}.{VARIANTS[path]}", "", ", ".join(tags), chosen, "decides which keys follow")
+            for one, tag in zip(inner, tags, strict=True):
+                yield from every_key(one, f"{path}.", tag)
+        elif inner:
+            yield from every_key(inner[0], f"{path}.")
+        elif name != deciding:
+            yield Key(path, variant, _allowed(field), _default(field), field.description or "")
+
+
+def markdown() -> str:
+    """Return the keys as a Markdown table."""
+    lines = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
+    for key in every_key():
+        name = f"`{key.name}`" + (f" ({key.variant})" if key.variant else "")
+        lines.append(f"| {name} | {key.allowed} | {key.default} | {key.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (typing.Union, types.UnionType) else (annotation,)
+
+
+def _allowed(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(rule, kind.__name__.lower())}"
+        for rule in field.metadata
+        for kind, sign in _SIGNS.items()
+        if isinstance(rule, kind)
+    ]
+    return " ".join([" or ".join(map(_type, _members(field.annotation))), *bounds])
+
+
+def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"list of {_type(get_args(annotation)[0])}"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+    return names[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, bool):
+        return str(field.default).lower()
+    if isinstance(field.default, tuple):
+        return ", ".join(map(str, field.default))
+    return "null" if field.default is None else str(field.default)

@@ -1,0 +1,177 @@
+"""What many tests need: a tiny model, tiny images, a trainer on the CPU, a tiny run, the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from vitfleet.config import load_config
+from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.fleet.base import Verdict
+from vitfleet.fleet.inline import InlineFleet
+from vitfleet.message import State, Tensors
+from vitfleet.methods import Method, Setting
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+from vitfleet.train.machine import Machine
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+CLASSES = 5
+SIDE = 8
+ROUNDS = 10
+
+MakeTrainer: TypeAlias = Callable[..., Trainer]
+MakeSetting: TypeAlias = Callable[..., Setting]
+MakeFleet: TypeAlias = Callable[..., InlineFleet]
+MakeShard: TypeAlias = Callable[[int, int], Shard]
+MakeConfig: TypeAlias = Callable[..., Config]
+Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_net() -> Net:
+    """Return a plain ViT of two layers, 16 wide, on 8 x 8 grey images cut into four patches."""
+    return build(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, SIDE, seed=0)
+
+
+@pytest.fixture
+def tiny_images() -> ImageSet:
+    """Return 40 random grey images of five classes."""
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (40, 1, SIDE, SIDE), generator=random, dtype=torch.uint8)
+    labels = torch.randint(0, CLASSES, (40,), generator=random)
+    return ImageSet(pixels, labels)
+
+
+@pytest.fixture
+def make_shard(tiny_images: ImageSet) -> MakeShard:
+    """Return a function that gives the images from ``start`` to ``stop`` as a client's own."""
+
+    def make(start: int, stop: int) -> Shard:
+        return Shard(tiny_images, torch.arange(start, stop))
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tiny_net: Net) -> MakeTrainer:
+    """Return a function that makes a trainer on the CPU; its arguments are keys of the table ``train``."""
+
+    def make(augment: AugmentConfig | None = None, rounds: int = ROUNDS, **train: object) -> Trainer:
+        config = TrainConfig.model_validate(train)
+        cpu = torch.device("cpu")
+        preprocess = preprocess_for(tiny_net, cpu)
+        return Trainer(tiny_net, preprocess, config, augment or AugmentConfig(), rounds, Machine(cpu, bf16=False))
+
+    return make
+
+
+@pytest.fixture
+def make_setting(tiny_net: Net) -> MakeSetting:
+    """Return a function that makes a method's setting; its arguments are keys of the table ``train``."""
+
+    def make(**train: object) -> Setting:
+        config = TrainConfig.model_validate(train)
+        return Setting(anatomy=tiny_net.anatomy, train=config, rounds=ROUNDS, seed=0)
+
+    return make
+
+
+def _judge(client: int, model: Tensors) -> Verdict:
+    """Say something of a client that depends on the client alone."""
+    return Verdict(client, 10)
+
+
+@pytest.fixture
+def make_fleet() -> MakeFleet:
+    """Return a function that makes a fleet in this process."""
+
+    def make(
+        method: Method[Any],
+        trainer: Trainer,
+        shard: Callable[[int], Shard],
+        base: Tensors | None = None,
+        owned: Mapping[int, State] | None = None,
+        seed: int = 0,
+    ) -> InlineFleet:
+        return InlineFleet(
+            method=method, trainer=trainer, seed=seed, shard=shard, judge=_judge, base=base or {}, owned=owned or {}
+        )
+
+    return make
+
+
+TINY = (
+    "rounds=3",
+    "data.limit=300",
+    "model.dim=16",
+    "model.depth=2",
+    "model.heads=2",
+    "model.patch_size=4",
+    "train.epochs=1",
+    "train.batch_size=16",
+    "fleet.clients=6",
+    "fleet.per_round=3",
+    "machine.device=cpu",
+    "machine.threads=1",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_overrides() -> tuple[str, ...]:
+    """Return what makes the preset ``digits`` a run of a fraction of a second."""
+    return TINY
+
+
+@pytest.fixture
+def tiny_config(tiny_overrides: tuple[str, ...]) -> MakeConfig:
+    """Return a function that makes the configuration of a tiny run on digits; its arguments are overrides."""
+
+    def make(*overrides: str) -> Config:
+        return load_config("digits", [*tiny_overrides, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def executable() -> Path:
+    """Return the installed command."""
+    return Path(sys.executable).parent / "vitfleet"
+
+
+@pytest.fixture(scope="session")
+def environment() -> dict[str, str]:
+    """Return the environment of a command: nothing of the user's data, no network, one thread."""
+    hidden = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def vitfleet(executable: Path, environment: dict[str, str]) -> Command:
+    """Return a function that runs the command to its end in a folder."""
+
+    def run(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [str(executable), *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run

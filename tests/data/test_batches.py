@@ -1,0 +1,287 @@
+"""An epoch's draws, and what they do to a batch, held to one image at a time in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitfleet.config.schema import AugmentConfig
+from vitfleet.data.batches import EpochDraws, Preprocess, draw_epoch, round_half_up
+
+CPU = torch.device("cpu")
+OFF = AugmentConfig()
+ALL = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
+MEAN = (0.4, 0.5, 0.6)
+STD = (0.2, 0.25, 0.3)
+
+
+def draw(**changes: Any) -> EpochDraws:
+    usual: dict[str, Any] = {
+        "seed": 1,
+        "round": 2,
+        "client": 3,
+        "epoch": 4,
+        "samples": 50,
+        "side": 16,
+        "augment": OFF,
+        "patches": 64,
+        "kept": 64,
+        "device": CPU,
+    }
+    return draw_epoch(**{**usual, **changes})
+
+
+def same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)
+
+
+def some(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def pixels(batch: int = 50, channels: int = 3, side: int = 16) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 256, (batch, channels, side, side), generator=generator, dtype=torch.uint8)
+
+
+def preprocess(side: int = 16, channels: int = 3) -> Preprocess:
+    return Preprocess(side, torch.tensor(MEAN[:channels]), torch.tensor(STD[:channels]))
+
+
+def by_hand(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.float32]:
+    """Move, mirror, brighten and normalise one image, pixel by pixel."""
+    channels, height, width = image.shape
+    down, right = (0, 0) if draws.shift is None else (int(v) for v in draws.shift[i])
+    mirrored = draws.flip is not None and bool(draws.flip[i])
+    light = np.float32(1 if draws.brightness is None else float(draws.brightness[i]))
+    out = np.zeros((channels, height, width), np.float32)
+    for r in range(height):
+        for c in range(width):
+            row, column = r + down, (width - 1 - c if mirrored else c) + right
+            if 0 <= row < height and 0 <= column < width:
+                out[:, r, c] = image[:, row, column].astype(np.float32) / np.float32(255)
+    out = np.clip(out * light, 0, 1)
+    mean = np.array(MEAN[:channels], np.float32)[:, None, None]
+    std = np.array(STD[:channels], np.float32)[:, None, None]
+    return np.asarray((out - mean) / std, np.float32)
+
+
+# Draws
+
+
+@given(samples=st.integers(0, 200), seed=st.integers(0, 2**32))
+@settings(deadline=None)
+def test_the_order_visits_every_sample_once(samples: int, seed: int) -> None:
+    order = draw(samples=samples, seed=seed).order
+    assert order.dtype == torch.int64
+    assert sorted(order.tolist()) == list(range(samples))
+
+
+def test_nothing_else_is_drawn_when_all_is_off() -> None:
+    draws = draw()
+    assert (draws.shift, draws.flip, draws.brightness, draws.keep) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
+def test_another_address_draws_otherwise(change: dict[str, int]) -> None:
+    here, there = draw(augment=ALL, kept=16), draw(augment=ALL, kept=16, **change)
+    for field in fields(EpochDraws):
+        assert not same(getattr(here, field.name), getattr(there, field.name))
+
+
+def test_the_same_address_draws_the_same_whatever_the_device_and_the_moment() -> None:
+    torch.manual_seed(0)
+    here = draw(augment=ALL, kept=16)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    again = draw(augment=ALL, kept=16, device=torch.device("cpu", 0))
+    for field in fields(EpochDraws):
+        assert same(getattr(here, field.name), getattr(again, field.name))
+
+
+def test_augmentation_leaves_order_and_masks_alone() -> None:
+    plain, augmented = draw(kept=16), draw(kept=16, augment=ALL)
+    assert same(plain.order, augmented.order)
+    assert same(plain.keep, augmented.keep)
+
+
+def test_masking_leaves_order_and_augmentation_alone() -> None:
+    whole, masked = draw(augment=ALL), draw(augment=ALL, kept=16)
+    for name in ("order", "shift", "flip", "brightness"):
+        assert same(getattr(whole, name), getattr(masked, name))
+
+
+@pytest.mark.parametrize("switched", ["crop", "flip", "brightness"])
+def test_one_augmentation_leaves_the_others_alone(switched: str) -> None:
+    on = draw(augment=ALL)
+    off = draw(augment=AugmentConfig.model_validate({**ALL.model_dump(), switched: 0}))
+    drawn = {"crop": "shift", "flip": "flip", "brightness": "brightness"}
+    assert getattr(off, drawn.pop(switched)) is None
+    for name in drawn.values():
+        assert same(getattr(on, name), getattr(off, name)), f"{switched} changes {name}"
+
+
+def test_the_reach_of_a_crop_leaves_flips_alone() -> None:
+    near = draw(augment=ALL, samples=500)
+    far = draw(augment=ALL.model_copy(update={"crop": 0.5}), samples=500)
+    assert same(near.flip, far.flip)
+    assert same(near.brightness, far.brightness)
+
+
+def test_draws_fill_their_ranges() -> None:
+    draws = draw(augment=ALL, samples=2000)
+    shift, flip, light = some(draws.shift), some(draws.flip), some(draws.brightness)
+    assert shift.shape == (2000, 2)
+    assert sorted(set(shift.flatten().tolist())) == list(range(-4, 5))  # a quarter of 16, both ways
+    assert flip.dtype == torch.bool
+    assert 0.45 < flip.float().mean() < 0.55
+    assert light.dtype == torch.float32
+    assert 0.6 <= float(light.min()) < 0.61
+    assert 1.39 < float(light.max()) <= 1.4
+    assert abs(float(light.mean()) - 1) < 0.02
+
+
+@given(patches=st.integers(1, 100), data=st.data())
+@settings(deadline=None)
+def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObject) -> None:
+    kept = data.draw(st.integers(1, patches))
+    keep = draw(samples=9, patches=patches, kept=kept).keep
+    if kept == patches:
+        assert keep is None
+        return
+    assert some(keep).shape == (9, kept)
+    for row in some(keep).tolist():
+        assert len(set(row)) == kept
+        assert set(row) <= set(range(patches))
+
+
+def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
+    keep = some(draw(samples=4000, patches=64, kept=16).keep)
+    often = torch.bincount(keep.flatten(), minlength=64) / 4000
+    assert (often - 0.25).abs().max() < 0.035
+    assert len({tuple(sorted(row)) for row in keep.tolist()}) == 4000
+
+
+def test_a_model_without_patches_has_no_mask() -> None:
+    assert draw(patches=0, kept=0).keep is None
+
+
+def test_an_empty_client_draws_nothing() -> None:
+    draws = draw(samples=0, augment=ALL, kept=16)
+    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.keep)) == 0
+
+
+def test_rows_are_cut_from_everything() -> None:
+    draws = draw(augment=ALL, kept=16)
+    cut = draws.rows(40, 60)  # the last batch is short
+    for field in fields(EpochDraws):
+        assert same(getattr(cut, field.name), getattr(draws, field.name)[40:50])
+    assert draw().rows(0, 8).keep is None
+
+
+@pytest.mark.parametrize(("value", "whole"), [(0, 0), (0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (4.0, 4)])
+def test_halves_are_rounded_upwards(value: float, whole: int) -> None:
+    assert round_half_up(value) == whole
+
+
+# What draws do
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "augment",
+    [
+        OFF,
+        AugmentConfig(flip=True),
+        AugmentConfig(crop=0.25),
+        AugmentConfig(crop=0.5),
+        AugmentConfig(brightness=0.9),
+        AugmentConfig(crop=0.125, flip=True),
+        ALL,
+    ],
+    ids=["nothing", "flip", "crop", "wide crop", "brightness", "crop and flip", "all"],
+)
+def test_a_batch_is_what_each_image_is_by_hand(augment: AugmentConfig, channels: int) -> None:
+    stored = pixels(channels=channels)
+    draws = draw(augment=augment)
+    got = preprocess(channels=channels)(stored, draws)
+    assert got.dtype == torch.float32
+    for i, image in enumerate(stored.numpy()):
+        np.testing.assert_allclose(got[i].numpy(), by_hand(image, draws, i), rtol=1e-5, atol=1e-6)
+
+
+def test_shifting_brings_in_black() -> None:
+    white = torch.full((2, 1, 8, 8), 255, dtype=torch.uint8)
+    draws = EpochDraws(torch.arange(2), shift=torch.tensor([[3, 0], [0, -8]]))
+    plain = Preprocess(8, torch.zeros(1), torch.ones(1))
+    got = plain(white, draws)
+    assert got[0, 0, :5].eq(1).all()
+    assert got[0, 0, 5:].eq(0).all()
+    assert got[1].eq(0).all()  # moved out altogether
+
+
+def test_a_flip_twice_is_no_flip() -> None:
+    plain = Preprocess(16, torch.zeros(3), torch.ones(3))
+    flip = EpochDraws(torch.arange(50), flip=torch.ones(50, dtype=torch.bool))
+    once = plain(pixels(), flip)
+    assert torch.equal(once.flip(-1), plain(pixels()))
+
+
+def test_pixels_are_normalised() -> None:
+    stored = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 2, 2)
+    got = Preprocess(2, torch.tensor(MEAN), torch.tensor(STD))(stored)
+    for i, value in enumerate((0.0, 0.2, 1.0)):
+        for channel in range(3):
+            expected = (value - MEAN[channel]) / STD[channel]
+            torch.testing.assert_close(got[i, channel], torch.full((2, 2), expected))
+
+
+@pytest.mark.parametrize("side", [8, 16, 32, 33])
+def test_images_get_the_models_size(side: int) -> None:
+    stored = pixels(batch=6)
+    draws = draw(samples=6, augment=ALL)
+    got = preprocess(side)(stored, draws)
+    assert got.shape == (6, 3, side, side)
+    assert torch.isfinite(got).all()
+    plain = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
+    assert plain.min() >= 0
+    assert plain.max() <= 1
+    torch.testing.assert_close(plain.mean((2, 3)), stored.float().mean((2, 3)) / 255, atol=0.06, rtol=0)
+
+
+def test_resizing_keeps_flat_images_flat() -> None:
+    stored = torch.full((1, 3, 16, 16), 102, dtype=torch.uint8)
+    for side in (4, 7, 40):
+        got = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
+        torch.testing.assert_close(got, torch.full((1, 3, side, side), 0.4))
+
+
+def test_shrinking_sees_every_pixel() -> None:
+    """Without averaging, a checkerboard would come out all black or all white."""
+    board = (torch.arange(32)[:, None] + torch.arange(32)) % 2 * 255
+    stored = board.to(torch.uint8).expand(1, 1, 32, 32)
+    got = Preprocess(8, torch.zeros(1), torch.ones(1))(stored)
+    assert (got - 0.5).abs().max() < 0.1
+
+
+def test_stored_pixels_are_not_written_to() -> None:
+    stored = pixels()
+    before = stored.clone()
+    preprocess()(stored, draw(augment=ALL))
+    assert torch.equal(stored, before)
+
+
+def test_an_empty_batch_stays_empty() -> None:
+    stored = pixels(batch=0)
+    assert preprocess()(stored, draw(samples=0, augment=ALL)).shape == (0, 3, 16, 16)

@@ -1,0 +1,208 @@
+"""Whoever is trained first or answers first: the result is the same, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
+from vitfleet.data.images import Shard
+from vitfleet.fleet.base import Fleet, Reply, Request, Verdict, in_order
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods import Answer, Job, Work
+from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.standalone import Standalone
+from vitfleet.models.net import Net
+from vitfleet.run.conduct import play_round
+from vitfleet.run.session import open_session
+from vitfleet.train.objective import Fit, Fitted, Objective
+from vitfleet.train.trainer import Place, Trainer
+
+
+@dataclass
+class Shuffled:
+    """A fleet whose clients are trained in one random order and answer in another."""
+
+    inner: Fleet
+    chance: random.Random
+    moved: bool = False
+
+    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        asked = list(requests)
+        self.chance.shuffle(asked)
+        replies = list(self.inner.ask(asked))
+        self.chance.shuffle(replies)
+        clients = [reply.client for reply in replies]
+        self.moved = self.moved or clients != sorted(clients)
+        yield from replies
+
+    def own(self, client: int) -> State | None:
+        return self.inner.own(client)
+
+    def changed(self) -> Mapping[int, State | None]:
+        return self.inner.changed()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "standalone"])
+def test_a_fleet_that_answers_in_any_order_gives_the_same_bits(
+    name: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(f"method.name={name}", "data.augment.flip=true", "train.mask_ratio=0.25")
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "shuffled").mkdir()
+    straight = open_session(config, tmp_path / "straight")
+    shuffled = open_session(config, tmp_path / "shuffled")
+    fleet = Shuffled(shuffled.fleet, random.Random(3))
+    shuffled.fleet = fleet
+    for round in range(1, 4):
+        assert play_round(straight, round).line() == play_round(shuffled, round).line()
+        same(straight.server, shuffled.server)
+    for client in range(config.fleet.clients):
+        same(straight.fleet.own(client) or State(), shuffled.fleet.own(client) or State())
+    assert fleet.moved
+
+
+def same(left: State, right: State) -> None:
+    assert set(left.tensors) == set(right.tensors)
+    assert all(torch.equal(left.tensors[name], right.tensors[name]) for name in left.tensors)
+
+
+@given(st.data())
+def test_replies_pass_once_each_in_the_order_of_the_requests(data: st.DataObject) -> None:
+    clients = data.draw(st.lists(st.integers(0, 10_000), unique=True, max_size=30))
+    arrival = data.draw(st.permutations(clients))
+    replies = {client: Reply(client, Message(numbers={"loss": float(client)})) for client in clients}
+    passed = list(in_order((replies[client] for client in arrival), clients))
+    assert [reply.client for reply in passed] == clients
+    assert all(reply is replies[reply.client] for reply in passed)
+
+
+def test_a_reply_whose_turn_it_is_does_not_wait() -> None:
+    pulled: list[int] = []
+
+    def replies() -> Iterator[Reply]:
+        for client in (0, 2, 1, 3):
+            pulled.append(client)
+            yield Reply(client, Message())
+
+    ordered = in_order(replies(), [0, 1, 2, 3])
+    assert (next(ordered).client, pulled) == (0, [0])
+    assert (next(ordered).client, pulled) == (1, [0, 2, 1])
+    assert (next(ordered).client, pulled) == (2, [0, 2, 1])
+    assert (next(ordered).client, pulled) == (3, [0, 2, 1, 3])
+
+
+class Thrice(FedAvg):
+    """Trains three times in one job."""
+
+    def work(self, job: Job) -> Work:
+        weights = job.down.tensors
+        for epochs in (2, 1, 3):
+            fitted = yield Fit(weights, Objective(self.trains), epochs)
+            weights = fitted.weights
+        return Answer(up=Message(weights, {"samples": fitted.samples, "loss": float(fitted.loss)}), model=weights)
+
+
+def test_later_trainings_of_a_job_have_later_addresses(
+    tiny_net: Net,
+    make_setting: MakeSetting,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    make_fleet: MakeFleet,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places: list[Place] = []
+    fit = Trainer.fit
+
+    def note(self: Trainer, wanted: Fit, shard: Shard, place: Place) -> Fitted:
+        places.append(place)
+        return fit(self, wanted, shard, place)
+
+    monkeypatch.setattr(Trainer, "fit", note)
+    method = Thrice(FedAvgConfig(), make_setting())
+    fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
+    down = Message(tiny_net.initial_weights())
+    list(fleet.ask([Request(4, 1, down), Request(4, 2, down)]))
+    assert places == [Place(5, 4, client, first_epoch=first) for client in (1, 2) for first in (0, 2, 3)]
+
+
+def test_clients_are_trained_only_as_their_replies_are_wanted(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    asked: list[int] = []
+
+    def requests() -> Iterator[Request]:
+        for client in range(5):
+            asked.append(client)
+            yield Request(1, client, Message(tiny_net.initial_weights()))
+
+    method = FedAvg(FedAvgConfig(), make_setting())
+    fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4))
+    replies = fleet.ask(requests())
+    assert next(replies).client == 0
+    assert asked == [0]
+
+
+def test_models_are_tried_out_where_that_is_asked_for(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    tried: dict[int, Tensors] = {}
+
+    def judge(client: int, model: Tensors) -> Verdict:
+        tried[client] = model
+        return Verdict(3, 4)
+
+    fleet = make_fleet(FedAvg(FedAvgConfig(), make_setting()), make_trainer(), lambda client: make_shard(0, 4))
+    fleet.judge = judge
+    down = Message(tiny_net.initial_weights())
+    asked, silent = fleet.ask([Request(1, 5, down, evaluate=True), Request(1, 6, down)])
+    assert (asked.verdict, silent.verdict) == (Verdict(3, 4), None)
+    assert list(tried) == [5]
+    assert asked.up is not None
+    # What the client has just trained, not what the server makes of it.
+    assert all(torch.equal(tried[5][name], asked.up.tensors[name]) for name in tiny_net.anatomy.shapes)
+
+
+def test_what_changed_is_told_once(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    method = Standalone(StandaloneConfig(), make_setting())
+    kept = State(tiny_net.initial_weights())
+    base = tiny_net.initial_weights()
+    fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), base, {7: kept})
+    assert fleet.changed() == {}
+    list(fleet.ask(Request(1, client, Message()) for client in (3, 1)))
+    changed = fleet.changed()
+    assert list(changed) == [1, 3]
+    assert changed[3] is fleet.own(3)
+    assert fleet.changed() == {}
+    assert fleet.own(7) is kept
+    assert fleet.own(0) is None
+
+
+class Forgetful(Standalone):
+    """Keeps its state for one round only."""
+
+    def work(self, job: Job) -> Work:
+        answer = yield from super().work(job)
+        return answer if job.own is None else replace(answer, own=None)
+
+
+def test_a_state_that_is_dropped_is_told_as_dropped(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    method = Forgetful(StandaloneConfig(), make_setting())
+    fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), tiny_net.initial_weights())
+    list(fleet.ask([Request(1, 0, Message())]))
+    assert fleet.changed()[0] is not None
+    list(fleet.ask([Request(2, 0, Message())]))
+    assert fleet.changed() == {0: None}
+    assert fleet.own(0) is None

@@ -1,0 +1,150 @@
+"""FedAvg is McMahan's Algorithm 1: train what was sent, average by samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import MakeSetting, MakeShard, MakeTrainer
+from vitfleet.config.methods import FedAvgConfig
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods import Answer, Job, Work
+from vitfleet.methods.aggregate import WeightedMean
+from vitfleet.methods.fedavg import FedAvg
+from vitfleet.models.net import Net
+from vitfleet.train.objective import Fit, Fitted, Objective
+from vitfleet.train.trainer import Place
+
+
+def message(samples: int, **tensors: Tensor) -> Message:
+    return Message(tensors, {"samples": samples, "loss": 0.0})
+
+
+def mean_of(server: State, *messages: Message) -> Tensors:
+    gathering = WeightedMean(server)
+    for client, one in enumerate(messages):
+        gathering.add(client, one)
+    return gathering.finish().tensors
+
+
+def finish(work: Work, fitted: Fitted) -> Answer:
+    with pytest.raises(StopIteration) as end:
+        work.send(fitted)
+    answer: Answer = end.value.value
+    return answer
+
+
+def test_the_mean_is_weighted_by_samples() -> None:
+    random = torch.Generator().manual_seed(1)
+    samples = [1, 7, 40, 3]
+    sent = [torch.randn(5, 3, generator=random) for _ in samples]
+    mean = mean_of(State({"w": torch.zeros(5, 3)}), *(message(n, w=w) for n, w in zip(samples, sent, strict=True)))
+    expected = sum((n / 51 * w.double() for n, w in zip(samples, sent, strict=True)), torch.zeros(5, 3).double())
+    torch.testing.assert_close(mean["w"].double(), expected, rtol=0, atol=2e-7)
+    assert mean["w"].dtype == torch.float32
+
+
+def test_small_numbers_come_out_exact() -> None:
+    mean = mean_of(
+        State({"w": torch.zeros(2)}),
+        message(1, w=torch.tensor([4.0, 8.0])),
+        message(3, w=torch.tensor([0.0, 4.0])),
+    )
+    assert mean["w"].tolist() == [1.0, 5.0]
+
+
+def test_a_client_without_samples_has_no_say() -> None:
+    state = State({"w": torch.zeros(2)})
+    nobody = message(0, w=torch.tensor([float("nan"), 1e30]))
+    mean = mean_of(state, nobody, message(2, w=torch.tensor([1.0, 2.0])), nobody)
+    assert mean["w"].tolist() == [1.0, 2.0]
+
+
+def test_a_tensor_is_averaged_over_those_who_sent_it() -> None:
+    server = State({"a": torch.tensor([9.0]), "b": torch.tensor([9.0]), "c": torch.tensor([9.0])})
+    mean = mean_of(
+        server,
+        message(1, a=torch.tensor([1.0]), b=torch.tensor([5.0])),
+        message(3, a=torch.tensor([2.0])),
+    )
+    assert {name: tensor.tolist() for name, tensor in mean.items()} == {"a": [1.75], "b": [5.0], "c": [9.0]}
+
+
+@pytest.mark.parametrize("messages", [[], [message(0, w=torch.ones(2))], [message(4)]])
+def test_where_nobody_sent_anything_all_stays(messages: list[Message]) -> None:
+    server = State({"w": torch.tensor([0.1, 0.2])}, {"kept": 3})
+    gathering = WeightedMean(server)
+    for one in messages:
+        gathering.add(0, one)
+    after = gathering.finish()
+    assert torch.equal(after.tensors["w"], server.tensors["w"])
+    assert after.numbers == {"kept": 3}
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=8),
+    samples=st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
+)
+def test_the_mean_of_equal_weights_is_those_weights(values: list[float], samples: list[int]) -> None:
+    weights = torch.tensor(values)
+    mean = mean_of(State({"w": torch.zeros_like(weights)}), *(message(n, w=weights) for n in samples))
+    assert torch.equal(mean["w"], weights)
+
+
+def test_averaging_changes_neither_the_server_nor_the_messages() -> None:
+    server, sent = torch.tensor([5.0]), torch.tensor([1.0])
+    mean_of(State({"w": server}), message(2, w=sent), message(3, w=sent))
+    assert (server.tolist(), sent.tolist()) == ([5.0], [1.0])
+
+
+def test_the_client_half_trains_what_was_sent_and_sends_it_back(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    method = FedAvg(FedAvgConfig(), make_setting(epochs=2))
+    server = method.start(tiny_net.initial_weights())
+    down = method.instruct(server, round=1, client=4, since=None)
+    work = method.work(Job(1, 4, down, base={}, own=None))
+    fit = next(work)
+    assert fit.epochs == 2
+    assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
+        tiny_net.anatomy.shapes, True
+    )
+    fitted = make_trainer(epochs=2).fit(fit, make_shard(0, 15), Place(0, 1, 4))
+    answer = finish(work, fitted)
+    assert answer.own is None
+    assert answer.up.numbers == {"samples": 15, "loss": float(fitted.loss)}
+    assert set(answer.up.tensors) == set(tiny_net.anatomy.shapes)
+    assert all(torch.equal(answer.up.tensors[name], fitted.weights[name]) for name in fitted.weights)
+
+
+def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    method = FedAvg(FedAvgConfig(), make_setting())
+    trainer = make_trainer(batch_size=8)
+    server = method.start(tiny_net.initial_weights())
+    gathering = method.gather(server, round=1)
+    shards = {0: make_shard(0, 5), 1: make_shard(5, 5), 2: make_shard(5, 30)}
+    alone = {}
+    for client, shard in shards.items():
+        fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), epochs=1)
+        alone[client] = trainer.fit(fit, shard, Place(0, 1, client)).weights
+        down = method.instruct(server, round=1, client=client, since=None)
+        work = method.work(Job(1, client, down, base={}, own=None))
+        gathering.add(client, finish(work, trainer.fit(next(work), shard, Place(0, 1, client))).up)
+    after = gathering.finish()
+    for name in tiny_net.anatomy.shapes:
+        expected = 5 / 30 * alone[0][name].double() + 25 / 30 * alone[2][name].double()
+        torch.testing.assert_close(after.tensors[name].double(), expected, rtol=0, atol=1e-7)
+    model = method.model(after, {}, None)
+    assert all(torch.equal(model[name], after.tensors[name]) for name in tiny_net.anatomy.shapes)
+
+
+def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_setting: MakeSetting) -> None:
+    method = FedAvg(FedAvgConfig(), make_setting())
+    assert tuple(method.trains) == tuple(tiny_net.anatomy.shapes)
+    assert not method.base(tiny_net.initial_weights()).tensors
+    assert method.has_global_model

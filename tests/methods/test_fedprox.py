@@ -1,0 +1,136 @@
+"""FedProx adds μ/2·‖w − w_t‖², squared: its gradient is FedAvg's plus μ(w − w_t)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from conftest import MakeSetting, MakeShard, MakeTrainer
+from vitfleet.config.methods import FedAvgConfig, FedProxConfig
+from vitfleet.message import Tensors
+from vitfleet.methods import Job
+from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.fedprox import FedProx
+from vitfleet.models.net import Net
+from vitfleet.train.objective import Fit, Fitted, Step
+from vitfleet.train.trainer import Place
+
+PLACE = Place(0, 1, 0)
+
+
+def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
+    """Return the training that the client half asks for in its first round."""
+    server = method.start(net.initial_weights())
+    down = method.instruct(server, round=1, client=0, since=None)
+    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None)))
+
+
+def distance(left: Tensors, right: Tensors) -> float:
+    return float(torch.stack([(left[name] - right[name]).double().square().sum() for name in right]).sum().sqrt())
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.25, 2.0, 64.0])  # powers of two: the arithmetic below is exact
+def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_the_anchor(
+    mu: float, make_setting: MakeSetting
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(6, 4, generator=random)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    weights = {
+        "w": torch.randn(3, 4, generator=random).requires_grad_(),
+        "b": torch.randn(3, generator=random).requires_grad_(),
+    }
+    anchor = {name: torch.randn(weight.shape, generator=random) for name, weight in weights.items()}
+    leaves = list(weights.values())
+    share = torch.full((6,), 1 / 6)
+
+    losses = F.cross_entropy(F.linear(inputs, weights["w"], weights["b"]), labels, reduction="none")
+    plain = torch.autograd.grad(torch.dot(losses, share), leaves)
+
+    step = Step(F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor)
+    objective = FedProx(FedProxConfig(mu=mu), make_setting()).objective()
+    proximal = torch.autograd.grad(objective.loss(step), leaves)
+    for name, gradient, without in zip(weights, proximal, plain, strict=True):
+        assert torch.equal(gradient, without + mu * (weights[name] - anchor[name]).detach()), name
+
+
+def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
+    logits = torch.tensor([[0.0, 0.0]])
+    weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
+    anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
+    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor)
+    loss = FedProx(FedProxConfig(mu=0.1), make_setting()).objective().loss(step)
+    assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
+
+
+@dataclass(frozen=True)
+class First:
+    """Keeps the first step's gradients."""
+
+    def start(self, weights: Tensors) -> Tensors:
+        return {}
+
+    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        return sums or {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def test_a_trainer_takes_that_gradient_on_a_whole_vit(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    weights = tiny_net.initial_weights()
+    moved = {name: weight + 0.1 for name, weight in weights.items()}
+
+    def gradients(method: FedAvg | FedProx) -> Tensors:
+        fit = fit_of(method, tiny_net)
+        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()))
+        return make_trainer().fit(away, make_shard(0, 12), PLACE).observed
+
+    plain = gradients(FedAvg(FedAvgConfig(), make_setting()))
+    proximal = gradients(FedProx(FedProxConfig(mu=0.5), make_setting()))
+    assert set(proximal) == set(tiny_net.anatomy.shapes)
+    for name, gradient in proximal.items():
+        expected: Tensor = plain[name] + 0.5 * (moved[name] - weights[name])
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-7)
+
+
+def train(
+    method: FedAvg | FedProx, net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, **config: object
+) -> Fitted:
+    return make_trainer(**config).fit(fit_of(method, net), make_shard(0, 30), PLACE)
+
+
+def test_mu_zero_is_fedavg_bit_for_bit(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    setting = make_setting(epochs=3)
+    prox, avg = (
+        train(method, tiny_net, make_trainer, make_shard, batch_size=8, clip=1.0)
+        for method in (FedProx(FedProxConfig(mu=0), setting), FedAvg(FedAvgConfig(), setting))
+    )
+    assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.anatomy.shapes)
+    assert torch.equal(prox.loss, avg.loss)
+
+
+def test_the_larger_mu_the_closer_to_the_anchor(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    sgd: dict[str, object] = {"optimizer": "sgd", "momentum": 0, "weight_decay": 0, "lr": 0.01, "batch_size": 4}
+    ways = []
+    for mu in (0.0, 1.0, 15.0):
+        method = FedProx(FedProxConfig(mu=mu), make_setting(epochs=5))
+        trained = train(method, tiny_net, make_trainer, make_shard, **sgd)
+        ways.append(distance(trained.weights, tiny_net.initial_weights()))
+    assert ways[0] > ways[1] > ways[2] > 0
+    assert ways[2] < 0.5 * ways[0]
+
+
+def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Net, make_setting: MakeSetting) -> None:
+    method = FedProx(FedProxConfig(), make_setting())
+    server = method.start({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
+    down = method.instruct(server, round=5, client=0, since=2)
+    fit = next(method.work(Job(5, 0, down, {}, None)))
+    assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.anatomy.shapes)

@@ -1,0 +1,237 @@
+"""TransFL against autograd and means by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from vitfleet.config import load_config
+from vitfleet.config.methods import FedAvgConfig, TransFLConfig
+from vitfleet.errors import ConfigError
+from vitfleet.fleet.base import Request
+from vitfleet.message import Message, Number, State
+from vitfleet.methods import Setting
+from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.transfl import GradientMagnitude, TransFL, heads_of, top
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+from vitfleet.run.conduct import play_round
+from vitfleet.run.session import open_session
+from vitfleet.train.objective import Fit, Objective
+from vitfleet.train.trainer import Place
+from vitfleet.wire import encoded_size, payload_size
+
+
+@pytest.fixture
+def transfl(make_setting: MakeSetting) -> TransFL:
+    return TransFL(TransFLConfig(k=1), make_setting(epochs=1, batch_size=8))
+
+
+@pytest.mark.parametrize("statistic", ["mean-abs", "rms"])
+def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
+    statistic: str, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    # A learning rate so small that every step's gradient is taken at (all but) the same weights.
+    trainer = make_trainer(epochs=1, batch_size=10, optimizer="sgd", lr=1e-12, momentum=0.0, schedule="constant")
+    shard = make_shard(0, 30)
+    observer = GradientMagnitude(tiny_net.anatomy, statistic)
+    weights = tiny_net.initial_weights()
+    fitted = trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole, observer=observer), 1), shard, Place(0, 1, 0))
+    measured = fitted.observed["layers"] / fitted.steps
+
+    draws = trainer._draw(shard, Place(0, 1, 0), 0)
+    vit = tiny_net.module.vit
+    expected = torch.zeros(2)
+    for start in range(0, 30, 10):
+        index = shard.index[draws.order[start : start + 10]]
+        leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+        images = (shard.images.images[index].float() / 255 - 0.5) / 0.5
+        logits = torch.func.functional_call(vit, leaves, images)
+        F.cross_entropy(logits, shard.images.labels[index]).backward()  # type: ignore[no-untyped-call]
+        for layer in range(2):
+            gradient = torch.cat(
+                [
+                    leaf.grad.flatten()
+                    for name, leaf in leaves.items()
+                    if f"blocks.{layer}." in name and leaf.grad is not None
+                ]
+            )
+            assert gradient.numel() == tiny_net.anatomy.count(tiny_net.anatomy.blocks[layer])
+            value = gradient.abs().mean() if statistic == "mean-abs" else gradient.square().mean().sqrt()
+            expected[layer] += value / 3
+    torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
+
+
+def test_a_heads_gradient_is_that_of_its_rows_of_qkv_and_its_columns_of_the_projection() -> None:
+    random = torch.Generator().manual_seed(0)
+    qkv, projection = torch.randn(24, 8, generator=random), torch.randn(8, 8, generator=random)
+    measured = heads_of(qkv, projection, heads=4)
+    for head in range(4):
+        own = slice(2 * head, 2 * head + 2)  # two of the eight channels are this head's
+        entries = [qkv[0:8][own], qkv[8:16][own], qkv[16:24][own], projection[:, own]]
+        assert measured[head].item() == pytest.approx(torch.cat([e.flatten() for e in entries]).abs().mean().item())
+
+
+def test_top_k_in_the_models_order() -> None:
+    assert top([0.1, 0.9, 0.5, 0.7], 2) == [1, 3]
+    assert top([1.0, 1.0, 1.0], 2) == [0, 1]
+    assert top([0.3, 0.1], 2) == [0, 1]
+
+
+def _message(net: Net, layers: list[int], value: float, samples: int) -> Message:
+    chosen = net.anatomy.join(net.anatomy.others, *(net.anatomy.blocks[layer] for layer in layers))
+    tensors = {name: torch.full(net.anatomy.shapes[name], value) for name in chosen}
+    return Message(tensors, {"samples": samples, "loss": 1.0, "layers": layers})
+
+
+def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_net: Net) -> None:
+    initial = tiny_net.initial_weights()
+    server = transfl.start(initial)
+    gathering = transfl.gather(server, round=4)
+    gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
+    gathering.add(1, _message(tiny_net, [0], 4.0, samples=20))
+    after = gathering.finish()
+    for name in (*tiny_net.anatomy.others, *tiny_net.anatomy.blocks[0]):
+        assert torch.equal(after.tensors[name], torch.full_like(initial[name], 3.0)), name
+    for name in tiny_net.anatomy.blocks[1]:
+        assert torch.equal(after.tensors[name], initial[name]), "nobody sent it"
+    assert after.numbers["updated"] == [4, 0]
+
+    gathering = transfl.gather(server, round=5)
+    gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
+    gathering.add(1, _message(tiny_net, [1], 4.0, samples=30))
+    after = gathering.finish()
+    for name, weight in after.tensors.items():
+        wanted = 1.0 if name in tiny_net.anatomy.blocks[0] else 4.0 if name in tiny_net.anatomy.blocks[1] else 3.25
+        assert torch.equal(weight, torch.full_like(weight, wanted)), name
+
+
+def test_only_what_was_updated_since_goes_down(transfl: TransFL, tiny_net: Net) -> None:
+    anatomy = tiny_net.anatomy
+    server = State(tiny_net.initial_weights(), {"updated": [3, 5]})
+    assert set(transfl.instruct(server, 6, 0, since=None).tensors) == set(anatomy.whole)
+    assert set(transfl.instruct(server, 6, 0, since=5).tensors) == {*anatomy.others, *anatomy.blocks[1]}
+    assert set(transfl.instruct(server, 6, 0, since=3).tensors) == set(anatomy.whole)
+    assert set(transfl.instruct(server, 7, 0, since=6).tensors) == set(anatomy.others)
+
+
+def _play(
+    method: TransFL, net: Net, fleet_of: MakeFleet, trainer: object, shards: MakeShard
+) -> tuple[Mapping[str, Tensor], list[State]]:
+    fleet = fleet_of(method, trainer, lambda client: shards(20 * client, 20 * client + 20))
+    server = method.start(net.initial_weights())
+    for round in (1, 2):
+        gathering = method.gather(server, round)
+        since = None if round == 1 else 1
+        requests = [Request(round, client, method.instruct(server, round, client, since)) for client in (0, 1)]
+        for reply in fleet.ask(requests):
+            assert reply.up is not None
+            gathering.add(reply.client, reply.up)
+        server = gathering.finish()
+    states = [fleet.own(client) for client in (0, 1)]
+    assert states[0] is not None
+    assert states[1] is not None
+    return server.tensors, [states[0], states[1]]
+
+
+def test_clients_that_never_select_a_layer_keep_their_own(
+    make_setting: MakeSetting,
+    tiny_net: Net,
+    make_fleet: MakeFleet,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vitfleet.methods.transfl.top", lambda magnitudes, k: [0])
+    method = TransFL(TransFLConfig(k=1), make_setting(epochs=1, batch_size=8))
+    server, (first, second) = _play(
+        method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
+    )
+    initial = tiny_net.initial_weights()
+    matrices = [name for name in tiny_net.anatomy.blocks[1] if "weight" in name]
+    for name in matrices:
+        assert not torch.equal(first.tensors[name], second.tensors[name])
+        assert not torch.equal(first.tensors[name], initial[name])
+        assert torch.equal(server[name], initial[name])
+    # and they are what a client's model is made of
+    model = method.model(State(server, {"updated": [2, 0]}), {}, first)
+    assert torch.equal(model[matrices[0]], first.tensors[matrices[0]])
+    assert torch.equal(model["head.weight"], server["head.weight"])
+
+
+def test_k_of_all_layers_sends_what_fedavg_sends(
+    make_setting: MakeSetting, tiny_net: Net, make_fleet: MakeFleet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    setting = make_setting(epochs=1, batch_size=8)
+    weights = tiny_net.initial_weights()
+    ups = []
+    for method in (TransFL(TransFLConfig(k=2), setting), FedAvg(FedAvgConfig(), setting)):
+        fleet = make_fleet(method, make_trainer(epochs=1, batch_size=8), lambda client: make_shard(0, 20))
+        request = Request(1, 0, method.instruct(method.start(weights), 1, 0, None))
+        ups.append(next(fleet.ask([request])).up)
+    assert ups[0] is not None
+    assert ups[1] is not None
+    assert set(ups[0].tensors) == set(ups[1].tensors)
+    for name, tensor in ups[0].tensors.items():
+        assert torch.equal(tensor, ups[1].tensors[name]), name
+
+
+def test_what_always_travels_is_a_choice(make_setting: MakeSetting, tiny_net: Net) -> None:
+    method = TransFL(TransFLConfig(k=1, always=("norm",)), make_setting())
+    assert method.always == tiny_net.anatomy.norm
+
+
+def test_a_client_without_images_sends_nothing(
+    transfl: TransFL, tiny_net: Net, make_fleet: MakeFleet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    fleet = make_fleet(transfl, make_trainer(), lambda client: make_shard(0, 0))
+    server = transfl.start(tiny_net.initial_weights())
+    reply = next(fleet.ask([Request(1, 0, transfl.instruct(server, 1, 0, None))]))
+    assert reply.up is not None
+    assert not reply.up.tensors
+    assert reply.up.numbers["samples"] == 0
+
+
+def test_k_beyond_the_models_layers_is_refused(make_setting: MakeSetting) -> None:
+    with pytest.raises(ConfigError, match=r"method\.k = 3: must be between 1 and 2"):
+        TransFL(TransFLConfig(k=3), make_setting())
+
+
+def test_the_papers_message_sizes() -> None:
+    config = load_config("transfl-cifar10")
+    net = build(config.model, 10, 3, 32, seed=0)
+    setting = Setting(net.anatomy, config.train, config.rounds, config.seed)
+    weights = net.initial_weights()
+    full = FedAvg(FedAvgConfig(), setting).instruct(State(weights), 1, 0, None)
+    chosen = net.anatomy.join(net.anatomy.others, *(net.anatomy.blocks[layer] for layer in (0, 1, 2)))
+    numbers: dict[str, Number] = {
+        "samples": 2500,
+        "loss": 1.2345678901234567,
+        "layers": [0, 1, 2],
+        "gradients": [1.2345678901234567e-05] * 6,
+    }
+    part = Message(chosen.take(weights), {**numbers, "head_gradients": [1.2345678901234567e-05] * 48})
+    for message, size in ((full, 18.2002), (part, 9.1621)):
+        assert round(payload_size(message) / 2**20, 4) == size
+        assert encoded_size(message) / payload_size(message) - 1 < 0.001
+
+
+def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    session = open_session(tiny_config("method.name=transfl", "method.k=1"), tmp_path)
+    record = play_round(session, 1)
+    for entry in record.clients:
+        gradients, layers = entry.numbers["gradients"], entry.numbers["layers"]
+        assert isinstance(gradients, list)
+        assert isinstance(layers, list)
+        assert len(gradients) == 2
+        assert layers == [int(np.argmax(gradients))]
+        heads = entry.numbers["head_gradients"]
+        assert isinstance(heads, list)
+        assert len(heads) == 2 * 2

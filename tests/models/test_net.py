@@ -1,0 +1,260 @@
+"""A net is a pure function of its weights, and of a masked image it sees the kept patches only."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitfleet.config.schema import ModelConfig
+from vitfleet.errors import UserError
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+
+# Every way in which timm's plain ViTs treat the tokens before the patches and what they pool.
+MASKABLE = {
+    "class token": ModelConfig(dim=32, depth=2, heads=2),
+    "class token of timm": ModelConfig(name="vit_tiny_patch16_224", image_size=32, patch_size=4, depth=2),
+    "class and distillation token": ModelConfig(
+        name="deit_tiny_distilled_patch16_224", image_size=32, patch_size=4, depth=2
+    ),
+    "class token without position": ModelConfig(name="deit3_small_patch16_224", image_size=32, patch_size=8, depth=2),
+    "registers": ModelConfig(name="vit_small_patch14_reg4_dinov2", image_size=56, depth=1),
+    "average of patches": ModelConfig(name="vit_base_patch16_siglip_gap_224", image_size=48, depth=1),
+    "attention pooling": ModelConfig(name="vit_base_patch16_siglip_224", image_size=48, depth=1),
+    "norm before the blocks": ModelConfig(name="vit_base_patch32_clip_224", image_size=96, depth=1),
+}
+OTHERS = {
+    "cait": ModelConfig(name="cait_xxs24_224", image_size=32, patch_size=4, depth=2),
+    "swin": ModelConfig(name="swin_tiny_patch4_window7_224", image_size=32),
+    "pvt_v2": ModelConfig(name="pvt_v2_b0"),
+    "pit": ModelConfig(name="pit_ti_224", image_size=32, patch_size=4),
+    "levit": ModelConfig(name="levit_128s", image_size=32),
+    # A plain ViT behind a convolution: its patches are cut from features, not from the image.
+    "hybrid": ModelConfig(name="vit_tiny_r_s16_p8_224", image_size=64, depth=1),
+}
+BATCH = 3
+
+
+def make(config: ModelConfig, seed: int = 0) -> Net:
+    net = build(config, classes=5, channels=3, data_side=32, seed=seed)
+    net.module.eval()
+    return net
+
+
+def images(net: Net, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, 3, net.side, net.side, generator=generator, dtype=torch.float64)
+
+
+def lively(net: Net, seed: int = 0) -> dict[str, Tensor]:
+    """Return weights far from timm's initial ones, which are so small that mistakes could hide; in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        noise = 0.1 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor + (noise.abs() if name.endswith("running_var") else noise)
+
+    return {name: change(name, tensor) for name, tensor in net.initial_weights().items()}
+
+
+def timms(net: Net, weights: dict[str, Tensor]) -> Any:
+    """Return a copy of the net's timm model that holds these weights."""
+    vit = copy.deepcopy(net.module.vit).double()
+    vit.load_state_dict({**vit.state_dict(), **weights})
+    return vit.eval()
+
+
+def some_patches(net: Net, kept: int, seed: int = 0) -> Tensor:
+    noise = torch.rand(BATCH, net.patches, generator=torch.Generator().manual_seed(seed))
+    return noise.argsort(dim=1)[:, :kept]
+
+
+def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
+    """Embed everything with timm's own modules, then throw away what is not kept."""
+    patches: Tensor = vit.patch_embed(pictures)
+    prefix = [
+        getattr(vit, name) for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
+    ]
+    without = vit.pos_embed.shape[1] == patches.shape[1]  # the prefix has no positions of its own
+    placed = patches + (vit.pos_embed if without else vit.pos_embed[:, -patches.shape[1] :])
+    rows = [torch.stack([image[i] for i in kept]) for image, kept in zip(placed, keep.tolist(), strict=True)]
+    tokens = torch.stack(rows)
+    if prefix:
+        head = torch.cat(prefix, dim=1)
+        if not without:
+            head = head + vit.pos_embed[:, : head.shape[1]]
+        tokens = torch.cat([head.expand(len(tokens), -1, -1), tokens], dim=1)
+    tokens = vit.norm(vit.blocks(vit.norm_pre(tokens)))
+    logits: Tensor = vit.forward_head(tokens)
+    return logits
+
+
+def close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-8)
+
+
+@pytest.fixture(scope="module", params=MASKABLE)
+def maskable(request: pytest.FixtureRequest) -> Net:
+    return make(MASKABLE[request.param])
+
+
+@pytest.fixture(scope="module")
+def small() -> Net:
+    return make(MASKABLE["class token"])
+
+
+# Token dropping
+
+
+def test_a_masked_image_is_its_kept_patches(maskable: Net) -> None:
+    weights = lively(maskable)
+    keep = some_patches(maskable, max(2, maskable.patches // 3))
+    expected = by_hand(timms(maskable, weights), images(maskable), keep)
+    close(maskable(weights, images(maskable), keep), expected)
+
+
+def test_keeping_everything_in_any_order_is_the_plain_pass(maskable: Net) -> None:
+    weights = lively(maskable)
+    plain = maskable(weights, images(maskable))
+    for seed in range(3):
+        close(maskable(weights, images(maskable), some_patches(maskable, maskable.patches, seed)), plain)
+    assert (plain - plain.mean(0)).abs().max() > 1e-3  # the images do matter
+
+
+@pytest.mark.parametrize("name", [*MASKABLE, *OTHERS])
+def test_the_plain_pass_is_timms(name: str) -> None:
+    net = make({**MASKABLE, **OTHERS}[name])
+    net.module.double()  # for the constants of some families
+    weights = lively(net)
+    with torch.no_grad():
+        close(net(weights, images(net)), timms(net, weights)(images(net)))
+
+
+def test_dropped_patches_are_never_seen(small: Net) -> None:
+    weights = lively(small)
+    pictures = images(small)
+    keep = torch.tensor([[9, 0, 63]] * BATCH)
+    before = small(weights, pictures, keep)
+    painted = torch.full_like(pictures, torch.nan)
+    for patch in (9, 0, 63):
+        row, column = 4 * (patch // 8), 4 * (patch % 8)
+        painted[:, :, row : row + 4, column : column + 4] = pictures[:, :, row : row + 4, column : column + 4]
+    assert torch.equal(small(weights, painted, keep), before)
+
+
+def test_each_image_has_its_own_mask(small: Net) -> None:
+    weights = lively(small)
+    keep = some_patches(small, 7)
+    together = small(weights, images(small), keep)
+    for i in range(BATCH):
+        close(small(weights, images(small)[i : i + 1], keep[i : i + 1]), together[i : i + 1])
+
+
+def test_positions_stay_with_their_patches(small: Net) -> None:
+    weights = lively(small)
+    flat = torch.ones(1, 3, 32, 32, dtype=torch.float64)  # all patches look the same, only their places differ
+    one = small(weights, flat, torch.tensor([[0, 1]]))
+    other = small(weights, flat, torch.tensor([[62, 63]]))
+    assert (one - other).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ratio", "kept"), [(0.0, 196), (0.25, 147), (0.5, 98), (0.6, 78), (0.75, 49), (0.9, 19), (0.999, 1)]
+)
+def test_how_many_patches_are_kept(ratio: float, kept: int) -> None:
+    net = make(ModelConfig(image_size=224, patch_size=16, dim=8, depth=1, heads=1))
+    assert net.patches == 196
+    assert net.kept(ratio) == kept
+
+
+@given(ratio=st.floats(0, 1, exclude_max=True))
+def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
+    kept = small.kept(ratio)
+    assert 1 <= kept <= 64
+    assert kept == 1 or abs(kept - 64 * (1 - ratio)) <= 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_say_that_they_cannot_drop_tokens(name: str) -> None:
+    net = make(OTHERS[name])
+    assert net.patches == 0
+    assert net.kept(0) == 0
+    with pytest.raises(UserError, match=r"train\.mask_ratio = 0\.5: must be 0") as caught:
+        net.kept(0.5)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+# Purity
+
+
+@pytest.mark.parametrize("name", [*MASKABLE, *OTHERS])
+def test_weights_are_an_argument(name: str) -> None:
+    net = make({**MASKABLE, **OTHERS}[name])
+    net.module.double()  # for the constants of some families
+    own = {key: tensor.clone() for key, tensor in net.module.vit.state_dict().items()}
+    first, second = lively(net, 1), lively(net, 2)
+    copies = {key: tensor.clone() for key, tensor in first.items()}
+    pictures = images(net)
+    with torch.no_grad():
+        one = net(first, pictures)
+        other = net(second, pictures)
+        again = net(first, pictures)
+    assert one.shape == (BATCH, 5)
+    assert torch.isfinite(one).all()
+    assert not torch.equal(one, other)
+    assert torch.equal(one, again)
+    assert all(torch.equal(first[key], copies[key]) for key in copies)
+    after = net.module.vit.state_dict()
+    assert all(torch.equal(after[key], own[key]) for key in own)
+
+
+def test_two_nets_of_one_architecture_are_one_function(small: Net) -> None:
+    other = make(MASKABLE["class token"], seed=9)
+    weights = lively(small)
+    assert torch.equal(small(weights, images(small)), other(weights, images(small)))
+
+
+def test_running_statistics_are_written_to_the_given_weights_only() -> None:
+    net = make(OTHERS["levit"])
+    net.module.train()
+    weights = net.initial_weights()
+    own = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
+    net(weights, images(net).float())
+    assert not torch.equal(weights["stem.conv1.bn.running_mean"], own["stem.conv1.bn.running_mean"])
+    assert all(torch.equal(tensor, own[key]) for key, tensor in net.initial_weights().items())
+
+
+@pytest.mark.parametrize("name", ["class token", "class and distillation token", *OTHERS])
+def test_training_draws_nothing_of_its_own(name: str) -> None:
+    """All randomness is addressed: a family's drop-out or stochastic depth would be drawn from elsewhere."""
+    net = make({**MASKABLE, **OTHERS}[name])
+    net.module.train()
+    answers = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        weights = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
+        answers.append(net(weights, images(net).float()))
+    assert torch.equal(*answers)
+
+
+def test_gradients_reach_the_given_weights(maskable: Net) -> None:
+    weights = {name: tensor.requires_grad_() for name, tensor in lively(maskable).items()}
+    keep = some_patches(maskable, 2)
+    net_loss = maskable(weights, images(maskable), keep).square().sum()
+    used = torch.autograd.grad(net_loss, list(weights.values()), allow_unused=True)
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in used)
+    assert all(not p.requires_grad and p.grad is None for p in maskable.module.parameters())
+
+
+def test_initial_weights_are_copies(small: Net) -> None:
+    first = small.initial_weights()
+    for tensor in first.values():
+        tensor.zero_()
+    assert any(tensor.any() for tensor in small.initial_weights().values())
+    assert list(first) == list(small.anatomy.shapes)

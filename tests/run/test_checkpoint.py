@@ -1,0 +1,220 @@
+"""A crash at any moment of a commit leaves the last complete checkpoint, whole."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitfleet.errors import UserError
+from vitfleet.message import State
+from vitfleet.run import checkpoint, files
+from vitfleet.run.checkpoint import Checkpoints
+
+
+def state(value: float) -> State:
+    return State({"w": torch.full((3,), value), "b": torch.tensor(value)}, {"told": [1, 2], "value": value})
+
+
+def assert_state(found: State, value: float) -> None:
+    expected = state(value)
+    assert found.numbers == expected.numbers
+    assert set(found.tensors) == set(expected.tensors)
+    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors)
+
+
+def commit_first(checkpoints: Checkpoints) -> None:
+    checkpoints.commit(1, state(1), {0: state(10), 3: state(13)}, {0: 1, 3: 1}, (100, 40), (7, 8))
+
+
+def commit_second(checkpoints: Checkpoints) -> None:
+    changed = {0: None, 3: state(23), 5: state(25)}
+    checkpoints.commit(2, state(2), changed, {0: 1, 3: 2, 5: 2}, (200, 80), (14, 16))
+
+
+def assert_first(checkpoints: Checkpoints) -> None:
+    latest = checkpoints.latest
+    assert latest is not None
+    assert (latest.round, latest.records_length, latest.timings_length) == (1, 100, 40)
+    assert (latest.total_up_bytes, latest.total_down_bytes, latest.heard) == (7, 8, {0: 1, 3: 1})
+    assert_state(checkpoints.read(latest.server), 1)
+    assert set(latest.clients) == {0, 3}
+    assert_state(checkpoints.read(latest.clients[0]), 10)
+    assert_state(checkpoints.read(latest.clients[3]), 13)
+
+
+def assert_second(checkpoints: Checkpoints) -> None:
+    latest = checkpoints.latest
+    assert latest is not None
+    assert (latest.round, latest.records_length, latest.timings_length) == (2, 200, 80)
+    assert (latest.total_up_bytes, latest.total_down_bytes, latest.heard) == (14, 16, {0: 1, 3: 2, 5: 2})
+    assert_state(checkpoints.read(latest.server), 2)
+    assert set(latest.clients) == {3, 5}
+    assert_state(checkpoints.read(latest.clients[3]), 23)
+    assert_state(checkpoints.read(latest.clients[5]), 25)
+
+
+def assert_only_named(checkpoints: Checkpoints) -> None:
+    latest = checkpoints.latest
+    named = {"checkpoint.json", latest.server, *latest.clients.values()} if latest else set()
+    assert {path.name for path in checkpoints.folder.iterdir()} == named
+
+
+def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest is None
+    commit_first(checkpoints)
+    assert_first(checkpoints)
+    assert_first(Checkpoints(tmp_path))
+    commit_second(checkpoints)
+    assert_second(checkpoints)
+    assert_second(Checkpoints(tmp_path))
+    assert_only_named(checkpoints)
+
+
+def test_a_client_that_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit_first(checkpoints)
+    assert checkpoints.latest is not None
+    before = checkpoints.folder / checkpoints.latest.clients[0]
+    stamp = before.stat().st_mtime_ns, before.stat().st_ino
+    checkpoints.commit(2, state(2), {3: state(23)}, {}, (0, 0), (0, 0))
+    assert (before.stat().st_mtime_ns, before.stat().st_ino) == stamp
+    again = Checkpoints(tmp_path)
+    assert again.latest is not None
+    assert_state(again.read(again.latest.clients[0]), 10)
+
+
+def test_files_that_no_manifest_names_are_swept(tmp_path: Path) -> None:
+    commit_first(Checkpoints(tmp_path))
+    for name in (".checkpoint.json.tmp", "server-round-000002.safetensors", "client-000009-round-000002.safetensors"):
+        (tmp_path / "checkpoint" / name).write_bytes(b"half")
+    again = Checkpoints(tmp_path)
+    assert_first(again)
+    assert_only_named(again)
+
+
+def test_one_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit_first(checkpoints)
+    manifest = checkpoints.folder / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 999'))
+    with pytest.raises(UserError, match="999"):
+        Checkpoints(tmp_path)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Fuse:
+    """Counts what is done to the disk and burns through at the n-th time, before it is done."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.done = 0
+
+    def guard(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            if self.done == self.limit:
+                raise Crash
+            self.done += 1
+            return action(*arguments, **keywords)
+
+        return guarded
+
+
+def crash_at(limit: int, folder: Path, commit: Callable[[Checkpoints], None]) -> bool:
+    """Commit with a fuse in; return whether it burnt through."""
+    checkpoints = Checkpoints(folder)
+    fuse = Fuse(limit)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((os, "fsync"), (os, "replace"), (Path, "replace"), (Path, "unlink"), (Path, "open")):
+            patch.setattr(owner, name, fuse.guard(getattr(owner, name)))
+        try:
+            commit(checkpoints)
+        except Crash:
+            return True
+    return False
+
+
+def test_a_crash_before_any_touch_of_the_disk_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    rounds: list[int] = []
+    for limit in itertools.count():
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        commit_first(Checkpoints(folder))
+        crashed = crash_at(limit, folder, commit_second)
+        again = Checkpoints(folder)
+        assert again.latest is not None
+        rounds.append(again.latest.round)
+        assert_first(again) if rounds[-1] == 1 else assert_second(again)
+        assert_only_named(again)
+        if rounds[-1] == 1:
+            commit_second(again)  # as the resumed run will
+        assert_second(Checkpoints(folder))
+        if not crashed:
+            break
+    # Four files are written, in several touches each; the switch happens once and late.
+    assert len(rounds) > 12
+    assert rounds == sorted(rounds)
+    assert rounds.index(2) > 10
+
+
+def test_a_crash_during_the_first_commit_leaves_none(tmp_path: Path) -> None:
+    for limit in itertools.count():
+        folder = tmp_path / str(limit)
+        folder.mkdir()
+        crashed = crash_at(limit, folder, commit_first)
+        again = Checkpoints(folder)
+        assert_only_named(again)
+        if again.latest is None:
+            commit_first(again)
+        assert_first(Checkpoints(folder))
+        if not crashed:
+            break
+    assert limit > 8
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_a_file_half_written_is_never_taken_for_whole(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit_first(Checkpoints(tmp_path))
+    checkpoints = Checkpoints(tmp_path)
+    written: list[str] = []
+
+    def half(path: Path, data: bytes) -> None:
+        if len(written) < nth:
+            written.append(path.name)
+            files.write_atomically(path, data)
+            return
+
+        def stop(descriptor: int) -> None:
+            os.ftruncate(descriptor, len(data) // 2)
+            raise Crash
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", stop)
+            files.write_atomically(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", half)
+    with pytest.raises(Crash):
+        commit_second(checkpoints)
+    assert any(path.name.endswith(".tmp") for path in checkpoints.folder.iterdir())
+    again = Checkpoints(tmp_path)
+    assert_first(again)
+    assert_only_named(again)
+
+
+def test_write_atomically_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for data in (b"one", b"", b"another" * 1000):
+        files.write_atomically(path, data)
+        assert path.read_bytes() == data
+        assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,270 @@
+"""Killed at any moment, also while it writes, a run resumes and ends with the same bytes.
+
+Random kills hit what takes time: imports, training, evaluation. Writes take next to none, so two more kinds of
+test hold them up: one that kills at every kind of write in turn, and random kills of a run with slow writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from conftest import MakeConfig
+from vitfleet.run.conduct import conduct
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.session import open_session
+
+# Sleeps between a file's writing and its renaming, around the renaming, and before a file is removed.
+SLOW = """
+import os, sys, time
+from pathlib import Path
+
+def slowed(action, before, after):
+    def act(*arguments, **keywords):
+        time.sleep(before)
+        result = action(*arguments, **keywords)
+        time.sleep(after)
+        return result
+    return act
+
+pause = float(sys.argv.pop(1))
+os.fsync = slowed(os.fsync, pause, 0)
+os.replace = slowed(os.replace, 0, pause)
+Path.replace = slowed(Path.replace, 0, pause)
+Path.unlink = slowed(Path.unlink, pause, 0)
+from vitfleet.cli import main
+main()
+"""
+
+Moment: TypeAlias = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Starts one run, or goes on with it, as often as it takes."""
+
+    folder: Path
+    command: Sequence[str]
+    arguments: Sequence[str]
+    environment: dict[str, str]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        known = (self.folder / "config.json").exists()
+        what = ["resume", self.folder] if known else ["run", "digits", *self.arguments, "--out", self.folder]
+        with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*self.command, *map(str, what)],
+                cwd=self.folder.parent,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def finish(self) -> None:
+        assert self.start().wait(timeout=240) == 0, self.log()
+
+    def kill_at(self, moment: Moment) -> bool:
+        """Start, kill at a moment, and say whether the process was still there to be killed."""
+        process = self.start()
+        while not moment():
+            if process.poll() is not None:
+                assert process.returncode == 0, self.log()
+                return False
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait() == -signal.SIGKILL
+
+    def lines(self) -> int:
+        records = self.folder / "records.jsonl"
+        return records.read_bytes().count(b"\n") if records.exists() else 0
+
+    def round(self) -> int:
+        """Return the round of the last complete checkpoint."""
+        manifest = self.folder / "checkpoint" / "checkpoint.json"
+        return int(json.loads(manifest.read_text())["round"]) if manifest.exists() else 0
+
+    def leftovers(self) -> list[str]:
+        return sorted(path.name for path in self.folder.rglob("*.tmp"))
+
+    def mid_write(self) -> bool:
+        """Whether it was stopped between a round's record and the end of its checkpoint's sweep."""
+        manifest = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
+        named = {"checkpoint.json", manifest["server"], *manifest["clients"].values()}
+        there = {path.name for path in (self.folder / "checkpoint").iterdir()}
+        return self.lines() > self.round() or there != named
+
+    def log(self) -> str:
+        return (self.folder.parent / f"{self.folder.name}.log").read_text()
+
+
+MakeRunner: TypeAlias = Callable[..., Runner]
+Undisturbed: TypeAlias = Callable[..., Path]
+
+
+class Nobody:
+    """Hears of rounds and says nothing."""
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture
+def runner(
+    executable: Path, environment: dict[str, str], tiny_overrides: tuple[str, ...], tmp_path: Path
+) -> MakeRunner:
+    def make(name: str, *overrides: str, pause: float = 0) -> Runner:
+        command = [sys.executable, "-c", SLOW, str(pause)] if pause else [str(executable)]
+        arguments = [part for override in (*tiny_overrides, *overrides) for part in ("-o", override)]
+        return Runner(tmp_path / name, command, arguments, environment)
+
+    return make
+
+
+@pytest.fixture
+def undisturbed(tiny_config: MakeConfig, tmp_path: Path) -> Undisturbed:
+    """Return a function that plays the same run from beginning to end and gives its folder."""
+
+    def play(*overrides: str) -> Path:
+        folder = tmp_path / "undisturbed"
+        folder.mkdir()
+        conduct(open_session(tiny_config(*overrides), folder), Nobody())
+        return folder
+
+    return play
+
+
+def lasting(folder: Path) -> dict[str, bytes]:
+    kept = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+
+
+def assert_equal_runs(disturbed: Runner, undisturbed: Path) -> None:
+    left, right = lasting(disturbed.folder), lasting(undisturbed)
+    assert left["records.jsonl"] == right["records.jsonl"]
+    assert set(left) == set(right)
+    assert [name for name in left if left[name] != right[name]] == []
+    assert disturbed.leftovers() == []
+    seconds = (disturbed.folder / "timings.jsonl").read_bytes().count(b"\n")
+    assert seconds == disturbed.lines()
+
+
+def after(seconds: float) -> Moment:
+    """Return the moment so long after now."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def after_progress(runner: Runner, seconds: float) -> Moment:
+    """Return the moment so long after the next round is done."""
+    before = runner.round()
+    due: list[Moment] = []
+
+    def moment() -> bool:
+        if not due and runner.round() > before:
+            due.append(after(seconds))
+        return bool(due) and due[0]()
+
+    return moment
+
+
+def kill_repeatedly(runner: Runner, kills: int, chance: random.Random, reach: float) -> list[int]:
+    """Kill a run so many times, every fifth time while it sets itself up; return the rounds it had reached."""
+    reached = []
+    for kill in range(kills):
+        early = kill % 5 == 4
+        moment = after(chance.uniform(0.2, 5)) if early else after_progress(runner, chance.uniform(0, reach))
+        assert runner.kill_at(moment), f"kill {kill} came too late: give the run more rounds\n{runner.log()}"
+        reached.append(runner.round())
+    return reached
+
+
+def test_three_kills(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    killed = runner("killed", "rounds=60")
+    reached = kill_repeatedly(killed, 3, random.Random(0), reach=0.3)
+    assert reached[0] >= 1
+    killed.finish()
+    assert_equal_runs(killed, undisturbed("rounds=60"))
+
+
+def half_written(runner: Runner, write: str) -> Moment:
+    """Return the moment at which a file's draft is there but not yet renamed."""
+    name = Path(write).name
+    drafts = [str(Path(write).with_name(draft)) for draft in (f".{name}.tmp", f"{name}.tmp")]
+    return lambda: any(True for draft in drafts for _ in runner.folder.glob(draft))
+
+
+def recorded_but_not_kept(runner: Runner) -> Moment:
+    """Return the moment at which a round's record is written and its checkpoint is not."""
+    return lambda: runner.lines() == runner.round() + 1
+
+
+def test_killed_at_every_kind_of_write_in_turn(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    killed = runner("killed", pause=0.15)
+    for write in (
+        "config.json",
+        "partition.json",
+        "checkpoint/server-*",
+        "checkpoint/checkpoint.json",
+        "model.safetensors",
+        "summary.json",
+    ):
+        moment = half_written(killed, write)
+        assert killed.kill_at(moment), f"{write} was never seen half written\n{killed.log()}"
+        assert moment()
+        if write == "checkpoint/server-*":
+            between = recorded_but_not_kept(killed)
+            assert between()  # that very round's record is there already, and must go
+    killed.finish()
+    assert_equal_runs(killed, undisturbed())
+
+
+def test_killed_while_a_clients_state_is_written(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    killed = runner("killed", "method.name=standalone", pause=0.15)
+    # Seen only in the second round, when the first one's states are already named by a checkpoint.
+    moment = half_written(killed, "checkpoint/client-*-round-000002.safetensors")
+    assert killed.kill_at(moment), killed.log()
+    assert moment()
+    assert killed.round() == 1
+    killed.finish()
+    assert_equal_runs(killed, undisturbed("method.name=standalone"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("method", ["fedavg", "standalone"])
+def test_twenty_kills_over_one_run(method: str, runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    settings = "rounds=300", f"method.name={method}", "machine.checkpoint_every=2"
+    killed = runner("killed", *settings)
+    reached = kill_repeatedly(killed, 20, random.Random(1), reach=0.4)
+    assert reached == sorted(reached)
+    assert len(set(reached)) > 10
+    killed.finish()
+    assert_equal_runs(killed, undisturbed(*settings))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_twenty_kills_while_it_writes(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    settings = "rounds=60", "method.name=standalone"
+    killed = runner("killed", *settings, pause=0.03)
+    chance = random.Random(2)
+    mid_write = 0
+    for kill in range(20):
+        moment = after_progress(killed, chance.uniform(0, 1))
+        assert killed.kill_at(moment), f"kill {kill} came too late\n{killed.log()}"
+        mid_write += killed.mid_write()
+    assert mid_write >= 5  # with writes this slow, nearly all of them
+    killed.finish()
+    assert_equal_runs(killed, undisturbed(*settings))

@@ -1,0 +1,180 @@
+"""Records: lines that come back as they were, a tail cut by a crash, a summary with the promised fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import MakeConfig
+from vitfleet.run.records import (
+    Accuracy,
+    ClientRecord,
+    LineFile,
+    RoundRecord,
+    read_records,
+    read_seconds,
+    summarize,
+)
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+counts = st.integers(0, 2**60)
+accuracies = st.builds(Accuracy, global_=finite, loss=finite, models=counts, local=st.none() | finite)
+numbers = st.dictionaries(st.text(max_size=5), st.one_of(counts, finite, st.lists(counts, max_size=3)), max_size=3)
+clients = st.builds(
+    ClientRecord,
+    client=counts,
+    down_bytes=counts,
+    up_bytes=counts,
+    numbers=numbers,
+    right=st.none() | counts,
+    tested=st.none() | counts,
+    failure=st.none() | st.text(),
+)
+records = st.builds(
+    RoundRecord,
+    round=st.integers(1, 10**6),
+    lr=finite,
+    loss=st.none() | finite,
+    accuracy=st.none() | accuracies,
+    clients=st.lists(clients, max_size=3),
+    total_up_bytes=counts,
+    total_down_bytes=counts,
+)
+
+
+@given(records)
+def test_a_record_comes_back_from_its_line(record: RoundRecord) -> None:
+    line = record.line()
+    assert "\n" not in line
+    assert RoundRecord.parse(line) == record
+    assert RoundRecord.parse(line).line() == line
+
+
+def record(
+    round: int, accuracy: Accuracy | None = None, failure: str | None = None, right: int | None = None
+) -> RoundRecord:
+    tested = None if right is None else 10
+    entries = [
+        ClientRecord(0, 100, 50, {"samples": 4, "loss": 0.5}, right, tested),
+        ClientRecord(round, 100, 50, failure=failure),
+    ]
+    return RoundRecord(round, 0.1, 1.0 / round, accuracy, entries, 100 * round, 200 * round)
+
+
+def write(folder: Path, *written: RoundRecord) -> None:
+    lines = LineFile(folder / "records.jsonl")
+    for one in written:
+        lines.append(one.line())
+    lines.close()
+
+
+def test_records_are_read_in_order(tmp_path: Path) -> None:
+    write(tmp_path, record(1), record(2), record(3))
+    assert list(read_records(tmp_path)) == [record(1), record(2), record(3)]
+
+
+def test_no_records_are_no_error(tmp_path: Path) -> None:
+    assert list(read_records(tmp_path)) == []
+    assert read_seconds(tmp_path) == 0
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_last_line_cut_short_is_left_out(cut: int, tmp_path: Path) -> None:
+    write(tmp_path, record(1), record(2), record(3))
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [one.round for one in read_records(tmp_path)] == [1, 2]
+
+
+def test_a_line_file_says_its_length(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = LineFile(path)
+    assert lines.length() == 0
+    assert lines.append("één") == lines.length() == len("één\n".encode()) == path.stat().st_size
+    lines.close()
+
+
+def test_a_line_file_is_cut_back_to_its_checkpoint_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    first = LineFile(path, 0)
+    kept = first.append("one")
+    first.append("two")
+    first.append("thr")
+    first.close()
+    path.write_bytes(path.read_bytes() + b"half a li")
+    again = LineFile(path, kept)
+    assert again.length() == kept
+    assert path.read_bytes() == b"one\n"
+    again.append("2")
+    assert again.length() == path.stat().st_size
+    again.close()
+    assert path.read_bytes() == b"one\n2\n"
+
+
+def test_a_run_that_starts_anew_starts_with_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"of a run that was killed before its first checkpoint\n")
+    lines = LineFile(path, 0)
+    lines.append("one")
+    lines.close()
+    assert path.read_bytes() == b"one\n"
+
+
+def test_without_a_length_a_line_file_goes_on_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\n")
+    lines = LineFile(path)
+    lines.append("two")
+    lines.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def evaluated(share: float) -> Accuracy:
+    return Accuracy(global_=share, loss=1.5, models=1, local=0.5)
+
+
+def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    write(
+        tmp_path,
+        record(1, evaluated(0.6), right=3),
+        record(2, evaluated(0.9), failure="it diverged", right=9),
+        record(3),
+        record(4, evaluated(0.8), right=7),
+    )
+    (tmp_path / "timings.jsonl").write_text('{"round": 1, "seconds": 1.5}\n{"round": 2, "seconds": 2.25}\n')
+    summary = summarize(tmp_path, tiny_config("seed=5"), params=1000, trainable_params=600)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert (summary["method"], summary["seed"], summary["rounds"]) == ("fedavg", 5, 4)
+    accuracy = summary["accuracy"]
+    assert (accuracy["global"], accuracy["local"], accuracy["best"]) == (0.8, 0.7, 0.9)
+    # 8 participations in 4 rounds; totals are the last record's.
+    assert summary["message"] == {"up_bytes": 400 / 8, "down_bytes": 800 / 8}
+    total = summary["total"]
+    assert (total["up_bytes"], total["down_bytes"], total["seconds"]) == (400, 800, 3.75)
+    assert (total["failures"], total["participations"]) == (1, 8)
+    assert summary["client"]["params"] == 1000
+    assert summary["client"]["trainable_params"] == 600
+
+
+def test_local_accuracy_is_the_mean_of_each_clients_latest(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    def told(round: int, **right: int) -> RoundRecord:
+        entries = [ClientRecord(int(name[1:]), 1, 1, {}, one, 10) for name, one in right.items()]
+        return RoundRecord(round, 0.1, 1.0, evaluated(0.5), entries, 1, 1)
+
+    write(tmp_path, told(1, c1=2, c2=10), told(2, c1=6, c3=8))
+    nothing_to_test = ClientRecord(4, 1, 1, {}, 0, 0)
+    assert nothing_to_test.accuracy is None
+    write(tmp_path, RoundRecord(3, 0.1, 1.0, evaluated(0.5), [nothing_to_test], 1, 1))
+    accuracy = summarize(tmp_path, tiny_config(), 1, 1)["accuracy"]
+    assert accuracy["local"] == pytest.approx((0.6 + 1.0 + 0.8) / 3)
+    assert accuracy["local_clients"] == 3
+
+
+def test_a_summary_without_any_evaluation_says_so(tmp_path: Path, tiny_config: MakeConfig) -> None:
+    write(tmp_path, record(1))
+    accuracy = summarize(tmp_path, tiny_config(), 1, 1)["accuracy"]
+    assert (accuracy["global"], accuracy["local"], accuracy["best"]) == (None, None, None)

@@ -1,0 +1,228 @@
+"""The command, as a user meets it: what it says, what it leaves behind, how it ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from conftest import Command
+from vitfleet.config import presets
+
+Result: TypeAlias = subprocess.CompletedProcess[str]
+
+
+def options(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("-o", override)]
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """It ended with code 2 and one sentence that holds these words."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, vitfleet: Command, tiny_overrides: tuple[str, ...]
+) -> tuple[Path, Result]:
+    """Return the folder of a tiny run that the command finished, and what it said."""
+    cwd = tmp_path_factory.mktemp("finished")
+    result = vitfleet(cwd, "run", "digits", *options(*tiny_overrides), "--out", "done", "--seed", "4")
+    return cwd / "done", result
+
+
+def test_help_lists_the_commands(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "--help")
+    assert result.returncode == 0
+    for command in ("run", "resume", "presets"):
+        assert f" {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "presets"])
+def test_every_command_has_help(command: str, vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, command, "--help")
+    assert result.returncode == 0
+    assert f"vitfleet {command}" in result.stdout
+
+
+def test_presets_lists_all_with_a_line_each(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "presets")
+    assert result.returncode == 0
+    said = " ".join(result.stdout.split())
+    for name, title in presets().items():
+        assert name in said
+        assert title.split(":")[0].split()[0] in said
+
+
+def test_a_run_ends_with_a_table_and_a_folder(finished: tuple[Path, Result]) -> None:
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    assert "accuracy" in result.stdout
+    assert "fedavg" in result.stdout
+    assert "│" in result.stdout
+    assert result.stdout.strip().endswith("run folder: done")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["method"], summary["seed"], summary["rounds"]) == ("fedavg", 4, 3)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["seed"], config["model"]["dim"], config["train"]["weight_decay"]) == (4, 16, 0.05)
+    for name in ("model.safetensors", "records.jsonl", "partition.json", "partition.png", "about.json"):
+        assert (folder / name).stat().st_size > 0
+    assert len((folder / "records.jsonl").read_text().splitlines()) == 3
+    assert list((folder / "tensorboard").glob("events.*"))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(finished: tuple[Path, Result], vitfleet: Command) -> None:
+    folder, _ = finished
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    assert_refused(vitfleet(folder.parent, "run", "digits", "--out", "done"), "done", "resume", "--out")
+    assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
+
+
+def test_a_finished_run_can_be_resumed_and_stays(finished: tuple[Path, Result], vitfleet: Command) -> None:
+    folder, _ = finished
+    lasting = [folder / "records.jsonl", folder / "summary.json", folder / "config.json"]
+    before = [path.read_bytes() for path in lasting]
+    result = vitfleet(folder.parent, "resume", "done")
+    assert result.returncode == 0, result.stderr
+    assert [path.read_bytes() for path in lasting] == before
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.lr=fast", ["train.lr", "fast"]),
+        ("train.lr=-1", ["train.lr", "-1"]),
+        ("train.learning_rate=1", ["train.learning_rate"]),
+        ("data.partition.beta=0", ["data.partition.beta", "greater than 0"]),
+        ("train.mask_ratio=1", ["train.mask_ratio", "less than 1"]),
+        ("rounds", ["key=value"]),
+        ("method.name=fedfoo", ["method.name", "fedfoo", "fedavg"]),
+        ("fleet.per_round=99", ["fleet.per_round", "99"]),
+    ],
+)
+def test_a_bad_override_is_one_sentence(override: str, words: list[str], vitfleet: Command, tmp_path: Path) -> None:
+    assert_refused(vitfleet(tmp_path, "run", "digits", "-o", override, "--out", "bad"), *words)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_preset_nobody_knows_is_one_sentence(vitfleet: Command, tmp_path: Path) -> None:
+    assert_refused(vitfleet(tmp_path, "run", "digit"), "digit", "'digits'")
+    assert_refused(vitfleet(tmp_path, "run", "none.toml"), "none.toml")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_clients_than_images_is_one_sentence_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+    arguments = options("data.limit=50", "fleet.clients=51", "machine.device=cpu")
+    result = vitfleet(tmp_path, "run", "digits", *arguments, "--out", "crowd")
+    assert_refused(result, "fleet.clients", "51", "between 1 and 50")
+    assert not (tmp_path / "crowd").exists()
+
+
+def test_a_data_set_that_is_not_there_is_one_sentence_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    arguments = options("data.name=cifar100", "machine.device=cpu")
+    result = vitfleet(tmp_path, "run", "digits", *arguments, "--data-dir", "data", "--out", "missing")
+    assert_refused(result, "cifar100", str(tmp_path / "data"))
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("folder", ["empty", "nowhere"])
+def test_a_folder_without_a_run_cannot_be_resumed(folder: str, vitfleet: Command, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert_refused(vitfleet(tmp_path, "resume", folder), folder, "no run")
+    assert not (tmp_path / "nowhere").exists()
+
+
+Started: TypeAlias = tuple[subprocess.Popen[str], Path]
+Start: TypeAlias = Callable[..., Started]
+
+
+@pytest.fixture
+def start(
+    executable: Path, environment: dict[str, str], tiny_overrides: tuple[str, ...], tmp_path: Path
+) -> Iterator[Start]:
+    """Return a function that starts a run of so many rounds and waits until it is under way."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(rounds: int, under_way: Callable[[Path], bool] = lambda folder: done(folder) >= 2) -> Started:
+        folder = tmp_path / "a folder whose path is long enough to be wrapped in a narrow terminal" / "run"
+        command = [executable, "run", "digits", *options(*tiny_overrides, f"rounds={rounds}"), "--out", folder]
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        wait_for(lambda: under_way(folder), process)
+        return process, folder
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def done(folder: Path) -> int:
+    records = folder / "records.jsonl"
+    return len(records.read_bytes().splitlines()) if records.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def test_a_second_process_is_refused_while_the_first_runs(start: Start, vitfleet: Command, tmp_path: Path) -> None:
+    process, folder = start(100_000)
+    assert_refused(vitfleet(tmp_path, "resume", folder), str(folder), "another process")
+    before = done(folder)
+    wait_for(lambda: done(folder) > before, process)  # the first one does not mind
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_how_to_go_on_and_does(
+    sent: signal.Signals, start: Start, vitfleet: Command, tmp_path: Path
+) -> None:
+    rounds = 60
+    process, folder = start(rounds)
+    process.send_signal(sent)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert 2 <= done(folder) < rounds
+    assert f"vitfleet resume {shlex.quote(str(folder))}" in said  # whole, to be copied into a shell
+    result = vitfleet(tmp_path, "resume", folder)
+    assert result.returncode == 0, result.stderr
+    assert done(folder) == rounds
+    assert json.loads((folder / "summary.json").read_text())["rounds"] == rounds
+
+
+def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
+    start: Start, vitfleet: Command, tmp_path: Path
+) -> None:
+    process, folder = start(3, under_way=lambda folder: (folder / "config.json").exists())
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert "vitfleet resume" in said
+    result = vitfleet(tmp_path, "resume", folder)
+    assert result.returncode == 0, result.stderr
+    assert done(folder) == 3

@@ -1,0 +1,107 @@
+"""Imports point one way: cli → report → run → fleet → methods → train → models, data → config."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vitfleet
+
+PACKAGE = "vitfleet"
+ROOT = Path(vitfleet.__file__).parent
+
+# What lies on the way from anywhere to anywhere: these know each other and the configuration only.
+LOOSE = {"errors", "progress", "randomness", "message", "wire"}
+
+# Each room and the rooms it may know besides itself and the loose modules.
+_BELOW_TRAIN = {"config", "data", "models"}
+_BELOW_METHODS = {*_BELOW_TRAIN, "train"}
+_BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet"}
+_BELOW_CLI = {*_BELOW_RUN, "run", "report"}
+MAY_KNOW = {
+    "config": set[str](),
+    "data": {"config"},
+    "models": {"config"},
+    "train": _BELOW_TRAIN,
+    "methods": _BELOW_METHODS,
+    "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
+    "run": _BELOW_RUN,
+    "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
+    "cli": _BELOW_CLI,
+    "__main__": {*_BELOW_CLI, "cli"},
+    **{loose: {"config"} for loose in LOOSE},
+}
+MODULES = sorted(path for path in ROOT.rglob("*.py"))
+
+
+def name_of(path: Path) -> list[str]:
+    """Return a module's place in the package: ['data', 'batches'], ['cli'], [] for the package itself."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imported(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield every import of our own, wherever it stands (in a function, under TYPE_CHECKING), and its line."""
+    package = name_of(path) if path.name == "__init__.py" else name_of(path)[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = [PACKAGE, *package[: len(package) - node.level + 1]] if node.level else []
+            origin = [*above, *(node.module.split(".") if node.module else [])]
+            # `from vitfleet import wire` names a room; `from vitfleet import __version__` does not.
+            targets = [[*origin, alias.name] for alias in node.names] if origin == [PACKAGE] else [origin]
+        else:
+            continue
+        for target in targets:
+            if target[0] == PACKAGE:
+                yield node.lineno, target[1:]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    place = name_of(path)
+    if not place:
+        assert not list(imported(path)), "the package itself imports nothing of its own: it must stay cheap"
+        return
+    room = place[0]
+    assert room in MAY_KNOW, f"say in this test where the room {room!r} stands"
+    allowed = {room, *LOOSE, *MAY_KNOW[room]}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {'.'.join(target)}"
+        for line, target in imported(path)
+        if target and target[0] in MAY_KNOW and target[0] not in allowed
+    ]
+    assert not wrong
+
+
+def test_the_order_has_no_circle() -> None:
+    """Rooms can be put in a row in which each knows only those before it."""
+    rooms = {room: known for room, known in MAY_KNOW.items() if room not in LOOSE}
+    placed: set[str] = set()
+    while len(placed) < len(rooms):
+        ready = {room for room, known in rooms.items() if room not in placed and known <= placed}
+        assert ready
+        placed |= ready
+
+
+def test_the_reader_of_imports_reads_them_all() -> None:
+    """Hold this test's own eyes to every way in which an import can be written."""
+    seen = {(path.relative_to(ROOT).as_posix(), ".".join(target)) for path in MODULES for _, target in imported(path)}
+    assert ("wire.py", "message") in seen
+    assert ("cli.py", "run.conduct") in seen  # inside a function
+    assert ("cli.py", "run.folder") in seen  # under TYPE_CHECKING
+    assert ("data/batches.py", "config.schema") in seen
+
+
+def test_config_is_light() -> None:
+    """What every command reads must not pull in what only training needs."""
+    heavy = {"torch", "timm", "torchvision", "numpy", "safetensors", "pyarrow", "PIL"}
+    for path in (ROOT / "config").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not heavy & {name.split(".")[0] for name in names}, path.name
