@@ -89,7 +89,7 @@ def make_setting(tiny_net: Net) -> MakeSetting:
 
     def make(**train: object) -> Setting:
         config = TrainConfig.model_validate(train)
-        return Setting(anatomy=tiny_net.anatomy, train=config, rounds=ROUNDS, seed=0)
+        return Setting.of(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
 
     return make
 

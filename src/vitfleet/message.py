@@ -28,4 +28,13 @@ class Message(Named):
 
 @dataclass(frozen=True)
 class State(Named):
-    """What a server or a client keeps from one round to the next."""
+    """What a server or a client keeps from one round to the next.
+
+    Attributes
+    ----------
+    parts
+        Parts of a server's state that change now and then, such as what it keeps of each client: a checkpoint
+        writes those that are no longer the same object as before.
+    """
+
+    parts: Mapping[str, State] = field(default_factory=dict)

@@ -28,6 +28,7 @@ class Purpose(StrEnum):
     AUGMENT = "augment"
     MASK = "mask"
     LAYERS = "layers"
+    RECORD = "record"
 
 
 @dataclass(frozen=True)

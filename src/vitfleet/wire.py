@@ -71,7 +71,7 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
         raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: {error}") from error
     if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
         raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: its numbers are none")
-    return kind(tensors, numbers)
+    return kind(tensors=tensors, numbers=numbers)
 
 
 def _is_number(value: object) -> bool:

@@ -39,7 +39,7 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
     net = build(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
-    return FedBfpt(FedBfptConfig(local_layers=6), Setting(net.anatomy, TrainConfig(), rounds=200, seed=0))
+    return FedBfpt(FedBfptConfig(local_layers=6), Setting.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("layer", range(6))

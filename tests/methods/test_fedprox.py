@@ -20,13 +20,14 @@ from vitfleet.train.objective import Fit, Fitted, Step
 from vitfleet.train.trainer import Place
 
 PLACE = Place(0, 1, 0)
+NO_LABELS = torch.empty(0, dtype=torch.long)
 
 
 def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
     """Return the training that the client half asks for in its first round."""
     server = method.start(net.initial_weights())
     down = method.instruct(server, round=1, client=0, since=None)
-    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None)))
+    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None, NO_LABELS)))
 
 
 def distance(left: Tensors, right: Tensors) -> float:
@@ -51,7 +52,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_th
     losses = F.cross_entropy(F.linear(inputs, weights["w"], weights["b"]), labels, reduction="none")
     plain = torch.autograd.grad(torch.dot(losses, share), leaves)
 
-    step = Step(F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor)
+    step = Step(F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), 0)
     objective = FedProx(FedProxConfig(mu=mu), make_setting()).objective()
     proximal = torch.autograd.grad(objective.loss(step), leaves)
     for name, gradient, without in zip(weights, proximal, plain, strict=True):
@@ -62,7 +63,7 @@ def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
     logits = torch.tensor([[0.0, 0.0]])
     weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
     anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
-    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor)
+    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), 0)
     loss = FedProx(FedProxConfig(mu=0.1), make_setting()).objective().loss(step)
     assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
 
@@ -132,5 +133,5 @@ def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Ne
     method = FedProx(FedProxConfig(), make_setting())
     server = method.start({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
     down = method.instruct(server, round=5, client=0, since=2)
-    fit = next(method.work(Job(5, 0, down, {}, None)))
+    fit = next(method.work(Job(5, 0, down, {}, None, NO_LABELS)))
     assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.anatomy.shapes)

@@ -16,6 +16,8 @@ from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.trainer import Place
 
+NO_LABELS = torch.empty(0, dtype=torch.long)
+
 
 @pytest.fixture
 def method(make_setting: MakeSetting) -> Standalone:
@@ -46,8 +48,8 @@ def test_replies_change_nothing(method: Standalone) -> None:
 def test_a_client_goes_on_from_its_own_weights(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
     own = State({name: weight + 1 for name, weight in initial.items()})
-    first = next(method.work(Job(1, 0, Message(), initial, None)))
-    later = next(method.work(Job(2, 0, Message(), initial, own)))
+    first = next(method.work(Job(1, 0, Message(), initial, None, NO_LABELS)))
+    later = next(method.work(Job(2, 0, Message(), initial, own, NO_LABELS)))
     assert same(first.weights, initial)
     assert same(later.weights, own.tensors)
     assert (first.epochs, tuple(first.objective.trains)) == (2, tuple(tiny_net.anatomy.shapes))

@@ -46,7 +46,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     fitted = trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole, observer=observer), 1), shard, Place(0, 1, 0))
     measured = fitted.observed["layers"] / fitted.steps
 
-    draws = trainer._draw(shard, Place(0, 1, 0), 0)
+    draws = trainer._draw(shard, None, Place(0, 1, 0), 0)
     vit = tiny_net.module.vit
     expected = torch.zeros(2)
     for start in range(0, 30, 10):
@@ -207,7 +207,7 @@ def test_k_beyond_the_models_layers_is_refused(make_setting: MakeSetting) -> Non
 def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build(config.model, 10, 3, 32, seed=0)
-    setting = Setting(net.anatomy, config.train, config.rounds, config.seed)
+    setting = Setting.of(net, config.train, config.rounds, config.seed, 10, torch.device("cpu"))
     weights = net.initial_weights()
     full = FedAvg(FedAvgConfig(), setting).instruct(State(weights), 1, 0, None)
     chosen = net.anatomy.join(net.anatomy.others, *(net.anatomy.blocks[layer] for layer in (0, 1, 2)))

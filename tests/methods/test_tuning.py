@@ -32,7 +32,7 @@ def counted(params: MethodConfig) -> int:
     """Count what trains in a ViT-B/16, without making its weights."""
     with torch.device("meta"):
         net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
-    method = make_method(params, Setting(net.anatomy, TrainConfig(), 1, 0))
+    method = make_method(params, Setting.of(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
     return net.anatomy.count(method.trains)
 
 

@@ -62,13 +62,16 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _allowed(field: FieldInfo) -> str:
-    bounds = [
+    return " ".join([" or ".join(map(_type, _members(field.annotation))), *_bounds(field.metadata)])
+
+
+def _bounds(rules: list[Any]) -> list[str]:
+    return [
         f"{sign} {getattr(rule, kind.__name__.lower())}"
-        for rule in field.metadata
+        for rule in rules
         for kind, sign in _SIGNS.items()
         if isinstance(rule, kind)
     ]
-    return " ".join([" or ".join(map(_type, _members(field.annotation))), *bounds])
 
 
 def _type(annotation: Any) -> str:

@@ -83,6 +83,21 @@ class FedBfptConfig(Table):
     local_layers: int = Field(6, ge=2, description="layers of a client's model, 2 … the model's layers")
 
 
+class EftVitConfig(Table):
+    """Masked images on the client, features instead of weights (EFTViT). The mask is ``train.mask_ratio``."""
+
+    name: Literal["eftvit"] = "eftvit"
+    local_layers: int = Field(2, ge=1, description="layers M of a client's local module, 1 … the model's layers − 1")
+    train_embedding: bool = Field(True, description="whether embedding and positions, local anyway, train too")
+    threshold: float = Field(
+        0.5, ge=0, le=1, description="samples sent of a class, as a quantile of the class counts: 0.5 median, 1 max"
+    )
+    values: Literal["fp32", "bf16", "fp16", "int8"] = Field("bf16", description="how features travel and are stored")
+    server_epochs: int = Field(2, ge=1, description="the server's passes over its store in a round")
+    store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
+    store_on: Literal["device", "host"] = Field("device", description="where the server's store lies")
+
+
 MethodConfig = Annotated[
     StandaloneConfig
     | FedAvgConfig
@@ -93,6 +108,7 @@ MethodConfig = Annotated[
     | FedBiasConfig
     | FedPromptConfig
     | FedLoraConfig
-    | FedBfptConfig,
+    | FedBfptConfig
+    | EftVitConfig,
     Field(discriminator="name"),
 ]

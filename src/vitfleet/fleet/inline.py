@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Reply, Request, Verdict
 from vitfleet.message import State, Tensors
-from vitfleet.methods.base import Answer, Job, Method, Work
-from vitfleet.train.trainer import Place, Trainer
+from vitfleet.methods.base import Answer, Job, Method
+from vitfleet.train.trainer import Place, Trainer, drive
 
 
 class InlineFleet:
@@ -53,9 +52,11 @@ class InlineFleet:
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Train each client as its turn comes."""
         for request in requests:
-            job = Job(request.round, request.client, request.down, self.base, self.own(request.client))
+            shard = self.shard(request.client)
+            labels = shard.images.labels[shard.index].cpu()
+            job = Job(request.round, request.client, request.down, self.base, self.own(request.client), labels)
             place = Place(self.seed, request.round, request.client)
-            answer = work_alone(self.method.work(job), self.trainer, self.shard(request.client), place)
+            answer = drive(self.method.work(job), self.trainer, shard, place)
             failure = diverged(answer)
             if failure is not None:
                 yield Reply(request.client, None, failure=failure)
@@ -97,17 +98,3 @@ def diverged(answer: Answer) -> str | None:
     if floating and not bool(torch.stack(torch._foreach_norm(floating, 1)).isfinite().all()):
         return "its training diverged: its weights are not finite"
     return None
-
-
-def work_alone(work: Work, trainer: Trainer, shard: Shard, place: Place) -> Answer:
-    """Drive one client's half to its end, running each training it yields."""
-    try:
-        fit = next(work)
-        while True:
-            fitted = trainer.fit(fit, shard, place)
-            # Later trainings of the same round draw from later epochs: no two share their numbers.
-            place = replace(place, first_epoch=place.first_epoch + fit.epochs)
-            fit = work.send(fitted)
-    except StopIteration as end:
-        answer: Answer = end.value
-        return answer

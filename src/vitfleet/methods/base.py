@@ -17,23 +17,43 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, Fitted
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method may know of the run it is in."""
+    """What a method may know of the run it is in.
+
+    Attributes
+    ----------
+    tokens, width
+        Tokens of a training image after masking, class token included, and the numbers in each.
+    device
+        Where training happens.
+    """
 
     anatomy: Anatomy
     train: TrainConfig
     rounds: int
     seed: int
+    classes: int
+    tokens: int
+    width: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, net: Net, train: TrainConfig, rounds: int, seed: int, classes: int, device: torch.device) -> Setting:
+        """Return the setting of a model in a run."""
+        tokens = net.prefix + net.kept(train.mask_ratio)
+        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device)
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,8 @@ class Job:
         What every client was given once, at its first contact: see :meth:`Method.base`.
     own
         The client's own state, as it left it; ``None`` before its first round.
+    labels
+        The labels of the client's images, on the host.
     """
 
     round: int
@@ -55,6 +77,7 @@ class Job:
     down: Message
     base: Tensors
     own: State | None
+    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,11 @@ class Answer:
 
 
 Work: TypeAlias = Generator[Fit, Fitted, Answer]
+ServerWork: TypeAlias = Generator[Fit, Fitted, State]
+
+
+class RefusalError(Exception):
+    """A message cannot be used; says why."""
 
 
 class Gathering(ABC):
@@ -84,7 +112,13 @@ class Gathering(ABC):
 
     @abstractmethod
     def add(self, client: int, up: Message) -> None:
-        """Fold in one reply. Replies always come in the order of the requests, whoever was faster."""
+        """Fold in one reply. Replies always come in the order of the requests, whoever was faster.
+
+        Raises
+        ------
+        RefusalError
+            If the message cannot be used; it is named and counted, and the round goes on without it.
+        """
 
     @abstractmethod
     def finish(self) -> State:
@@ -138,6 +172,11 @@ class Method(ABC, Generic[Params]):
     @abstractmethod
     def gather(self, server: State, round: int) -> Gathering:
         """Open a round's gathering of replies."""
+
+    def refine(self, server: State, round: int) -> ServerWork:
+        """Train on the server after the replies are in, yielding each training it wants: nothing by default."""
+        return server
+        yield  # a generator, like the client half
 
     # The client half
 

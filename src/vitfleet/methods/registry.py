@@ -8,6 +8,7 @@ from torch import nn
 
 from vitfleet.config.methods import MethodConfig
 from vitfleet.methods.base import Method, Setting
+from vitfleet.methods.eftvit import EftVit
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.fedbfpt import FedBfpt
 from vitfleet.methods.fedprox import FedProx
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method[Any]]] = {
         FedPrompt,
         FedLora,
         FedBfpt,
+        EftVit,
     )
 }
 

@@ -23,27 +23,40 @@ class Forward(nn.Module):
         self.vit = vit
         self.by_parts = has_tokens(vit)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None) -> Tensor:
-        """Return logits.
+    def forward(
+        self,
+        inputs: Tensor,
+        keep: Tensor | None = None,
+        route: tuple[int, ...] | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Return logits, or the tokens on the way to them.
 
         Parameters
         ----------
+        inputs
+            Images; where ``start`` is not 0, the tokens that enter that block.
         keep
             Positions of the patches that are kept, ``[batch, kept]``; the others are never embedded.
         route
             The blocks to run, in this order; all of them by default.
+        start, stop
+            Run the blocks from ``start`` to before ``stop``; with a ``stop``, return the tokens that leave there.
         """
         vit: Any = self.vit  # timm's models are untyped
         if not self.by_parts:
-            return cast(Tensor, vit(images))
-        tokens = vit.norm_pre(embed(vit, images, keep))
+            return cast(Tensor, vit(inputs))
+        tokens = inputs if start else vit.norm_pre(embed(vit, inputs, keep))
         prompts: Tensor | None = getattr(vit, PROMPTS, None)
         added = 0
-        for position, block in enumerate(range(len(vit.blocks)) if route is None else route):
+        for position, block in enumerate((route or range(len(vit.blocks)))[start:stop]):
             if prompts is not None and position < prompts.shape[0]:
                 tokens = put_prompts(tokens, prompts[position], vit.num_prefix_tokens, replace=added)
                 added = prompts.shape[1]
             tokens = vit.blocks[block](tokens)
+        if stop is not None:
+            return cast(Tensor, tokens)
         tokens = vit.norm(tokens)
         if added:
             prefix = vit.num_prefix_tokens
@@ -91,6 +104,8 @@ class Net:
         The names of its weights, by part.
     patches
         Patches of a whole image, 0 for a family whose tokens cannot be dropped.
+    prefix, width
+        Tokens that stand before the patches (class token, registers), and the numbers in a token.
     side, mean, std
         The input it takes: pixels a side, and the normalisation of pixels in 0…1.
     """
@@ -98,6 +113,8 @@ class Net:
     module: Forward
     anatomy: Anatomy
     patches: int
+    prefix: int
+    width: int
     side: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -106,8 +123,19 @@ class Net:
         self, weights: Tensors, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None
     ) -> Tensor:
         """Return the logits of these images under these weights: see :meth:`Forward.forward`."""
+        return self._run(weights, images, keep, route)
+
+    def until(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
+        """Return the tokens that enter a block: the patch features of the module before it."""
+        return self._run(weights, images, keep, None, 0, block)
+
+    def onward(self, weights: Tensors, tokens: Tensor, block: int) -> Tensor:
+        """Return the logits of tokens that enter a block."""
+        return self._run(weights, tokens, None, None, block)
+
+    def _run(self, weights: Tensors, *arguments: object) -> Tensor:
         inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
-        return cast(Tensor, functional_call(self.module, inner, (images, keep, route), tie_weights=False))
+        return cast(Tensor, functional_call(self.module, inner, arguments, tie_weights=False))
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights the architecture was built with."""
@@ -133,4 +161,5 @@ class Net:
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
     patches = vit.patch_embed.num_patches if has_tokens(vit) else 0
-    return Net(Forward(vit), dissect(vit), patches, side, mean, std)
+    prefix = vit.num_prefix_tokens if has_tokens(vit) else 0
+    return Net(Forward(vit), dissect(vit), patches, prefix, vit.num_features, side, mean, std)

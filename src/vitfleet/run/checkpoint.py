@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from vitfleet.errors import UserError
@@ -34,6 +34,8 @@ class Manifest:
         File of the server's state.
     clients
         File of each client's own state.
+    parts
+        File of each part of the server's state that is kept on its own.
     heard
         The last round in which each client took part.
     records_length, timings_length
@@ -47,6 +49,7 @@ class Manifest:
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     clients: dict[int, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     heard: dict[int, int] = field(default_factory=dict)
     version: int = VERSION
 
@@ -64,6 +67,7 @@ class Checkpoints:
         self.folder = folder / "checkpoint"
         self.folder.mkdir(exist_ok=True)
         self.latest = self._read_manifest()
+        self._parts: Mapping[str, State] = {}  # as they were last written or read
         self._sweep()
 
     def _read_manifest(self) -> Manifest | None:
@@ -80,6 +84,13 @@ class Checkpoints:
     def read(self, name: str) -> State:
         """Read one of a checkpoint's states."""
         return decode(State, (self.folder / name).read_bytes())
+
+    def server(self) -> State:
+        """Read the server's state of the last checkpoint, with its parts."""
+        assert self.latest is not None
+        plain = self.read(self.latest.server)
+        self._parts = {key: self.read(name) for key, name in self.latest.parts.items()}
+        return replace(plain, parts=dict(self._parts))
 
     def commit(
         self,
@@ -99,9 +110,17 @@ class Checkpoints:
             else:
                 clients[client] = f"client-{client:06d}-round-{round:06d}.safetensors"
                 write_atomically(self.folder / clients[client], encode(state))
+        parts: dict[str, str] = {}
+        for key, part in server.parts.items():
+            if before is not None and self._parts.get(key) is part:
+                parts[key] = before.parts[key]
+            else:
+                parts[key] = f"{key}-round-{round:06d}.safetensors"
+                write_atomically(self.folder / parts[key], encode(part))
+        self._parts = dict(server.parts)
         name = f"server-round-{round:06d}.safetensors"
         write_atomically(self.folder / name, encode(server))
-        manifest = Manifest(round, name, *lengths, *totals, clients=clients, heard=dict(heard))
+        manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
         self.latest = manifest
         for name in _files(before) - _files(manifest):
@@ -116,4 +135,4 @@ class Checkpoints:
 
 
 def _files(manifest: Manifest | None) -> set[str]:
-    return {manifest.server, *manifest.clients.values()} if manifest else set()
+    return {manifest.server, *manifest.clients.values(), *manifest.parts.values()} if manifest else set()

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from vitfleet.config.schema import Config
 from vitfleet.fleet.base import Request, in_order
 from vitfleet.message import Message
+from vitfleet.methods.base import RefusalError
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.curves import Curves
 from vitfleet.run.files import write_atomically
@@ -87,11 +88,15 @@ def play_round(session: Session, round: int) -> RoundRecord:
         if reply.up is None:
             entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
             continue
-        gathering.add(reply.client, reply.up)
+        try:
+            gathering.add(reply.client, reply.up)
+        except RefusalError as refused:
+            entries.append(ClientRecord(reply.client, down, _size(reply.up), failure=str(refused)))
+            continue
         session.heard[reply.client] = round
         right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
         entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
-    session.server = gathering.finish()
+    session.server = session.refine(gathering.finish(), round)
     session.round = round
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
     session.total_down_bytes += sum(entry.down_bytes for entry in entries)

@@ -46,13 +46,19 @@ class Evaluator:
         drawn anew each time.
         """
         if method.has_global_model:
-            models = [method.model(server, base, None)]
+            states: list[State | None] = [None]
         else:
-            models = [method.model(server, base, own(client)) for client in self._draw_clients(round)]
-        answers = [self.answer(model) for model in models]
-        accuracy = torch.stack([right.mean() for right, _ in answers]).mean()
-        loss = float(torch.stack([losses.mean() for _, losses in answers]).mean())
-        return float(accuracy), loss if math.isfinite(loss) else None, len(models)
+            # Clients that never took part all have the same model: it is measured once and counts for each of them.
+            states = sorted((own(client) for client in self._draw_clients(round)), key=lambda state: state is None)
+        measured: list[tuple[float, float]] = []
+        for position, state in enumerate(states):
+            if state is None and position and states[position - 1] is None:
+                measured.append(measured[-1])
+                continue
+            right, losses = self.answer(method.model(server, base, state))
+            measured.append((float(right.mean()), float(losses.mean())))
+        accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
+        return accuracy, loss if math.isfinite(loss) else None, len(measured)
 
     def judge(self, client: int, model: Tensors) -> Verdict:
         """Try a client's own model out on its own test images."""

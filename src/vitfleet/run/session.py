@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints, Manifest
 from vitfleet.run.evaluate import Evaluator
 from vitfleet.train.machine import Machine, set_up
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.train.trainer import SERVER, Place, Trainer, drive, preprocess_for
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Session:
     method: Method[Any]
     base: Message
     fleet: Fleet
+    trainer: Trainer
     evaluator: Evaluator
     checkpoints: Checkpoints
     server: State
@@ -47,6 +48,11 @@ class Session:
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     heard: dict[int, int] = field(default_factory=dict)
+
+    def refine(self, server: State, round: int) -> State:
+        """Let the server train, if its method does; it has no images of its own."""
+        nobody = Shard(self.data.train, torch.empty(0, dtype=torch.long, device=self.machine.device))
+        return drive(self.method.refine(server, round), self.trainer, nobody, Place(self.config.seed, round, SERVER))
 
     @property
     def params(self) -> int:
@@ -72,8 +78,8 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         config.seed,
         partial(adapt, config.method),
     ).to(machine.device)
-    net.kept(config.train.mask_ratio)  # complains now about a mask the model cannot have
-    method = make_method(config.method, Setting(net.anatomy, config.train, config.rounds, config.seed))
+    setting = Setting.of(net, config.train, config.rounds, config.seed, len(data.classes), machine.device)
+    method = make_method(config.method, setting)
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
     checkpoints = Checkpoints(folder)
@@ -98,12 +104,15 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         method,
         base,
         fleet,
+        trainer,
         evaluator,
         checkpoints,
         method.start(initial),
     )
     if latest is not None:
-        session.server = _state_on(machine.device, checkpoints.read(latest.server))
+        stored = checkpoints.server()
+        # Parts stay on the host: a method that wants them on the device brings them there.
+        session.server = replace(_state_on(machine.device, stored), parts=stored.parts)
         session.round = latest.round
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
 
@@ -33,6 +34,10 @@ class Step:
         The weights that train, as they are at this step.
     constants
         Tensors the method fixed for this training (an anchor, an importance).
+    positions, epoch
+        Which of the client's samples these are, ``[batch]``, and the epoch they are visited in, from 0.
+    features
+        The tokens at the objective's split, if it has one, ``[batch, tokens, width]``.
     """
 
     logits: Tensor
@@ -40,6 +45,9 @@ class Step:
     share: Tensor
     weights: Tensors
     constants: Tensors
+    positions: Tensor
+    epoch: int
+    features: Tensor | None = None
 
 
 Loss: TypeAlias = Callable[[Step], Tensor]
@@ -80,6 +88,8 @@ class Objective:
         Watches the gradients, before they are transformed.
     route
         The blocks that are run, in this order, where it is not all of them.
+    split
+        The block before which the model is parted: what enters it are the step's features.
     """
 
     trains: Selection
@@ -87,16 +97,26 @@ class Objective:
     transform: Transform | None = None
     observer: Observer | None = None
     route: tuple[int, ...] | None = None
+    split: int | None = None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A training that a method's client half asks for."""
+    """A training that a method asks for.
+
+    Attributes
+    ----------
+    weights
+        The whole model's, those that train and those that do not.
+    features
+        What to train on instead of images: tokens that enter the model at the objective's split.
+    """
 
     weights: Tensors
     objective: Objective
     epochs: int
     constants: Tensors = field(default_factory=dict)
+    features: FeatureSet | None = None
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,24 @@ and the only synchronisation is the caller reading a result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.batches import EpochDraws, Preprocess, draw_epoch
+from vitfleet.data.features import FeatureSet
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Fitted, Step
 from vitfleet.train.optim import learning_rate, make_optimizer
+
+Outcome = TypeVar("Outcome")
+SERVER = -2  # the server's place among the clients, for what it draws itself
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,12 @@ class Trainer:
     machine: Machine
 
     def fit(self, fit: Fit, shard: Shard, place: Place) -> Fitted:
-        """Run a training that a method asked for on one client's images.
+        """Run a training that a method asked for, on a client's images or on the features that came with it.
 
-        A client without images trains nothing: its weights come back as they were.
+        Who has no samples trains nothing: the weights come back as they were.
         """
         objective = fit.objective
+        samples = len(shard) if fit.features is None else len(fit.features)
         trains = self.net.anatomy.trainable(objective.trains)
         leaves = {name: fit.weights[name].detach().clone().requires_grad_() for name in trains}
         # Running statistics are written in place by the forward pass: never into somebody else's tensors.
@@ -59,19 +66,14 @@ class Trainer:
         total = torch.zeros((), device=self.machine.device)
         steps = 0
         self.net.module.train()
-        for epoch in range(place.first_epoch, place.first_epoch + fit.epochs):
-            draws = self._draw(shard, place, epoch)
-            for start in range(0, len(shard), self.config.batch_size):
+        for epoch in range(fit.epochs):
+            draws = self._draw(shard, fit.features, place, place.first_epoch + epoch)
+            for start in range(0, samples, self.config.batch_size):
                 batch = draws.rows(start, start + self.config.batch_size)
-                step = self._forward(weights, leaves, shard, batch, fit)
+                step = self._forward(weights, leaves, shard, batch, epoch, fit)
                 loss = objective.loss(step)
-                gradients = dict(
-                    zip(
-                        leaves,
-                        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True),
-                        strict=True,
-                    )
-                )
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                gradients = dict(zip(leaves, found, strict=True))
                 with torch.no_grad():
                     if objective.observer:
                         observed = objective.observer.see(observed, gradients, step)
@@ -85,32 +87,63 @@ class Trainer:
                 steps += 1
         trained = {name: leaf.detach() for name, leaf in leaves.items()}
         trained |= {name: buffers[name] for name in objective.trains if name in buffers}
-        seen = max(1, len(shard) * fit.epochs)
-        return Fitted(trained, total / seen, len(shard), steps, observed)
+        return Fitted(trained, total / max(1, samples * fit.epochs), samples, steps, observed)
 
-    def _draw(self, shard: Shard, place: Place, epoch: int) -> EpochDraws:
+    def _draw(self, shard: Shard, features: FeatureSet | None, place: Place, epoch: int) -> EpochDraws:
+        images = features is None
         return draw_epoch(
             place.seed,
             place.round,
             place.client,
             epoch,
-            samples=len(shard),
+            samples=len(shard) if features is None else len(features),
             side=shard.images.side,
-            augment=self.augment,
-            patches=self.net.patches,
-            kept=self.net.kept(self.config.mask_ratio),
+            # Features are what is left of images that were augmented and masked already.
+            augment=self.augment if images else AugmentConfig(),
+            patches=self.net.patches if images else 0,
+            kept=self.net.kept(self.config.mask_ratio) if images else 0,
             device=self.machine.device,
         )
 
     def _forward(
-        self, weights: dict[str, Tensor], leaves: dict[str, Tensor], shard: Shard, batch: EpochDraws, fit: Fit
+        self,
+        weights: dict[str, Tensor],
+        leaves: dict[str, Tensor],
+        shard: Shard,
+        batch: EpochDraws,
+        epoch: int,
+        fit: Fit,
     ) -> Step:
-        index = shard.index[batch.order]
-        images = self.preprocess(shard.images.images[index], batch)
+        split = fit.objective.split
+        features: Tensor | None = None
+        if fit.features is not None:
+            features, labels = fit.features.take(batch.order)
+        else:
+            index = shard.index[batch.order]
+            images, labels = self.preprocess(shard.images.images[index], batch), shard.images.labels[index]
         with self.machine.autocast():
-            logits = self.net(weights, images, batch.keep, fit.objective.route)
-        share = torch.full((len(index),), 1 / len(index), device=self.machine.device)
-        return Step(logits, shard.images.labels[index], share, leaves, fit.constants)
+            if split is None:
+                logits = self.net(weights, images, batch.keep, fit.objective.route)
+            else:
+                if features is None:
+                    features = self.net.until(weights, images, batch.keep, split)
+                logits = self.net.onward(weights, features, split)
+        share = torch.full((len(labels),), 1 / len(labels), device=self.machine.device)
+        return Step(logits, labels, share, leaves, fit.constants, batch.order, epoch, features)
+
+
+def drive(work: Generator[Fit, Fitted, Outcome], trainer: Trainer, shard: Shard, place: Place) -> Outcome:
+    """Drive a half of a method to its end, running each training it yields."""
+    try:
+        fit = next(work)
+        while True:
+            fitted = trainer.fit(fit, shard, place)
+            # Later trainings of the same round draw from later epochs: no two share their numbers.
+            place = replace(place, first_epoch=place.first_epoch + fit.epochs)
+            fit = work.send(fitted)
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
 
 
 def preprocess_for(net: Net, device: torch.device) -> Preprocess:

@@ -1,0 +1,184 @@
+"""EFTViT: Wu et al., "Efficient Federated Training of Vision Transformers with Masked Images …", ICCV 2025.
+
+The model is parted: the local module (embedding and the first M layers) belongs to a client, the global module (the
+other layers) and the head to the server. A client drops most patches of every image (``train.mask_ratio``), passes
+the rest through its local module, the frozen global module and the head, and trains the local module and the head
+(Algorithm 1). What it sends is not weights but the patch features its local module made, as many of every class. The
+server keeps every client's latest features, trains global module and head on them and sends both back (Algorithm 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vitfleet.config.methods import EftVitConfig
+from vitfleet.data.features import Features, FeatureSet, quantize
+from vitfleet.errors import ConfigError
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.base import Answer, Gathering, Job, Method, RefusalError, ServerWork, Setting, Work, tally
+from vitfleet.methods.sampling import Plan, draw_plan
+from vitfleet.models.anatomy import Selection
+from vitfleet.randomness import Address, Purpose
+from vitfleet.train.objective import Fit, Objective, Step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+
+class EftVit(Method[EftVitConfig]):
+    """Train on some of the patches, send features instead of weights."""
+
+    name = "eftvit"
+    has_global_model = False
+
+    def __init__(self, params: EftVitConfig, setting: Setting) -> None:
+        super().__init__(params, setting)
+        if not self.anatomy.tokens:
+            raise ConfigError("method.name", self.name, "needs a plain ViT (vit_*, deit_*), which can be parted")
+        if params.local_layers >= self.anatomy.depth:
+            raise ConfigError(
+                "method.local_layers",
+                params.local_layers,
+                f"must be between 1 and {self.anatomy.depth - 1}: the global module needs a layer",
+            )
+        blocks = self.anatomy.blocks
+        self.local_module = self.anatomy.join(self.anatomy.embed, *blocks[: params.local_layers])
+        self.global_module = self.anatomy.join(*blocks[params.local_layers :], self.anatomy.norm)
+
+    @property
+    def trains(self) -> Selection:
+        """A client's local module, and the head."""
+        layers = self.anatomy.blocks[: self.params.local_layers]
+        local = self.local_module if self.params.train_embedding else self.anatomy.join(*layers)
+        return self.anatomy.join(local, self.anatomy.head)
+
+    # The server half
+
+    def base(self, initial: Tensors) -> Message:
+        """Give every client the same local module to start from."""
+        return Message(self.local_module.take(initial))
+
+    def start(self, initial: Tensors) -> State:
+        """Start with the initial global module and head, and no features."""
+        return State(self.anatomy.join(self.global_module, self.anatomy.head).take(initial))
+
+    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+        """Send the global module and the head."""
+        return Message(server.tensors)
+
+    def gather(self, server: State, round: int) -> Gathering:
+        """Take each client's features in, in the place of its old ones."""
+        return FeatureStore(server, self.params, self.setting)
+
+    def refine(self, server: State, round: int) -> ServerWork:
+        """Train the global module and the head on everybody's features."""
+        parts = [_features(part) for part in server.parts.values()]
+        if self.params.store_on == "device":
+            parts = [part.to(self.setting.device) for part in parts]
+        if not parts:
+            return server
+        objective = Objective(self.anatomy.join(self.global_module, self.anatomy.head), split=self.params.local_layers)
+        features = FeatureSet(parts, self.setting.device)
+        fitted = yield Fit(server.tensors, objective, self.params.server_epochs, features=features)
+        return replace(server, tensors=fitted.weights)
+
+    # The client half
+
+    def work(self, job: Job) -> Work:
+        """Train the local module and the head through the frozen global module; send balanced features."""
+        epochs = self.setting.train.epochs
+        received = {**(job.base if job.own is None else job.own.tensors), **job.down.tensors}
+        rng = Address(self.setting.seed, Purpose.RECORD, job.round, job.client).generator()
+        plan = draw_plan(job.labels.numpy(), epochs, self.params.threshold, rng)
+        recorder = Recorder(plan, self.params.values, self.setting)
+        objective = Objective(self.trains, observer=recorder, split=self.params.local_layers)
+        fitted = yield Fit(received, objective, epochs)
+        model = {**received, **fitted.weights}
+        up = Message(recorder.message(fitted.observed) if plan.recorded else {}, tally(fitted))
+        return Answer(up, model, State(self.local_module.take(model)))
+
+    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+        """Return the client's own local module under the server's global module and head."""
+        return {**(base if own is None else own.tensors), **server.tensors}
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Keeps the features that the plan wants, as they will travel, on the device."""
+
+    plan: Plan
+    values: str
+    setting: Setting
+
+    def start(self, weights: Tensors) -> Tensors:
+        """Return an empty buffer, with one row more for what is not wanted: shapes stay static."""
+        rows, tokens, width = self.plan.recorded + 1, self.setting.tokens, self.setting.width
+        device = self.setting.device
+        buffer = {"features": torch.zeros(rows, tokens, width, dtype=DTYPES[self.values], device=device)}
+        if self.values == "int8":
+            buffer["scales"] = torch.ones(rows, tokens, device=device)
+        return {**buffer, "slots": torch.from_numpy(self.plan.slots).to(device)}
+
+    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        """Put the step's wanted features into their places."""
+        assert step.features is not None
+        features = step.features.detach().float()
+        slots = sums["slots"][step.epoch, step.positions]
+        if self.values == "int8":
+            features, scales = quantize(features)
+            sums["scales"][slots] = scales
+        sums["features"][slots] = features.to(DTYPES[self.values])
+        return sums
+
+    def message(self, sums: Tensors) -> dict[str, Tensor]:
+        """Return what is sent: every class equally often."""
+        order = torch.from_numpy(self.plan.order).to(self.setting.device)
+        tensors = {name: sums[name][order] for name in ("features", "scales") if name in sums}
+        return {**tensors, "labels": torch.from_numpy(self.plan.labels).to(torch.int16)}
+
+
+class FeatureStore(Gathering):
+    """The server's store: every client's latest features (section 3.6), or only this round's (section 3.5)."""
+
+    def __init__(self, server: State, params: EftVitConfig, setting: Setting) -> None:
+        self.server = server
+        self.params = params
+        self.setting = setting
+        self.parts: dict[str, State] = dict(server.parts) if params.store == "all" else {}
+
+    def add(self, client: int, up: Message) -> None:
+        """Put a client's features in the place of its old ones, if they are sound."""
+        if not up.tensors:
+            return
+        self.check(up.tensors)
+        device = self.setting.device if self.params.store_on == "device" else torch.device("cpu")
+        self.parts[f"features-{client:06d}"] = State({name: one.to(device) for name, one in up.tensors.items()})
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse what would not train, or would ruin what does."""
+        features, labels, scales = (tensors.get(name) for name in ("features", "labels", "scales"))
+        if features is None or labels is None:
+            raise RefusalError("its message holds no features and labels")
+        wanted = (len(labels), self.setting.tokens, self.setting.width)
+        if tuple(features.shape) != wanted:
+            raise RefusalError(f"its features are of shape {tuple(features.shape)}, not {wanted}")
+        if features.dtype != DTYPES[self.params.values]:
+            raise RefusalError(f"its features are {features.dtype}, not {DTYPES[self.params.values]}")
+        if self.params.values == "int8" and (scales is None or tuple(scales.shape) != wanted[:2]):
+            raise RefusalError("its features have no scales of their own")
+        floating = [one for one in (features, scales) if one is not None and one.is_floating_point()]
+        if not all(bool(one.isfinite().all()) for one in floating):
+            raise RefusalError("its features are not finite")
+        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.setting.classes):
+            raise RefusalError(f"its labels are not all between 0 and {self.setting.classes - 1}")
+
+    def finish(self) -> State:
+        """Return the server's state with the new store."""
+        return replace(self.server, parts=self.parts)
+
+
+def _features(part: State) -> Features:
+    return Features(part.tensors["features"], part.tensors["labels"], part.tensors.get("scales"))
