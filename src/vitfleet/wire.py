@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.message import Named
+from vitfleet.message import Named, Numbers
 
 NUMBERS = "numbers"
 ALIGNMENT = 8
@@ -66,12 +66,18 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
         tensors = load(data)
         length = int.from_bytes(data[:LENGTH_FIELD], "little")
         header = json.loads(data[LENGTH_FIELD : LENGTH_FIELD + length])
-        numbers = json.loads(header["__metadata__"][NUMBERS])
+        numbers = numbers_of(header["__metadata__"])
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: {error}") from error
-    if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
-        raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: its numbers are none")
     return kind(tensors=tensors, numbers=numbers)
+
+
+def numbers_of(metadata: Mapping[str, str]) -> Numbers:
+    """Read the numbers out of a header's metadata."""
+    numbers = json.loads(metadata[NUMBERS])
+    if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+        raise ValueError("its numbers are none")
+    return numbers
 
 
 def _is_number(value: object) -> bool:

@@ -175,6 +175,29 @@ def test_gathering_rows_from_parts_is_gathering_them_from_one() -> None:
         assert torch.equal(left, right)
 
 
+def test_every_client_counts_the_same_or_every_sample() -> None:
+    parts = [Features(torch.zeros(size, 1, 2), torch.zeros(size, dtype=torch.int16)) for size in (1, 3)]
+    order = torch.tensor([0, 1, 2, 3])
+    torch.testing.assert_close(FeatureSet(parts, CPU, equal_parts=True).shares(order), torch.tensor([3.0, 1, 1, 1]) / 6)
+    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order), torch.full((4,), 0.25))
+
+
+def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:
+    session = open_session(eftvit_config("method.store_on=disk", "rounds=2"), tmp_path)
+    conduct(session, StopAfter(99))
+    manifest = session.checkpoints.latest
+    assert manifest is not None
+    assert manifest.parts
+    for key, name in manifest.parts.items():
+        part = session.server.parts[key].tensors["features"]
+        path = str(tmp_path / "checkpoint" / name)
+        # The tensor's memory is the file: Linux lists it among the process's mappings.
+        start = part.untyped_storage().data_ptr()
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+        assert any(low <= start < high for low, high in spans)
+
+
 def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
     tokens = torch.randn(4, 3, 16) * torch.tensor([1e-3, 1.0, 1e3])[:, None]
     tokens[0, 0] = 0
@@ -244,7 +267,7 @@ class StopAfter:
             raise StopError
 
 
-@pytest.mark.parametrize("store_on", ["device", "host"])
+@pytest.mark.parametrize("store_on", ["device", "host", "disk"])
 def test_store_and_local_modules_survive_a_restart_bit_for_bit(
     eftvit_config: MakeConfig, tmp_path: Path, store_on: str
 ) -> None:

@@ -95,7 +95,12 @@ class EftVitConfig(Table):
     values: Literal["fp32", "bf16", "fp16", "int8"] = Field("bf16", description="how features travel and are stored")
     server_epochs: int = Field(2, ge=1, description="the server's passes over its store in a round")
     store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
-    store_on: Literal["device", "host"] = Field("device", description="where the server's store lies")
+    store_on: Literal["device", "host", "disk"] = Field(
+        "device", description="where the server's store lies; disk: memory-mapped from the checkpoint's files"
+    )
+    balance: Literal["clients", "samples"] = Field(
+        "clients", description="whether every client or every sample counts the same in the server's training"
+    )
 
 
 MethodConfig = Annotated[

@@ -50,9 +50,15 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FeatureSet:
-    """Several clients' features as one set, wherever each of them lies; batches come to the training device."""
+    """Several clients' features as one set, wherever each of them lies; batches come to the training device.
 
-    def __init__(self, parts: Sequence[Features], device: torch.device) -> None:
+    Parameters
+    ----------
+    equal_parts
+        Whether each client counts the same, however many samples it sent; otherwise each sample does.
+    """
+
+    def __init__(self, parts: Sequence[Features], device: torch.device, equal_parts: bool = False) -> None:
         self.device = device
         self.sizes = [len(part) for part in parts]
         home = parts[0].values.device if parts else device
@@ -67,9 +73,16 @@ class FeatureSet:
             )
         self.parts = parts
         self.offsets = torch.tensor([0, *self.sizes]).cumsum(0)
+        each = torch.tensor([1 / size if equal_parts and size else 1.0 for size in self.sizes])
+        self.importance = each.repeat_interleave(torch.tensor(self.sizes, dtype=torch.long)).to(device)
 
     def __len__(self) -> int:
         return sum(self.sizes)
+
+    def shares(self, order: Tensor) -> Tensor:
+        """Return each of these samples' share of a batch's mean; they sum to one."""
+        importance = self.importance[order]
+        return importance / importance.sum()
 
     def take(self, order: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features and labels at these positions, on the training device."""

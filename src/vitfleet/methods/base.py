@@ -140,6 +140,11 @@ class Method(ABC, Generic[Params]):
         self.setting = setting
         self.anatomy = setting.anatomy
 
+    @property
+    def file_backed(self) -> bool:
+        """Whether the parts of the server's state shall lie on disk, memory-mapped from the checkpoint's files."""
+        return False
+
     @classmethod
     def adapt(cls, params: Params, vit: nn.Module) -> None:
         """Add to the architecture what the method needs in it (prompts, low-rank factors): nothing by default."""

@@ -55,6 +55,11 @@ class EftVit(Method[EftVitConfig]):
         local = self.local_module if self.params.train_embedding else self.anatomy.join(*layers)
         return self.anatomy.join(local, self.anatomy.head)
 
+    @property
+    def file_backed(self) -> bool:
+        """Whether the store lies on disk."""
+        return self.params.store_on == "disk"
+
     # The server half
 
     def base(self, initial: Tensors) -> Message:
@@ -81,7 +86,7 @@ class EftVit(Method[EftVitConfig]):
         if not parts:
             return server
         objective = Objective(self.anatomy.join(self.global_module, self.anatomy.head), split=self.params.local_layers)
-        features = FeatureSet(parts, self.setting.device)
+        features = FeatureSet(parts, self.setting.device, equal_parts=self.params.balance == "clients")
         fitted = yield Fit(server.tensors, objective, self.params.server_epochs, features=features)
         return replace(server, tensors=fitted.weights)
 

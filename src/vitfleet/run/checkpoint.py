@@ -13,10 +13,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run.files import write_atomically
-from vitfleet.wire import decode, encode
+from vitfleet.wire import decode, encode, numbers_of
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -89,7 +92,7 @@ class Checkpoints:
         """Read the server's state of the last checkpoint, with its parts."""
         assert self.latest is not None
         plain = self.read(self.latest.server)
-        self._parts = {key: self.read(name) for key, name in self.latest.parts.items()}
+        self._parts = {key: self._map(name) for key, name in self.latest.parts.items()}
         return replace(plain, parts=dict(self._parts))
 
     def commit(
@@ -125,6 +128,18 @@ class Checkpoints:
         self.latest = manifest
         for name in _files(before) - _files(manifest):
             (self.folder / name).unlink()
+
+    def mapped(self, server: State) -> State:
+        """Return the server's state with every part memory-mapped from its file of the last checkpoint."""
+        assert self.latest is not None
+        self._parts = {key: self._map(name) for key, name in self.latest.parts.items()}
+        return replace(server, parts=dict(self._parts))
+
+    def _map(self, name: str) -> State:
+        path = self.folder / name
+        with safe_open(path, "pt") as file:
+            numbers = numbers_of(file.metadata())
+        return State(load_file(path), numbers)
 
     def _sweep(self) -> None:
         """Remove what a crash left behind: files that the manifest does not name."""

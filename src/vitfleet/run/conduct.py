@@ -58,6 +58,8 @@ def conduct(session: Session, listener: Listener) -> dict[str, Any]:
                     (records.length(), timings.length()),
                     (session.total_up_bytes, session.total_down_bytes),
                 )
+                if session.method.file_backed:
+                    session.server = session.checkpoints.mapped(session.server)
             listener.round_done(record, seconds)
     finally:
         records.close()

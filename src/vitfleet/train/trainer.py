@@ -118,9 +118,11 @@ class Trainer:
         features: Tensor | None = None
         if fit.features is not None:
             features, labels = fit.features.take(batch.order)
+            share = fit.features.shares(batch.order)
         else:
             index = shard.index[batch.order]
             images, labels = self.preprocess(shard.images.images[index], batch), shard.images.labels[index]
+            share = torch.full((len(labels),), 1 / len(labels), device=self.machine.device)
         with self.machine.autocast():
             if split is None:
                 logits = self.net(weights, images, batch.keep, fit.objective.route)
@@ -128,7 +130,6 @@ class Trainer:
                 if features is None:
                     features = self.net.until(weights, images, batch.keep, split)
                 logits = self.net.onward(weights, features, split)
-        share = torch.full((len(labels),), 1 / len(labels), device=self.machine.device)
         return Step(logits, labels, share, leaves, fit.constants, batch.order, epoch, features)
 
 

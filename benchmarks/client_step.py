@@ -1,0 +1,131 @@
+"""What a client's training step costs: EFTViT and the baselines against fed-full, FLOPs, time, peak memory.
+
+Example::
+
+    python benchmarks/client_step.py --model vit_base_patch16_224 --methods fed-full eftvit fed-head fed-lora
+
+Every method runs in a process of its own, so that peak memory is its own, in turns, several times; random weights and
+images, batch 32, 224 pixels. FLOPs are torch's own count of one step (forward and backward), time is the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import State
+from vitfleet.methods import Job, Setting, adapt, make_method
+from vitfleet.models.zoo import build
+from vitfleet.train.machine import set_up
+from vitfleet.train.trainer import Place, Trainer, preprocess_for
+
+CLASSES = 100
+ROUNDS = 2
+
+
+def measure(method_name: str, model: str, batch: int, steps: int, device: str) -> dict[str, float]:
+    masked = method_name == "eftvit"
+    config = Config.model_validate(
+        {
+            "method": {"name": method_name},
+            "train": {"batch_size": batch, "mask_ratio": 0.75 if masked else 0.0, "epochs": 1},
+        }
+    )
+    machine = set_up(MachineConfig(device=device))
+    net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt, config.method)).to(machine.device)
+    setting = Setting.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
+    method = make_method(config.method, setting)
+    weights = {name: tensor.to(machine.device) for name, tensor in net.initial_weights().items()}
+    trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
+
+    def train(samples: int) -> None:
+        pixels = torch.zeros(samples, 3, 224, 224, dtype=torch.uint8, device=machine.device)
+        shard = Shard(
+            ImageSet(pixels, torch.arange(samples, device=machine.device) % CLASSES),
+            torch.arange(samples, device=machine.device),
+        )
+        server: State = method.start(weights)
+        down, base = method.instruct(server, 1, 0, None), method.base(weights).tensors
+        job = Job(1, 0, down, base, None, shard.images.labels.cpu())
+        trainer.fit(next(method.work(job)), shard, Place(0, 1, 0))
+
+    def seconds(samples: int) -> float:
+        started = time.perf_counter()
+        train(samples)
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    before = _peak(machine.device)
+    train(batch)  # warms up
+    peak = _peak(machine.device) - before
+    # The difference of a long and a short training: what is not a step cancels out.
+    times = [(seconds((steps + 1) * batch) - seconds(batch)) / steps for _ in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        train(2)
+    return {
+        "train_gflops_per_sample": counter.get_total_flops() / 2 / 1e9,
+        "step_seconds": statistics.median(times),
+        "peak_bytes": peak,
+        "trainable_params": net.anatomy.count(method.trains),
+    }
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--methods", nargs="+", default=["fed-full", "eftvit"])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--one", help="measure this method here and print it as JSON")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.one, args.model, args.batch, args.steps, args.device)))
+        return
+    found: dict[str, dict[str, float]] = {}
+    for method in args.methods:
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", method]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(done.stderr[-2000:])
+            continue
+        found[method] = json.loads(done.stdout.splitlines()[-1])
+        print(method, json.dumps(found[method]), flush=True)
+    full = found["fed-full"]
+    print(f"\n{args.model}, batch {args.batch}, torch {torch.__version__}, Python {platform.python_version()}\n")
+    print("| method | GFLOPs a sample | ratio | step, s | ratio | peak memory, MiB | ratio | trainable |")
+    print("|---|---|---|---|---|---|---|---|")
+    for method, one in found.items():
+        cells = [
+            f"{one['train_gflops_per_sample']:.2f}",
+            f"{full['train_gflops_per_sample'] / one['train_gflops_per_sample']:.2f}",
+            f"{one['step_seconds']:.4f}",
+            f"{full['step_seconds'] / one['step_seconds']:.2f}",
+            f"{one['peak_bytes'] / 2**20:.0f}",
+            f"{full['peak_bytes'] / one['peak_bytes']:.2f}",
+            f"{one['trainable_params']:,}",
+        ]
+        print(f"| {method} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
