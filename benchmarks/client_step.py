@@ -21,13 +21,13 @@ import time
 from functools import partial
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State
 from vitfleet.methods import Job, Setting, adapt, make_method
 from vitfleet.models.zoo import build
+from vitfleet.run.costs import client_flops
 from vitfleet.train.machine import set_up
 from vitfleet.train.trainer import Place, Trainer, preprocess_for
 
@@ -73,10 +73,8 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     peak = _peak(machine.device) - before
     # The difference of a long and a short training: what is not a step cancels out.
     times = [(seconds((steps + 1) * batch) - seconds(batch)) / steps for _ in range(3)]
-    with FlopCounterMode(display=False) as counter:
-        train(2)
     return {
-        "train_gflops_per_sample": counter.get_total_flops() / 2 / 1e9,
+        "train_gflops_per_sample": client_flops(method, net, config.train.mask_ratio).training / 1e9,
         "step_seconds": statistics.median(times),
         "peak_bytes": peak,
         "trainable_params": net.anatomy.count(method.trains),

@@ -112,7 +112,13 @@ def make_fleet() -> MakeFleet:
         seed: int = 0,
     ) -> InlineFleet:
         return InlineFleet(
-            method=method, trainer=trainer, seed=seed, shard=shard, judge=_judge, base=base or {}, owned=owned or {}
+            method=method,
+            trainer=trainer,
+            seed=seed,
+            shard=shard,
+            judge=_judge,
+            base=base or {},
+            stored=(owned or {}).get,
         )
 
     return make

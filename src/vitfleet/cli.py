@@ -154,7 +154,7 @@ def _play(held: RunFolder) -> None:
             summary = conduct(session, display)
         draw_rounds(folder)
     except KeyboardInterrupt:
-        _say(complaints, f"\nStopped. Nothing is lost; to go on: vitfleet resume {shlex.quote(str(folder))}")
+        _say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet resume {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
     console.print(summary_table(summary, config.title))
     _say(console, f"run folder: {folder}")

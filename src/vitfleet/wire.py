@@ -76,7 +76,7 @@ def numbers_of(metadata: Mapping[str, str]) -> Numbers:
     """Read the numbers out of a header's metadata."""
     numbers = json.loads(metadata[NUMBERS])
     if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
-        raise ValueError("its numbers are none")
+        raise ValueError("its numbers are not numbers")
     return numbers
 
 

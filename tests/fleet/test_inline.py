@@ -182,9 +182,11 @@ def test_what_changed_is_told_once(
     list(fleet.ask(Request(1, client, Message()) for client in (3, 1)))
     changed = fleet.changed()
     assert list(changed) == [1, 3]
-    assert changed[3] is fleet.own(3)
     assert fleet.changed() == {}
-    assert fleet.own(7) is kept
+    assert fleet.own(3) is None, "handed over, to be read back from where it was stored"
+    stored = fleet.own(7)
+    assert stored is not None
+    assert all(torch.equal(stored.tensors[name], kept.tensors[name]) for name in kept.tensors)
     assert fleet.own(0) is None
 
 
@@ -202,7 +204,7 @@ def test_a_state_that_is_dropped_is_told_as_dropped(
     method = Forgetful(StandaloneConfig(), make_setting())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), tiny_net.initial_weights())
     list(fleet.ask([Request(1, 0, Message())]))
-    assert fleet.changed()[0] is not None
+    assert fleet.own(0) is not None
     list(fleet.ask([Request(2, 0, Message())]))
     assert fleet.changed() == {0: None}
     assert fleet.own(0) is None

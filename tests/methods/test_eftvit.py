@@ -16,7 +16,7 @@ from vitfleet.config import load_config
 from vitfleet.config.methods import EftVitConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import Setting
@@ -318,7 +318,8 @@ def test_accuracy_is_the_mean_over_clients_and_unseen_clients_share_one_model(
 
 
 def test_the_local_module_must_leave_a_layer_to_the_global_one() -> None:
-    config = load_config("eftvit-digits", ["method.local_layers=4"])
-    net = build(config.model, 10, 1, 8, 0)
+    with pytest.raises(UserError, match=r"method\.local_layers = 4: must be between 1 and 3"):
+        load_config("eftvit-digits", ["method.local_layers=4"])
+    net = build(load_config("eftvit-digits").model, 10, 1, 8, 0)
     with pytest.raises(ConfigError, match=r"method\.local_layers = 4: must be between 1 and 3"):
         EftVit(EftVitConfig(local_layers=4), setting_of(net))

@@ -14,19 +14,21 @@ from torch.nn import functional as F
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.config.methods import FedAvgConfig, TransFLConfig
+from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
-from vitfleet.message import Message, Number, State
-from vitfleet.methods import Setting
+from vitfleet.message import Message, State
+from vitfleet.methods import Job, Setting
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.transfl import GradientMagnitude, TransFL, heads_of, top
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
+from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.trainer import Place
-from vitfleet.wire import encoded_size, payload_size
+from vitfleet.train.trainer import Place, Trainer, drive, preprocess_for
+from vitfleet.wire import encode, payload_size
 
 
 @pytest.fixture
@@ -207,20 +209,20 @@ def test_k_beyond_the_models_layers_is_refused(make_setting: MakeSetting) -> Non
 def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build(config.model, 10, 3, 32, seed=0)
-    setting = Setting.of(net, config.train, config.rounds, config.seed, 10, torch.device("cpu"))
-    weights = net.initial_weights()
-    full = FedAvg(FedAvgConfig(), setting).instruct(State(weights), 1, 0, None)
-    chosen = net.anatomy.join(net.anatomy.others, *(net.anatomy.blocks[layer] for layer in (0, 1, 2)))
-    numbers: dict[str, Number] = {
-        "samples": 2500,
-        "loss": 1.2345678901234567,
-        "layers": [0, 1, 2],
-        "gradients": [1.2345678901234567e-05] * 6,
-    }
-    part = Message(chosen.take(weights), {**numbers, "head_gradients": [1.2345678901234567e-05] * 48})
-    for message, size in ((full, 18.2002), (part, 9.1621)):
-        assert round(payload_size(message) / 2**20, 4) == size
-        assert encoded_size(message) / payload_size(message) - 1 < 0.001
+    cpu = torch.device("cpu")
+    setting = Setting.of(net, config.train, config.rounds, config.seed, 10, cpu)
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
+    trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
+    assert isinstance(config.method, TransFLConfig)
+    methods = (FedAvg(FedAvgConfig(), setting), 18.2002), (TransFL(config.method, setting), 9.1621)
+    for method, mebibytes in methods:
+        down = method.instruct(method.start(net.initial_weights()), 1, 0, None)
+        answer = drive(method.work(Job(1, 0, down, {}, None, shard.images.labels)), trainer, shard, Place(0, 1, 0))
+        sent = encode(answer.up)
+        payload = payload_size(answer.up)
+        assert round(payload / 2**20, 4) == mebibytes
+        assert payload < len(sent) < 1.001 * payload
 
 
 def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Path) -> None:

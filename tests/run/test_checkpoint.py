@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from vitfleet import files
 from vitfleet.errors import UserError
 from vitfleet.message import State
-from vitfleet.run import checkpoint, files
+from vitfleet.run import checkpoint
 from vitfleet.run.checkpoint import Checkpoints
 
 

@@ -50,21 +50,26 @@ def written(folder: Path) -> Mapping[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in lasting}
 
 
-METHODS = pytest.mark.parametrize("method", ["fedavg", "standalone"])
+def named(method: str) -> list[str]:
+    """Return the overrides that choose a method for a model of two layers."""
+    return [f"method.name={method}", *(["method.k=1"] if method == "transfl" else [])]
+
+
+METHODS = pytest.mark.parametrize("method", ["fedavg", "standalone", "transfl"])
 
 
 @METHODS
 def test_one_seed_writes_the_same_bytes_and_another_does_not(
     method: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = tiny_config(f"method.name={method}")
+    config = tiny_config(*named(method))
     for name, seed in (("first", 1), ("second", 1), ("other", 2)):
         play(config.model_copy(update={"seed": seed}), tmp_path / name)
     first, second, other = (written(tmp_path / name) for name in ("first", "second", "other"))
     assert first == second
     assert len(first["records.jsonl"].splitlines()) == 3
     assert first["records.jsonl"] != other["records.jsonl"]
-    if method == "fedavg":
+    if method != "standalone":
         assert first["model.safetensors"] != other["model.safetensors"]
     else:
         assert "model.safetensors" not in first
@@ -77,7 +82,7 @@ def test_one_seed_writes_the_same_bytes_and_another_does_not(
 def test_a_run_stopped_after_a_round_ends_as_if_it_had_not_been(
     method: str, every: int, stop_after: int, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = tiny_config(f"method.name={method}", f"machine.checkpoint_every={every}")
+    config = tiny_config(*named(method), f"machine.checkpoint_every={every}")
     play(config, tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
         play(config, tmp_path / "stopped", stop_after)
@@ -109,7 +114,7 @@ def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
 def test_a_run_stopped_again_and_again_in_the_middle_of_rounds_ends_the_same(
     method: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = tiny_config(f"method.name={method}", "machine.checkpoint_every=2", "rounds=4")
+    config = tiny_config(*named(method), "machine.checkpoint_every=2", "rounds=4")
     play(config, tmp_path / "undisturbed")
     for at in (2, 4, 6, 8, 5, 3):  # three trainings a round: before, at and after the first checkpoint
         with pytest.MonkeyPatch.context() as patch:
@@ -238,7 +243,7 @@ def test_a_run_in_which_everybody_diverges_still_ends_and_says_so(
     method: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     wild = "train.optimizer=sgd", "train.lr=1e30", "train.batch_size=4", "data.partition.kind=iid"
-    play(tiny_config(*wild, f"method.name={method}"), tmp_path / "run")
+    play(tiny_config(*wild, *named(method)), tmp_path / "run")
     records = list(read_records(tmp_path / "run"))
     assert len(records) == 3
     assert all(entry.failure is not None for record in records for entry in record.clients)
@@ -267,7 +272,7 @@ def test_a_model_that_overflows_in_evaluation_is_recorded_not_a_crash(tiny_confi
 @METHODS
 def test_empty_clients_are_asked_and_say_nothing(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(
-        f"method.name={method}", "data.partition.beta=0.001", "fleet.clients=100", "fleet.per_round=2", "rounds=8"
+        *named(method), "data.partition.beta=0.001", "fleet.clients=100", "fleet.per_round=2", "rounds=8"
     )
     session = play(config, tmp_path / "run")
     sizes = session.partition.train.sizes()

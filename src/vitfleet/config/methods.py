@@ -37,7 +37,7 @@ class TransFLConfig(Table):
         "mean-abs", description="what ranks a layer: the mean |gradient| (the paper's), or its root mean square"
     )
     always: tuple[Literal["embed", "norm", "head"], ...] = Field(
-        ("embed", "norm", "head"), description="the parts besides layers that travel every round"
+        ("embed", "norm", "head"), strict=False, description="the parts besides layers that travel every round"
     )
 
 
@@ -73,7 +73,7 @@ class FedLoraConfig(Table):
     name: Literal["fed-lora"] = "fed-lora"
     rank: int = Field(8, ge=1, le=1024, description="rank r of the updates")
     alpha: float = Field(16.0, gt=0, description="the update is scaled by alpha / rank")
-    targets: tuple[str, ...] = Field(("q", "v"), min_length=1, description="of q, k, v, proj, fc1, fc2")
+    targets: tuple[str, ...] = Field(("q", "v"), strict=False, min_length=1, description="of q, k, v, proj, fc1, fc2")
 
 
 class FedBfptConfig(Table):

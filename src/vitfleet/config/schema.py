@@ -151,8 +151,8 @@ class EvalConfig(Table):
 class MachineConfig(Table):
     """What the run computes on."""
 
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU that has it, else fp32")
     deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
@@ -171,3 +171,18 @@ class Config(Table):
     fleet: FleetConfig = FleetConfig()
     eval: EvalConfig = EvalConfig()
     machine: MachineConfig = MachineConfig()
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> Config:
+        """Complain before any data is read; a timm model's own depth is only known once it is built."""
+        depth = self.model.depth
+        if depth is None:
+            return self
+        limits = {("transfl", "k"): depth, ("fedbfpt", "local_layers"): depth, ("eftvit", "local_layers"): depth - 1}
+        for (method, key), limit in limits.items():
+            value = getattr(self.method, key, None)
+            if self.method.name == method and value is not None and value > limit:
+                raise ValueError(
+                    f"method.{key} = {value}: must be between 1 and {limit}, the model having {depth} layers"
+                )
+        return self

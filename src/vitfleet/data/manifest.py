@@ -7,7 +7,6 @@ same in words and tables, for people and for other tools.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -20,6 +19,7 @@ from safetensors.numpy import save as to_bytes
 
 from vitfleet.config.schema import PartitionConfig
 from vitfleet.errors import ConfigError, DataError
+from vitfleet.files import write_atomically
 
 Ints = NDArray[np.int64]
 
@@ -154,8 +154,8 @@ def save(
     contiguous = {name: np.ascontiguousarray(array, np.int64) for name, array in arrays.items()}
     folder.mkdir(parents=True, exist_ok=True)
     # One metadata entry: safetensors does not keep the order of several, and equal runs write equal files.
-    _write(folder / ARRAYS_FILE, to_bytes(contiguous, {"vitfleet": json.dumps(identity)}))
-    _write(folder / SUMMARY_FILE, _summary_text(summary, partition.counts).encode())
+    write_atomically(folder / ARRAYS_FILE, to_bytes(contiguous, {"vitfleet": json.dumps(identity)}))
+    write_atomically(folder / SUMMARY_FILE, _summary_text(summary, partition.counts).encode())
     return folder / ARRAYS_FILE
 
 
@@ -244,12 +244,3 @@ def _digest(*arrays: Ints) -> str:
         digest.update(len(array).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(array, "<i8").tobytes())
     return digest.hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

@@ -26,8 +26,8 @@ class InlineFleet:
         Tries a client's own model out on its own test images.
     base
         What every client was given once; one copy serves all.
-    owned
-        Clients' states to go on from.
+    stored
+        Reads a client's state as the last checkpoint has it. Only what has changed since is held in memory.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class InlineFleet:
         shard: Callable[[int], Shard],
         judge: Callable[[int, Tensors], Verdict],
         base: Tensors,
-        owned: Mapping[int, State],
+        stored: Callable[[int], State | None],
     ) -> None:
         self.method = method
         self.trainer = trainer
@@ -46,8 +46,8 @@ class InlineFleet:
         self.shard = shard
         self.judge = judge
         self.base = base
-        self.owned = dict(owned)
-        self._changed: set[int] = set()
+        self.stored = stored
+        self._changed: dict[int, State | None] = {}
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Train each client as its turn comes."""
@@ -66,23 +66,22 @@ class InlineFleet:
             yield Reply(request.client, answer.up, verdict)
 
     def own(self, client: int) -> State | None:
-        """Return a client's own state."""
-        return self.owned.get(client)
+        """Return a client's own state, on the training device."""
+        state = self._changed[client] if client in self._changed else self.stored(client)
+        if state is None:
+            return None
+        device = self.trainer.machine.device
+        return State({name: tensor.to(device) for name, tensor in state.tensors.items()}, state.numbers)
 
     def changed(self) -> Mapping[int, State | None]:
-        """Return the states that changed since the last call."""
-        changes = {client: self.owned.get(client) for client in sorted(self._changed)}
+        """Hand over the states that changed since the last call, for a checkpoint to keep."""
+        changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
 
     def _keep(self, client: int, own: State | None) -> None:
-        if own is None and client not in self.owned:
-            return
-        if own is None:
-            del self.owned[client]
-        else:
-            self.owned[client] = own
-        self._changed.add(client)
+        if own is not None or self.own(client) is not None:
+            self._changed[client] = own
 
 
 def diverged(answer: Answer) -> str | None:
@@ -95,6 +94,6 @@ def diverged(answer: Answer) -> str | None:
         return f"its training diverged: the loss is {loss}"
     kept = answer.own.tensors.values() if answer.own else ()
     floating = [tensor for tensor in (*answer.up.tensors.values(), *kept) if tensor.is_floating_point()]
-    if floating and not bool(torch.stack(torch._foreach_norm(floating, 1)).isfinite().all()):
+    if floating and not bool(torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()):
         return "its training diverged: its weights are not finite"
     return None

@@ -5,8 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitfleet.message import Message, State
-from vitfleet.methods.base import Gathering
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.base import Gathering, RefusalError
+
+
+def check_weights(sent: Tensors, known: Tensors) -> None:
+    """Refuse weights that are not the model's, or not finite: one of them would ruin everybody's mean."""
+    for name, tensor in sent.items():
+        if name not in known:
+            raise RefusalError(f"it sent {name!r}, which the model does not have")
+        if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
+            found, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, known[name]))
+            raise RefusalError(f"it sent {name!r} as {found}, not {wanted}")
+    tensors = list(sent.values())
+    if tensors and not bool(torch.stack(torch._foreach_norm(tensors, float("inf"))).isfinite().all()):
+        raise RefusalError("it sent weights that are not finite")
 
 
 class WeightedMean(Gathering):
@@ -22,10 +35,12 @@ class WeightedMean(Gathering):
 
     def add(self, client: int, up: Message) -> None:
         """Fold in one client's weights by its samples; a client without samples has no say."""
-        samples = up.numbers["samples"]
-        assert isinstance(samples, int)
+        samples = up.numbers.get("samples")
+        if not isinstance(samples, int) or samples < 0:
+            raise RefusalError(f"it says it has {samples} samples")
         if not samples:
             return
+        check_weights(up.tensors, self.server.tensors)
         for name, tensor in up.tensors.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(tensor, dtype=torch.float64)

@@ -55,7 +55,9 @@ class Averaging(Method[Params]):
         """Train the received weights and send them back."""
         received = {**job.base, **job.down.tensors}
         fitted = yield Fit(received, self.objective(), self.setting.train.epochs, job.down.tensors)
-        return Answer(Message(fitted.weights, tally(fitted)), {**received, **fitted.weights})
+        # Who has no images has no say, and need not send the model back.
+        sends = fitted.weights if fitted.samples else {}
+        return Answer(Message(sends, tally(fitted)), {**received, **fitted.weights})
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Every client uses the server's weights."""

@@ -133,12 +133,7 @@ def dissect(vit: nn.Module) -> Anatomy:
     """Find the parts of a timm vision transformer."""
     weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
     parameters = frozenset(name for name, _ in vit.named_parameters())
-    block_paths = [
-        f"{path}.{child}"
-        for path, module in vit.named_modules()
-        if path.split(".")[-1] in _BLOCK_LISTS
-        for child, _ in module.named_children()
-    ]
+    block_paths = find_blocks(vit)
     if not block_paths:
         raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet knows how to find")
     classifier = vit.get_classifier()  # type: ignore[operator]
@@ -180,9 +175,19 @@ def dissect(vit: nn.Module) -> Anatomy:
         biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
         prompts=Selection(tuple(prompts)),
         lora=Selection(tuple(lora)),
-        attention=_attention(vit, block_paths),
+        attention=_attention(vit, block_paths, weights),
         tokens=has_tokens(vit),
     )
+
+
+def find_blocks(vit: nn.Module) -> list[str]:
+    """Return the paths of a model's transformer layers, in order."""
+    return [
+        f"{path}.{child}"
+        for path, module in vit.named_modules()
+        if path.split(".")[-1] in _BLOCK_LISTS
+        for child, _ in module.named_children()
+    ]
 
 
 def has_tokens(vit: nn.Module) -> bool:
@@ -194,11 +199,13 @@ def has_tokens(vit: nn.Module) -> bool:
     )
 
 
-def _attention(vit: nn.Module, block_paths: list[str]) -> tuple[Attention, ...]:
+def _attention(vit: nn.Module, block_paths: list[str], weights: Tensors) -> tuple[Attention, ...]:
     found = []
     for path in block_paths:
-        attention = getattr(vit.get_submodule(path), "attn", None)
-        if not all(hasattr(attention, name) for name in ("qkv", "proj", "num_heads")):
+        heads = getattr(getattr(vit.get_submodule(path), "attn", None), "num_heads", None)
+        qkv, projection = f"{path}.attn.qkv.weight", f"{path}.attn.proj.weight"
+        if not isinstance(heads, int) or qkv not in weights or projection not in weights:
             return ()
-        found.append(Attention(f"{path}.attn.qkv.weight", f"{path}.attn.proj.weight", attention.num_heads))  # type: ignore[union-attr]
-    return tuple(found)
+        found.append(Attention(qkv, projection, heads))
+    # A map of layers by heads needs the same heads in every layer; hierarchical families have not.
+    return tuple(found) if len({one.heads for one in found}) == 1 else ()

@@ -123,6 +123,8 @@ class Net:
         self, weights: Tensors, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None
     ) -> Tensor:
         """Return the logits of these images under these weights: see :meth:`Forward.forward`."""
+        if missing := self.anatomy.shapes.keys() - weights.keys():
+            raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
         return self._run(weights, images, keep, route)
 
     def until(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:

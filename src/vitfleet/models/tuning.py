@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import LORA, PROMPTS, has_tokens
+from vitfleet.models.anatomy import LORA, PROMPTS, find_blocks, has_tokens
 
 
 def add_prompts(vit: Any, count: int, deep: bool) -> None:
     """Add visual prompts (Jia et al., 2022): tokens learned before the first block, or (deep) before every block."""
-    _need_tokens(vit, "prompts")
+    if not has_tokens(vit):
+        raise UserError(f"model.name: a {type(vit).__name__} cannot take prompts; choose a plain ViT (vit_*, deit_*)")
     width = vit.embed_dim
     patch = vit.patch_embed.proj.kernel_size[0]
     channels = vit.patch_embed.proj.in_channels
@@ -50,14 +51,15 @@ TARGETS = {
 }
 
 
-def add_lora(vit: Any, rank: int, alpha: float, targets: Sequence[str]) -> None:
+def add_lora(vit: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Add low-rank updates W + α/r·BA (Hu et al., 2022) to the named layers of every block."""
-    _need_tokens(vit, "low-rank factors")
+    blocks = [vit.get_submodule(path) for path in find_blocks(vit)]
     for name in targets:
-        if name not in TARGETS or not _exists(vit.blocks[0], TARGETS[name].path):
-            known = [known for known, target in TARGETS.items() if _exists(vit.blocks[0], target.path)]
-            raise ConfigError("method.targets", name, f"is not in this model; it has {', '.join(known)}")
-    for block in vit.blocks:
+        if name not in TARGETS or not all(_exists(block, TARGETS[name].path) for block in blocks):
+            known = [one for one, target in TARGETS.items() if all(_exists(block, target.path) for block in blocks)]
+            has = f"it has {', '.join(known)}" if known else f"a {type(vit).__name__} has none that can be named"
+            raise ConfigError("method.targets", name, f"is not in this model; {has}")
+    for block in blocks:
         for path in dict.fromkeys(TARGETS[name].path for name in targets):
             parent, _, leaf = path.rpartition(".")
             chosen = {name: TARGETS[name] for name in targets if TARGETS[name].path == path}
@@ -98,8 +100,3 @@ def _exists(block: nn.Module, path: str) -> bool:
         return isinstance(block.get_submodule(path), nn.Linear)
     except AttributeError:
         return False
-
-
-def _need_tokens(vit: nn.Module, what: str) -> None:
-    if not has_tokens(vit):
-        raise UserError(f"model.name: a {type(vit).__name__} cannot take {what}; choose a plain ViT (vit_*, deit_*)")

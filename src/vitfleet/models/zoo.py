@@ -62,7 +62,7 @@ def build(
         net = as_net(vit.requires_grad_(False), side, mean, std)
     except (TypeError, AttributeError) as error:
         raise ConfigError(
-            "model.name", config.name, f"is not a vision transformer vitfleet can part ({error})"
+            "model.name", config.name, f"is not a vision transformer whose layers vitfleet can find ({error})"
         ) from None
     if config.depth is not None and len(getattr(vit, "blocks", ())) != config.depth:  # some families ignore it
         raise ConfigError("model.depth", config.depth, f"cannot be set for {config.name}; leave it out")

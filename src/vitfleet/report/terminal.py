@@ -53,6 +53,7 @@ class RoundDisplay:
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
             console=console,
+            speed_estimate_period=24 * 3600,  # a round may take long: never forget the ones before
         )
         self.task = self.bar.add_task("rounds", total=rounds, completed=done)
         self.live: Live | None = None
@@ -138,6 +139,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "a client's message down": human_bytes(message["down_bytes"]),
         "all messages up / down": f"{human_bytes(total['up_bytes'])} / {human_bytes(total['down_bytes'])}",
         "parameters, trained on a client": f"{client['params']:,}, {client['trainable_params']:,}",
+        "training on a client, a sample": f"{client['train_gflops']:.3g} GFLOPs",
     }
     if total["failures"]:
         rows["replies left out"] = f"{total['failures']} of {total['participations']}"

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
 from vitfleet.message import State
-from vitfleet.run.files import write_atomically
 from vitfleet.wire import decode, encode, numbers_of
 
 MANIFEST = "checkpoint.json"
@@ -87,6 +87,11 @@ class Checkpoints:
     def read(self, name: str) -> State:
         """Read one of a checkpoint's states."""
         return decode(State, (self.folder / name).read_bytes())
+
+    def client(self, client: int) -> State | None:
+        """Return a client's own state as of the last checkpoint, memory-mapped: only what is used is read."""
+        name = self.latest.clients.get(client) if self.latest else None
+        return None if name is None else self._map(name)
 
     def server(self) -> State:
         """Read the server's state of the last checkpoint, with its parts."""

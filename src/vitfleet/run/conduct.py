@@ -11,12 +11,12 @@ import numpy as np
 from safetensors.torch import save
 
 from vitfleet.config.schema import Config
+from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, in_order
 from vitfleet.message import Message
 from vitfleet.methods.base import RefusalError
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.curves import Curves
-from vitfleet.run.files import write_atomically
 from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
 from vitfleet.run.session import Session
 from vitfleet.train.optim import learning_rate
@@ -66,7 +66,7 @@ def conduct(session: Session, listener: Listener) -> dict[str, Any]:
         timings.close()
         curves.close()
     _save_model(session)
-    return summarize(folder, config, session.params, session.trainable_params)
+    return summarize(folder, config, session.costs())
 
 
 def play_round(session: Session, round: int) -> RoundRecord:
@@ -86,7 +86,7 @@ def play_round(session: Session, round: int) -> RoundRecord:
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
     for reply in in_order(session.fleet.ask(requests()), clients):
-        down = down_bytes[reply.client]
+        down = down_bytes.get(reply.client, 0)  # a fleet may give up before it asked
         if reply.up is None:
             entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
             continue

@@ -17,7 +17,7 @@ from typing import IO
 from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.run.files import write_atomically
+from vitfleet.files import write_atomically
 
 # What a run that was killed before it was one may have left in its folder.
 _BEFORE_CONFIG = {".lock", "about.json", ".about.json.tmp", ".config.json.tmp"}
@@ -42,7 +42,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Take back a folder whose run could not even be set up, so that its name is free again."""
-        for name in ("config.json", "about.json", "partition.json", "partition.safetensors", ".lock"):
+        for name in ("config.json", "about.json", "partition.json", "partition.safetensors", "machine.json", ".lock"):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()

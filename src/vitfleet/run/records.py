@@ -15,8 +15,8 @@ from typing import Any
 
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
 from vitfleet.message import Number
-from vitfleet.run.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,17 @@ def read_seconds(folder: Path) -> float:
         return sum(float(json.loads(line)["seconds"]) for line in file if line.endswith("\n"))
 
 
-def summarize(folder: Path, config: Config, params: int, trainable_params: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ClientCosts:
+    """What a client holds and does: parameters of its model, those that train, operations of one sample."""
+
+    params: int
+    trainable_params: int
+    forward_gflops: float
+    train_gflops: float
+
+
+def summarize(folder: Path, config: Config, costs: ClientCosts) -> dict[str, Any]:
     """Sum a run up from its records and write ``summary.json``."""
     rounds = participations = up_bytes = down_bytes = failures = 0
     best: float | None = None
@@ -178,7 +188,7 @@ def summarize(folder: Path, config: Config, params: int, trainable_params: int) 
             "participations": participations,
             "failures": failures,
         },
-        "client": {"params": params, "trainable_params": trainable_params},
+        "client": asdict(costs),
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
     return summary

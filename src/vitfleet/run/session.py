@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from vitfleet.config.schema import Config, FilePartition
+from vitfleet.config.schema import Config, FilePartition, MachineConfig
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.manifest import save as save_partition
 from vitfleet.data.partition import Partition, make_partition
 from vitfleet.data.sources import load as load_data
+from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, State, Tensors
@@ -21,9 +22,11 @@ from vitfleet.methods import Method, Setting, adapt, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.progress import SILENCE, Progress
-from vitfleet.run.checkpoint import Checkpoints, Manifest
+from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.costs import client_flops
 from vitfleet.run.evaluate import Evaluator
-from vitfleet.train.machine import Machine, set_up
+from vitfleet.run.records import ClientCosts
+from vitfleet.train.machine import Machine, resolved, set_up
 from vitfleet.train.trainer import SERVER, Place, Trainer, drive, preprocess_for
 
 
@@ -59,15 +62,21 @@ class Session:
         """Parameters of the model on a client."""
         return self.net.anatomy.count(self.net.anatomy.whole)
 
-    @property
-    def trainable_params(self) -> int:
-        """Parameters a client trains."""
-        return self.net.anatomy.count(self.method.trains)
+    def costs(self) -> ClientCosts:
+        """Return what a client holds and does."""
+        flops = client_flops(self.method, self.net, self.config.train.mask_ratio)
+        return ClientCosts(
+            params=self.params,
+            trainable_params=self.net.anatomy.count(self.method.trains),
+            forward_gflops=flops.forward / 1e9,
+            train_gflops=flops.training / 1e9,
+        )
 
 
 def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> Session:
     """Set a run up in its folder, from its last checkpoint if there is one."""
-    machine = set_up(config.machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = _machine(config, folder)
     data = load_data(config.data, progress).to(machine.device)
     partition = _partition(config, data, folder)
     net = build(
@@ -92,22 +101,21 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
 
     evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed)
-    owned = _owned(checkpoints, latest, machine)
-    fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, owned)
+    fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=checkpoints.client)
     session = Session(
-        config,
-        folder,
-        data,
-        partition,
-        machine,
-        net,
-        method,
-        base,
-        fleet,
-        trainer,
-        evaluator,
-        checkpoints,
-        method.start(initial),
+        config=config,
+        folder=folder,
+        data=data,
+        partition=partition,
+        machine=machine,
+        net=net,
+        method=method,
+        base=base,
+        fleet=fleet,
+        trainer=trainer,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        server=method.start(initial),
     )
     if latest is not None:
         stored = checkpoints.server()
@@ -117,6 +125,16 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)
     return session
+
+
+def _machine(config: Config, folder: Path) -> Machine:
+    """Set this process up; a run that goes on computes as it began, whatever this shell or machine would choose."""
+    path = folder / "machine.json"
+    if path.exists():
+        return set_up(MachineConfig.model_validate_json(path.read_text()))
+    machine = set_up(config.machine)
+    write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
+    return machine
 
 
 def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
@@ -144,11 +162,6 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
             folder,
         )
     return partition
-
-
-def _owned(checkpoints: Checkpoints, latest: Manifest | None, machine: Machine) -> dict[int, State]:
-    files = latest.clients if latest else {}
-    return {client: _state_on(machine.device, checkpoints.read(name)) for client, name in files.items()}
 
 
 def _state_on(device: torch.device, state: State) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -36,8 +37,17 @@ def set_up(config: MachineConfig) -> Machine:
     torch.backends.cudnn.benchmark = not config.deterministic
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and has_bf16)
     return Machine(device, bf16)
+
+
+def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
+    """Return the configuration with what was left to the machine filled in, so that a resumed run computes alike."""
+    precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
+    return config.model_copy(
+        update={"device": str(machine.device), "precision": precision, "threads": torch.get_num_threads()}
+    )
 
 
 def _device(name: str) -> torch.device:

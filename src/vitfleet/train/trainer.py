@@ -1,7 +1,7 @@
 """The training loop of one client.
 
-Nothing in the loop waits for the device: draws are made for a whole epoch ahead, sums stay on the device,
-and the only synchronisation is the caller reading a result.
+Nothing inside an epoch waits for the device: an epoch's draws are moved there ahead of it, sums stay there, and the
+only synchronisation is the caller reading a result.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""What a client's training costs: torch's own count of operations, without training anything.
+
+The client half is asked for its training on tensors that have shapes but no numbers. What it wants trained, masked,
+frozen, routed or parted is in the objective it yields, so the count follows from the same selection as the training.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitfleet.message import State, Tensors
+from vitfleet.methods.base import Job, Method
+from vitfleet.models.net import Net
+from vitfleet.train.objective import Objective
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations (two a multiply-add) of one sample.
+
+    Attributes
+    ----------
+    forward
+        The forward pass of a training step: masked, through as many layers as the client's model has.
+    training
+        Forward and backward. A frozen layer still passes the gradient on; it is spared only that of its weights.
+    """
+
+    forward: int
+    training: int
+
+
+def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
+    """Count the operations of one sample in a method's client training."""
+    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+    server: State = method.start(blank)
+    down = method.instruct(server, 1, 0, None)
+    job = Job(1, 0, down, method.base(blank).tensors, None, torch.zeros(1, dtype=torch.long))
+    fit = next(method.work(job))
+    # Index tables of some families are constants of the module: on a copy, they lose their numbers too.
+    bare = Net(**{**vars(net), "module": copy.deepcopy(net.module).to("meta")})
+    return count(bare, fit.objective, fit.weights, mask_ratio)
+
+
+def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
+    """Count one sample's operations under an objective."""
+    trains = net.anatomy.trainable(objective.trains)
+    leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trains}
+    blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    channels = len(net.mean)
+    images = torch.empty(1, channels, net.side, net.side, device="meta")
+    keep = torch.empty(1, net.kept(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
+    net.module.eval()  # batch norm would want more than one sample
+    with FlopCounterMode(display=False) as counter:
+        if objective.split is None:
+            logits = net({**blank, **leaves}, images, keep, objective.route)
+        else:
+            features = net.until({**blank, **leaves}, images, keep, objective.split)
+            logits = net.onward({**blank, **leaves}, features, objective.split)
+        forward = counter.get_total_flops()
+        torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
+        return Flops(forward, counter.get_total_flops())
