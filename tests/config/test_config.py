@@ -476,3 +476,11 @@ def test_paths_are_made_absolute_because_a_run_may_be_resumed_from_elsewhere(
     assert config.data.dir == str(tmp_path / "sets")
     assert config.model.weights == "/home/somebody/w.safetensors"
     assert load_config("digits", ["model.weights=hub"]).model.weights == "hub"
+
+
+@pytest.mark.parametrize(
+    "override", ["rounds=true", "train.lr=true", 'rounds="5"', 'data.augment.flip="yes"', "rounds=2.5"]
+)
+def test_a_value_of_another_type_is_not_taken_for_what_it_is_not(override: str) -> None:
+    with pytest.raises(UserError, match=override.split("=")[0]):
+        load_config("digits", [override])

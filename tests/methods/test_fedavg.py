@@ -13,6 +13,7 @@ from vitfleet.config.methods import FedAvgConfig
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
 from vitfleet.methods.aggregate import WeightedMean
+from vitfleet.methods.base import RefusalError
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, Fitted, Objective
@@ -148,3 +149,27 @@ def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, 
     assert tuple(method.trains) == tuple(tiny_net.anatomy.shapes)
     assert not method.base(tiny_net.initial_weights()).tensors
     assert method.has_global_model
+
+
+@pytest.mark.parametrize(
+    ("tensors", "samples", "reason"),
+    [
+        ({"w": torch.zeros(3)}, -1, "-1 samples"),
+        ({"w": torch.zeros(3)}, 1.5, "1.5 samples"),
+        ({"w": torch.zeros(3), "x": torch.zeros(1)}, 2, "'x', which the model does not have"),
+        ({"w": torch.zeros(4)}, 2, r"'w' as torch.float32 \(4,\), not torch.float32 \(3,\)"),
+        ({"w": torch.zeros(3, dtype=torch.float64)}, 2, "float64"),
+        ({"w": torch.tensor([1.0, float("nan"), 0.0])}, 2, "not finite"),
+        ({"w": torch.tensor([1.0, float("inf"), 0.0])}, 2, "not finite"),
+    ],
+)
+def test_unsound_weights_are_refused_and_leave_no_trace(
+    tensors: dict[str, Tensor], samples: float, reason: str
+) -> None:
+    mean = WeightedMean(State({"w": torch.ones(3), "b": torch.ones(1)}))
+    mean.add(0, Message({"w": torch.full((3,), 5.0)}, {"samples": 4, "loss": 1.0}))
+    with pytest.raises(RefusalError, match=reason):
+        mean.add(1, Message({"b": torch.full((1,), 9.0), **tensors}, {"samples": samples, "loss": 1.0}))
+    after = mean.finish().tensors
+    assert torch.equal(after["w"], torch.full((3,), 5.0))
+    assert torch.equal(after["b"], torch.ones(1))

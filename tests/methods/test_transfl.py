@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.config.methods import FedAvgConfig, TransFLConfig
+from vitfleet.config.schema import ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
@@ -26,7 +27,7 @@ from vitfleet.models.zoo import build
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.train.objective import Fit, Objective, Step
 from vitfleet.train.trainer import Place, Trainer, drive, preprocess_for
 from vitfleet.wire import encode, payload_size
 
@@ -237,3 +238,14 @@ def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Pat
         heads = entry.numbers["head_gradients"]
         assert isinstance(heads, list)
         assert len(heads) == 2 * 2
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pit_ti_224", "levit_128s", "pvt_v2_b0"])
+def test_g_is_measured_in_other_families_too(name: str) -> None:
+    net = build(ModelConfig(name=name), 5, 3, 224, 0)
+    gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
+    observer = GradientMagnitude(net.anatomy, "mean-abs")
+    step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), 0)
+    seen = observer.see(observer.start(gradients), gradients, step)
+    torch.testing.assert_close(seen["layers"], torch.ones(net.anatomy.depth))
+    assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"

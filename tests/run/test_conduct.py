@@ -16,12 +16,15 @@ from safetensors.torch import load_file
 from conftest import MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
+from vitfleet.fleet.inline import InlineFleet
+from vitfleet.message import State
 from vitfleet.run.conduct import choose_clients, conduct
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
 from vitfleet.train.objective import Fit, Fitted
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Place, Trainer
+from vitfleet.wire import decode
 
 
 class Heard:
@@ -302,3 +305,34 @@ def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
     conduct(session, Heard())
     initial = session.net.initial_weights()
     assert all(torch.equal(session.server.tensors[name], initial[name]) for name in initial)
+
+
+def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("machine.threads=null", "machine.device=auto", "machine.precision=auto")
+    with pytest.raises(KeyboardInterrupt):
+        play(config, tmp_path / "run", stop_after=1)
+    before = json.loads((tmp_path / "run" / "machine.json").read_text())
+    assert (before["device"], before["precision"], before["threads"]) == ("cpu", "fp32", torch.get_num_threads())
+    changed = {**before, "threads": before["threads"] + 1, "precision": "bf16"}
+    (tmp_path / "run" / "machine.json").write_text(json.dumps(changed))
+    session = open_session(config, tmp_path / "run")
+    try:
+        assert torch.get_num_threads() == before["threads"] + 1
+        assert session.machine.bf16
+    finally:
+        torch.set_num_threads(before["threads"])
+
+
+def test_states_of_clients_are_not_held_once_a_checkpoint_has_them(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    session = play(tiny_config("method.name=standalone"), tmp_path / "run")
+    assert isinstance(session.fleet, InlineFleet)
+    assert not session.fleet.changed()
+    manifest = session.checkpoints.latest
+    assert manifest is not None
+    for client, name in manifest.clients.items():
+        own = session.fleet.own(client)
+        assert own is not None
+        written = decode(State, (tmp_path / "run" / "checkpoint" / name).read_bytes())
+        assert all(torch.equal(own.tensors[key], tensor) for key, tensor in written.tensors.items())
