@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -226,3 +227,43 @@ def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
     assert done(folder) == 3
+
+
+def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
+    vitfleet: Command, tmp_path: Path
+) -> None:
+    sizes = ["-o", "rounds=2", "-o", "data.limit=300", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    done = vitfleet(tmp_path, "run", *sizes, "--out", "both")
+    assert done.returncode == 0, done.stderr
+    for name in ("digits", "transfl-digits", "eftvit-digits"):
+        assert name in done.stdout
+        assert (tmp_path / "both" / f"{name}-s0" / "summary.json").exists()
+    deals = {
+        (folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").iterdir() if folder.is_dir()
+    }
+    assert len(deals) == 1
+    rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
+    assert len(rows) == 4
+    assert rows[0].startswith("name,method,seed,rounds,accuracy.global")
+
+    again = vitfleet(tmp_path, "run", *sizes, "--out", "both")
+    assert again.returncode == 2
+    assert "vitfleet resume both" in again.stderr
+
+    # One of its runs is taken away, as if it had been stopped before: resume makes it again, the same.
+    lost = tmp_path / "both" / "transfl-digits-s0"
+    records = (lost / "records.jsonl").read_bytes()
+    shutil.rmtree(lost)
+    resumed = vitfleet(tmp_path, "resume", "both")
+    assert resumed.returncode == 0, resumed.stderr
+    assert (lost / "records.jsonl").read_bytes() == records
+
+
+def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_path: Path) -> None:
+    sizes = ["-o", "rounds=1", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    done = vitfleet(tmp_path, "compare", "digits", *sizes, "--seeds", "0,1", "--out", "seeds")
+    assert done.returncode == 0, done.stderr
+    assert "±" in done.stdout
+    wrong = vitfleet(tmp_path, "compare", "digits", "--seeds", "0;1")
+    assert wrong.returncode == 2
+    assert "--seeds 0;1: must be whole numbers" in wrong.stderr

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,9 +17,10 @@ from vitfleet import __version__
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
+    from vitfleet.config import Config
     from vitfleet.run.folder import RunFolder
 
-DEFAULT_PRESET = "digits"
+DEFAULT_COMPARISON = ("digits", "transfl-digits", "eftvit-digits")
 
 app = typer.Typer(
     help="Train vision transformers across a fleet of edge devices.",
@@ -37,19 +38,21 @@ Overrides = Annotated[
 ]
 
 
+Out = Annotated[Path | None, typer.Option(help="The folder; default: the next free one in runs/.")]
+DataDir = Annotated[str | None, typer.Option(envvar="VITFLEET_DATA", help="Where data sets lie, one folder each.")]
+
+
 @app.command()
 def run(
     source: Annotated[
-        str, typer.Argument(metavar="PRESET|FILE", help="A preset's name or a .toml or .json file.")
-    ] = DEFAULT_PRESET,
-    override: Overrides = [],  # noqa: B006  (typer copies it)
-    out: Annotated[Path | None, typer.Option(help="The run's folder; default: the next free one in runs/.")] = None,
-    data_dir: Annotated[
-        str | None, typer.Option(envvar="VITFLEET_DATA", help="Where data sets lie, one folder each.")
+        str | None, typer.Argument(metavar="[PRESET|FILE]", help="A preset's name or a .toml or .json file.")
     ] = None,
+    override: Overrides = [],  # noqa: B006  (typer copies it)
+    out: Out = None,
+    data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
 ) -> None:
-    """Train one configuration; without arguments, a small ViT on embedded digits in under a minute.
+    """Train one configuration; without one, compare FedAvg, TransFL and EFTViT on embedded digits in a minute.
 
     Examples
     --------
@@ -57,31 +60,61 @@ def run(
     * `vitfleet run transfl-cifar10 --data-dir ~/data --out runs/first`
     * `vitfleet run digits -o method.name=fedprox -o method.mu=0.1 -o rounds=30`
     """
-    from vitfleet.config import load_config
     from vitfleet.run.folder import create
 
-    laid = {"seed": seed, "data.dir": data_dir}
-    config = load_config(source, override, {key: value for key, value in laid.items() if value is not None})
+    if source is None:
+        compare(list(DEFAULT_COMPARISON), override, "0" if seed is None else str(seed), out, data_dir)
+        return
+    config = _load(source, override, seed, data_dir)
     folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
-    try:
-        _play(folder)
-    except UserError:
-        if not (folder.path / "checkpoint").exists():  # it never got under way
-            folder.discard()
-        raise
+    _show(_play(folder, fresh=True), folder)
+
+
+@app.command()
+def compare(
+    sources: Annotated[list[str], typer.Argument(metavar="PRESET|FILE…", help="What to compare, two or more.")],
+    override: Overrides = [],  # noqa: B006
+    seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2: each is a run of every configuration.")] = "0",
+    out: Out = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Run several configurations on the same shards, one after the other, and end with one table.
+
+    Stopped, it goes on with `vitfleet resume DIR`. `compare.csv` in its folder holds every run's summary.
+
+    Examples
+    --------
+    * `vitfleet compare digits transfl-digits eftvit-digits --seeds 0,1,2`
+    * `vitfleet compare mine.toml other.toml -o rounds=50 --out runs/both`
+    """
+    from vitfleet.run.compare import Member, begin
+
+    if not all(seed.strip().isdigit() for seed in seeds.split(",")):
+        raise UserError(f"--seeds {seeds}: must be whole numbers with commas between them, such as 0,1,2")
+    members = [
+        Member(Path(source).stem, _load(source, override, int(seed), data_dir))
+        for seed in seeds.split(",")
+        for source in sources
+    ]
+    _compare(begin(members, out, shlex.join(["vitfleet", *sys.argv[1:]])))
 
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run that was stopped or killed.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run or comparison that was stopped.")],
 ) -> None:
-    """Go on with a run from its last checkpoint; it ends as if it had never stopped.
+    """Go on with a run or a comparison from its last checkpoint; it ends as if it had never stopped.
 
     Example: `vitfleet resume runs/digits-fedavg-001`
     """
+    from vitfleet.run.compare import MANIFEST
     from vitfleet.run.folder import reopen
 
-    _play(reopen(folder))
+    if (folder / MANIFEST).exists():
+        _compare(folder)
+        return
+    held = reopen(folder)
+    _show(_play(held), held)
 
 
 @app.command()
@@ -130,13 +163,57 @@ def _common(
     pass
 
 
-def _play(held: RunFolder) -> None:
-    """Conduct a run's remaining rounds and say how it went."""
+def _load(source: str, override: list[str], seed: int | None, data_dir: str | None) -> Config:
+    from vitfleet.config import load_config
+
+    given = {"seed": seed, "data.dir": data_dir}
+    return load_config(source, override, {key: value for key, value in given.items() if value is not None})
+
+
+def _compare(path: Path) -> None:
+    """Play what is left of a comparison and show its table."""
+    from vitfleet.run.compare import members_of, rows_of, shards_differ
+    from vitfleet.run.folder import create, reopen
+
+    for member in members_of(path):
+        folder = member.folder(path)
+        if (folder / "summary.json").exists():
+            continue
+        if (folder / "config.json").exists():
+            _play(reopen(folder), comparison=path)
+        else:
+            command = ["vitfleet", *sys.argv[1:]]
+            _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
+    from vitfleet.report.terminal import compare_table
+
+    console.print(compare_table(rows_of(path)))
+    if shards_differ(path):
+        _say(complaints, "note: these runs were not dealt the same images, so their accuracies do not compare")
+    _say(console, f"comparison folder: {path}")
+
+
+def _show(summary: dict[str, Any], held: RunFolder) -> None:
+    from vitfleet.report.terminal import summary_table
+
+    console.print(summary_table(summary, held.config().title))
+    _say(console, f"run folder: {held.path}")
+
+
+def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) -> dict[str, Any]:
+    """Conduct a run's remaining rounds.
+
+    Parameters
+    ----------
+    fresh
+        Whether the folder was made for this: if the run cannot even be set up, it is taken back.
+    comparison
+        The folder of the comparison that the run is part of.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     folder, config = held.path, held.config()
     try:
         from vitfleet.report.pictures import draw_partition, draw_rounds
-        from vitfleet.report.terminal import RoundDisplay, TerminalProgress, summary_table
+        from vitfleet.report.terminal import RoundDisplay, TerminalProgress
         from vitfleet.run.conduct import conduct
         from vitfleet.run.session import open_session
 
@@ -154,10 +231,14 @@ def _play(held: RunFolder) -> None:
             summary = conduct(session, display)
         draw_rounds(folder)
     except KeyboardInterrupt:
-        _say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet resume {shlex.quote(str(folder))}")
+        where_to = shlex.quote(str(comparison or folder))
+        _say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet resume {where_to}")
         raise typer.Exit(130) from None
-    console.print(summary_table(summary, config.title))
-    _say(console, f"run folder: {folder}")
+    except UserError:
+        if fresh and not (folder / "checkpoint").exists():  # it never got under way
+            held.discard()
+        raise
+    return summary
 
 
 def _say(to: Console, text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from vitfleet.progress import Advance
+from vitfleet.run.compare import Row
 from vitfleet.run.records import RoundRecord
 
 SHOWN_ROUNDS = 8
@@ -118,6 +119,37 @@ def human_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def compare_table(rows: Sequence[Row]) -> Table:
+    """Return a comparison as a table, a row a configuration."""
+    caption = (
+        "accuracy: common test set · at home: clients' own models and test images · up, down: a client's message · "
+        "trained, GFLOP: a client's parameters, and operations a sample"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in ("accuracy", "at home", "up", "down", "trained", "GFLOP", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name,
+            _percent(row, "global"),
+            _percent(row, "local"),
+            human_bytes(row.mean("message", "up_bytes") or 0),
+            human_bytes(row.mean("message", "down_bytes") or 0),
+            f"{row.mean('client', 'trainable_params'):,.0f}",
+            f"{row.mean('client', 'train_gflops'):.2g}",
+            f"{row.mean('total', 'seconds'):.0f} s",
+        )
+    return table
+
+
+def _percent(row: Row, key: str) -> str:
+    mean, spread = row.mean("accuracy", key), row.spread("accuracy", key)
+    if mean is None:
+        return "–"
+    return f"{mean:.1%}" if spread is None else f"{100 * mean:.1f} ± {100 * spread:.1f} %"
 
 
 def _local(accuracy: dict[str, Any]) -> str:

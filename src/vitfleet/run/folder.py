@@ -58,7 +58,7 @@ def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> 
     argv
         The command that asked for the run.
     """
-    path = out or _next_free(Path("runs"), f"{name}-{config.method.name}")
+    path = out or next_free(Path("runs"), f"{name}-{config.method.name}")
     if (path / "config.json").exists():
         raise UserError(
             f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out"
@@ -93,7 +93,8 @@ def reopen(path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def _next_free(parent: Path, stem: str) -> Path:
+def next_free(parent: Path, stem: str) -> Path:
+    """Return the first of ``<stem>-001``, ``<stem>-002``, … after those that are taken."""
     taken = [
         int(match[1])
         for entry in (parent.iterdir() if parent.is_dir() else [])
