@@ -5,8 +5,9 @@ Example, the comparison of docs/results/transfl-cifar10.md::
     python benchmarks/compare_methods.py transfl-cifar10 --methods standalone fedavg transfl \
         --seeds 0 1 2 --parallel 9 --out results -- --data-dir data
 
-Each run is a `vitfleet run` process of its own; what stands after ``--`` is passed to every one. Runs that are
-already complete in the output folder are not run again.
+Each run is a `vitfleet run` process of its own, so that several can share a GPU; what stands after ``--`` is passed to
+every one. Runs that are complete below ``--runs`` are not run again.
+`vitfleet compare` is the simpler way where one run after the other will do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -39,14 +41,15 @@ def main() -> None:
 
     def play(method: str, seed: int) -> Path:
         folder: Path = args.runs / f"{args.preset}-{method}-s{seed}"
-        if (folder / "summary.json").exists():
-            return folder
+        wanted = ["run", args.preset, "-o", f"method.name={method}", "--seed", str(seed), "--out", str(folder), *rest]
+        command = wanted
         if (folder / "config.json").exists():
+            begun = json.loads((folder / "about.json").read_text())["command"]
+            if begun != shlex.join(["vitfleet", *wanted]):
+                raise SystemExit(f"{folder} holds another run ({begun}); choose another --runs")
+            if (folder / "summary.json").exists():
+                return folder
             command = ["resume", str(folder)]
-        else:
-            command = ["run", args.preset, "-o", f"method.name={method}", "--seed", str(seed), "--out", str(folder)]
-            # The preset's own method keeps the preset's parameters.
-            command += rest
         started = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "vitfleet", *command], capture_output=True, text=True)
         print(f"{method} seed {seed}: exit {done.returncode}, {time.perf_counter() - started:.0f} s", flush=True)
@@ -61,6 +64,8 @@ def main() -> None:
     table = markdown(folders, args.methods, args.seeds)
     (args.out / "table.md").write_text(table)
     print(table, flush=True)
+    if not all((folder / "summary.json").exists() for folder in folders.values()):
+        raise SystemExit("not every run came to its end")
 
 
 def write_curves(folders: dict[tuple[str, int], Path], path: Path) -> None:

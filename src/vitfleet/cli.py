@@ -59,6 +59,8 @@ def run(
     * `vitfleet run`
     * `vitfleet run transfl-cifar10 --data-dir ~/data --out runs/first`
     * `vitfleet run digits -o method.name=fedprox -o method.mu=0.1 -o rounds=30`
+
+    `vitfleet presets` lists the presets, `vitfleet keys` every key that -o can set.
     """
     from vitfleet.run.folder import create
 
@@ -140,6 +142,10 @@ def keys(
     if markdown:
         print(describe.markdown(), end="")
         return
+    if not console.is_terminal:  # for grep: a line a key
+        for key in describe.every_key():
+            print(key.name, key.variant, key.allowed, key.default, key.meaning, sep="\t")
+        return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("key", "of", "allowed", "default", "meaning"):
         table.add_column(heading, overflow="fold")
@@ -197,6 +203,9 @@ def _show(summary: dict[str, Any], held: RunFolder) -> None:
 
     console.print(summary_table(summary, held.config().title))
     _say(console, f"run folder: {held.path}")
+    total = summary["total"]
+    if total["failures"] == total["participations"]:
+        raise UserError("no client's training could be used: all of it diverged; a smaller train.lr may help")
 
 
 def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) -> dict[str, Any]:
@@ -227,8 +236,12 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
             f"{config.method.name} on {session.data.name}: {config.fleet.clients} clients, "
             f"{config.fleet.per_round} a round, {session.params:,} parameters, {where}",
         )
+        if session.round == config.rounds:
+            _say(console, "this run was finished already")
+        elif session.round:
+            _say(console, f"going on after round {session.round}")
         with RoundDisplay(console, config.rounds, session.round) as display:
-            summary = conduct(session, display)
+            summary = conduct(session, display, display)
         draw_rounds(folder)
     except KeyboardInterrupt:
         where_to = shlex.quote(str(comparison or folder))

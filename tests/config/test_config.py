@@ -124,6 +124,7 @@ def test_overrides_leave_the_rest_alone() -> None:
     expected = before.model_dump()
     expected["train"]["lr"] = 0.5
     expected["data"]["augment"]["crop"] = 0.125
+    expected["title"] = ""  # it named the preset's data, which this is no longer
     assert after.model_dump() == expected
 
 
@@ -484,3 +485,33 @@ def test_paths_are_made_absolute_because_a_run_may_be_resumed_from_elsewhere(
 def test_a_value_of_another_type_is_not_taken_for_what_it_is_not(override: str) -> None:
     with pytest.raises(UserError, match=override.split("=")[0]):
         load_config("digits", [override])
+
+
+def test_another_model_starts_from_its_own_sizes() -> None:
+    model = load_config("transfl-cifar10", ["model.weights=hub", "model.name=vit_tiny_patch16_224"]).model
+    assert (model.name, model.weights) == ("vit_tiny_patch16_224", "hub")
+    assert (model.depth, model.patch_size, model.image_size) == (None, None, None)
+    assert load_config("transfl-cifar10", ["model.name=vit"]).model.depth == 6
+
+
+def test_a_title_is_kept_only_while_it_is_true() -> None:
+    title = load_config("digits").title
+    assert title
+    assert load_config("digits", ["rounds=3", "train.lr=1e-2"]).title == title
+    assert load_config("digits", ["method.name=fedprox"]).title == ""
+    assert load_config("digits", ["method.name=fedprox", "title=mine"]).title == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("method=fedprox", "did you mean method.name=fedprox?"),
+        ("data.partition=iid", "did you mean data.partition.kind=iid?"),
+        ("method.name=fedavgg", "did you mean fedavg?"),
+        ("train=3", "is a table of keys, not a value"),
+    ],
+)
+def test_near_misses_are_met_halfway(override: str, words: str) -> None:
+    with pytest.raises(UserError) as complaint:
+        load_config("digits", [override])
+    assert words in str(complaint.value)

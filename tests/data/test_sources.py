@@ -370,7 +370,7 @@ def test_digits() -> None:
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'vitfleet\[sim\]'"):
+    with pytest.raises(DataError, match="which the extra `sim` brings"):
         load(DataConfig(name="digits"))
 
 
@@ -481,7 +481,7 @@ def test_missing_set_without_a_directory_says_how_to_name_one() -> None:
 
 def test_missing_datasets_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'vitfleet\[sim\]'"):
+    with pytest.raises(DataError, match="which the extra `sim` brings"):
         load(DataConfig(name="cifar10"))
 
 

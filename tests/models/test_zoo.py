@@ -380,3 +380,16 @@ def test_pretrained_on_grey_pictures(real_file: Path) -> None:
     config = ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file))
     net = make(config, classes=1000, channels=1)
     assert_same_logits(net, theirs(real_file, img_size=96, in_chans=1), pictures(96, channels=1))
+
+
+def test_so_many_patches_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"model\.patch_size = 2: cuts an image of 256 pixels .* 16,384 patches"):
+        build(ModelConfig(patch_size=2), 3, 3, 256, 0)
+
+
+def test_a_file_with_more_layers_than_the_model_is_refused(tmp_path: Path) -> None:
+    deep = build(ModelConfig(name="vit_tiny_patch16_224", depth=2), 5, 3, 224, 0)
+    save_file(deep.initial_weights(), tmp_path / "deep.safetensors")
+    config = ModelConfig(name="vit_tiny_patch16_224", depth=1, weights=str(tmp_path / "deep.safetensors"))
+    with pytest.raises(ConfigError, match=r"model\.weights .* has 12 weights that .* has no place for"):
+        build(config, 5, 3, 224, 0)

@@ -25,6 +25,8 @@ Tree = dict[str, Any]
 
 # Tables whose other keys depend on one key; {dotted path of the table: the deciding key}.
 VARIANTS = {"method": "name", "data.partition": "kind"}
+# Tables that start anew when one key changes: what stood beside it was meant for what it was before.
+FRESH = {**VARIANTS, "model": "name"}
 # Keys that name a file or folder.
 PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 
@@ -53,9 +55,12 @@ def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, A
         _put(tree, key, value)
     given = [_parse_override(text) for text in overrides]
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
-    given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in VARIANTS.items()))
+    given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
+    meant = [copy.deepcopy(tree.get(table)) for table in ("data", "model", "method")]
     for key, value in given:
         _put(tree, key, value)
+    if meant != [tree.get(table) for table in ("data", "model", "method")] and "title" not in dict(given):
+        tree["title"] = ""  # the source's title says what it was
     _settle_paths(tree)
     return validate(tree)
 
@@ -84,8 +89,8 @@ def _read_source(source: str) -> Tree:
     path = Path(source)
     if path.suffix not in {".toml", ".json"}:
         close = difflib.get_close_matches(source, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them"
-        raise UserError(f"no preset is called {source!r}: {hint} A file's name ends in .toml or .json.")
+        hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them."
+        raise UserError(f"no preset is called {source!r}: {hint} A file's name must end in .toml or .json.")
     if not path.is_file():
         raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
     try:
@@ -131,9 +136,10 @@ def _put(tree: Tree, key: str, value: Any) -> None:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             raise ConfigError(".".join(parents[: depth + 1]), table, f"is a value, so {key!r} cannot be set in it")
-    if VARIANTS.get(".".join(parents)) == leaf and table.get(leaf) != value:
-        # Another method or partition: its siblings belonged to the old one and go with it.
+    if FRESH.get(".".join(parents)) == leaf and table.get(leaf) != value:
         table.clear()
+    if key in FRESH and not isinstance(value, dict):
+        raise ConfigError(key, value, f"is a table of keys, not a value; did you mean {key}.{FRESH[key]}={value}?")
     table[leaf] = copy.deepcopy(value)
 
 
@@ -150,11 +156,15 @@ def _explain(error: ErrorDetails) -> UserError:
         deciding = f"{key}.{VARIANTS[key]}"
         tag = error["ctx"]["tag"]
         allowed = error["ctx"]["expected_tags"].replace("'", "")
-        return ConfigError(deciding, tag, f"must be one of {allowed}")
+        close = difflib.get_close_matches(str(tag), allowed.split(", "), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return ConfigError(deciding, tag, f"must be one of {allowed}{hint}")
     if kind == "union_tag_not_found":
         return UserError(f"{key}.{VARIANTS[key]}: is missing; say which one is meant")
     if kind == "missing":
         return UserError(f"{key}: is missing")
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return ConfigError(key, value, "is a table of keys, not a value")
     message = error["msg"].removeprefix("Input ").replace("should", "must")
     return ConfigError(key, value, message)
 

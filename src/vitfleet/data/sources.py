@@ -235,7 +235,7 @@ def _digits() -> Found:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("digits come with scikit-learn: pip install 'vitfleet[sim]'") from error
+        raise DataError("digits come with scikit-learn, which the extra `sim` brings") from error
     digits = load_digits()
     pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
     labels: NDArray[np.int64] = digits.target.astype(np.int64)

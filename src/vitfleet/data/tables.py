@@ -82,7 +82,7 @@ def hub(repository: str, source_columns: Sequence[str] = SOURCE_COLUMNS) -> Foun
     try:
         import datasets
     except ImportError as error:
-        raise DataError("needs the datasets package: pip install 'vitfleet[sim]'") from error
+        raise DataError("needs the datasets package, which the extra `sim` brings") from error
     offline = bool(datasets.config.HF_HUB_OFFLINE)
     unreachable = "" if offline else _why_unreachable(datasets.config.HF_ENDPOINT)
     try:

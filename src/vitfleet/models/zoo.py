@@ -22,6 +22,7 @@ from vitfleet.randomness import Address, Purpose
 PLAIN = "vit"
 PLAIN_PATCH = 4
 PLAIN_DEPTH = 4
+MOST_PATCHES = 4096  # attention costs their square: beyond this it is a mistake, not a model
 HALF = 0.5  # normalisation of models that do not say otherwise: 0…1 becomes −1…1
 
 
@@ -122,6 +123,13 @@ def _from_timm(config: ModelConfig, classes: int, channels: int) -> tuple[nn.Mod
 
 
 def _check_patch(side: int, patch: int) -> None:
+    if (side // patch) ** 2 > MOST_PATCHES:
+        raise ConfigError(
+            "model.patch_size",
+            patch,
+            f"cuts an image of {side} pixels a side into {(side // patch) ** 2:,} patches, more than {MOST_PATCHES:,}; "
+            "take larger patches or a smaller model.image_size",
+        )
     if side % patch:
         raise ConfigError("model.patch_size", patch, f"must divide the image's side, {side} pixels")
 
@@ -155,6 +163,16 @@ def load_pretrained(vit: nn.Module, path: Path, name: str) -> None:
             str(path),
             f"does not fit model.name = {name!r}: {len(wrong)} weights are missing or of another shape, "
             f"the first is {wrong[0]}",
+        )
+    surplus = [
+        n for n in fitted if n not in vit.state_dict() and not n.startswith(("head.", "head_dist.", "pre_logits."))
+    ]
+    if surplus:
+        raise ConfigError(
+            "model.weights",
+            str(path),
+            f"has {len(surplus)} weights that model.name = {name!r} with these sizes has no place for, "
+            f"the first is {surplus[0]}; leave model.depth and the like out",
         )
     vit.load_state_dict({n: tensor for n, tensor in fitted.items() if n in own}, strict=False)
 

@@ -56,7 +56,10 @@ class RoundDisplay:
             console=console,
             speed_estimate_period=24 * 3600,  # a round may take long: never forget the ones before
         )
-        self.task = self.bar.add_task("rounds", total=rounds, completed=done)
+        self.rounds_task = self.bar.add_task("rounds", total=rounds, completed=done)
+        self.within = Progress(
+            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=20), console=console
+        )
         self.live: Live | None = None
 
     def __enter__(self) -> RoundDisplay:
@@ -69,10 +72,19 @@ class RoundDisplay:
         if self.live is not None:
             self.live.__exit__(*exception)
 
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Advance]:
+        """Show how far a round is, below the rounds."""
+        task = self.within.add_task(label, total=total)
+        try:
+            yield lambda units: self.within.advance(task, units)
+        finally:
+            self.within.remove_task(task)
+
     def round_done(self, record: RoundRecord, seconds: float) -> None:
         """Show a finished round."""
         self.recent = [*self.recent, (record, seconds)][-SHOWN_ROUNDS:]
-        self.bar.update(self.task, completed=record.round)
+        self.bar.update(self.rounds_task, completed=record.round)
         for entry in record.clients:
             if entry.failure is not None:
                 text = f"round {record.round}: client {entry.client} left out, {entry.failure}"
@@ -97,7 +109,7 @@ class RoundDisplay:
             table.add_column(heading, justify="right", style="bold" if heading == "accuracy" else "")
         for record, seconds in self.recent:
             table.add_row(*_cells(record), f"{seconds:.1f} s")
-        return Group(table, self.bar)
+        return Group(table, self.bar, self.within)
 
 
 def _cells(record: RoundRecord) -> list[str]:

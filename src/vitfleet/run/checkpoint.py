@@ -77,7 +77,10 @@ class Checkpoints:
         path = self.folder / MANIFEST
         if not path.exists():
             return None
-        tree = json.loads(path.read_text())
+        try:
+            tree = json.loads(path.read_text())
+        except ValueError:
+            raise UserError(f"{path}: is damaged; it was changed from outside, the run cannot go on") from None
         if tree.get("version") != VERSION:
             raise UserError(f"{path}: written by another version of vitfleet ({tree.get('version')}); start anew")
         for table in ("clients", "heard"):  # JSON has no integer keys
@@ -86,7 +89,10 @@ class Checkpoints:
 
     def read(self, name: str) -> State:
         """Read one of a checkpoint's states."""
-        return decode(State, (self.folder / name).read_bytes())
+        try:
+            return decode(State, (self.folder / name).read_bytes())
+        except (UserError, FileNotFoundError) as error:
+            raise UserError(f"{self.folder / name}: cannot be read ({error}); the run cannot go on") from None
 
     def client(self, client: int) -> State | None:
         """Return a client's own state as of the last checkpoint, memory-mapped: only what is used is read."""

@@ -15,6 +15,7 @@ from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, in_order
 from vitfleet.message import Message
 from vitfleet.methods.base import RefusalError
+from vitfleet.progress import SILENCE, Progress
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.curves import Curves
 from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
@@ -31,8 +32,8 @@ class Listener(Protocol):
         ...
 
 
-def conduct(session: Session, listener: Listener) -> dict[str, Any]:
-    """Run a session's remaining rounds and return its summary.
+def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) -> dict[str, Any]:
+    """Run a session's remaining rounds and return its summary, showing progress within each round.
 
     Killed at any moment, the run goes on from its last checkpoint as if nothing had happened.
     """
@@ -44,7 +45,7 @@ def conduct(session: Session, listener: Listener) -> dict[str, Any]:
     try:
         for round in range(session.round + 1, config.rounds + 1):
             started = time.perf_counter()
-            record = play_round(session, round)
+            record = play_round(session, round, progress)
             seconds = time.perf_counter() - started
             records.append(record.line())
             timings.append(json.dumps({"round": round, "seconds": seconds}))
@@ -69,7 +70,7 @@ def conduct(session: Session, listener: Listener) -> dict[str, Any]:
     return summarize(folder, config, session.costs())
 
 
-def play_round(session: Session, round: int) -> RoundRecord:
+def play_round(session: Session, round: int, progress: Progress = SILENCE) -> RoundRecord:
     """Play one round and move the session on to its end."""
     config, method, server = session.config, session.method, session.server
     clients = choose_clients(config, round)
@@ -85,19 +86,21 @@ def play_round(session: Session, round: int) -> RoundRecord:
 
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
-    for reply in in_order(session.fleet.ask(requests()), clients):
-        down = down_bytes.get(reply.client, 0)  # a fleet may give up before it asked
-        if reply.up is None:
-            entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
-            continue
-        try:
-            gathering.add(reply.client, reply.up)
-        except RefusalError as refused:
-            entries.append(ClientRecord(reply.client, down, _size(reply.up), failure=str(refused)))
-            continue
-        session.heard[reply.client] = round
-        right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
-        entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
+    with progress.task(f"round {round}: clients", len(clients)) as advance:
+        for reply in in_order(session.fleet.ask(requests()), clients):
+            advance(1)
+            down = down_bytes.get(reply.client, 0)  # a fleet may give up before it asked
+            if reply.up is None:
+                entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
+                continue
+            try:
+                gathering.add(reply.client, reply.up)
+            except RefusalError as refused:
+                entries.append(ClientRecord(reply.client, down, _size(reply.up), failure=str(refused)))
+                continue
+            session.heard[reply.client] = round
+            right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
+            entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
     session.server = session.refine(gathering.finish(), round)
     session.round = round
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
@@ -149,7 +152,14 @@ def _save_model(session: Session) -> None:
     if not session.method.has_global_model:
         return
     weights = session.method.model(session.server, session.base.tensors, None)
-    about = {"model": session.config.model.name, "classes": session.data.classes, "rounds": session.round}
+    about = {
+        "model": session.config.model.name,
+        "classes": session.data.classes,
+        "rounds": session.round,
+        "sizes": session.config.model.model_dump(exclude={"name", "weights"}),
+        "input": {"channels": session.data.train.channels, "side": session.net.side},
+        "normalisation": {"mean": session.net.mean, "std": session.net.std},
+    }
     tensors = {name: weights[name].detach().cpu().contiguous() for name in session.net.anatomy.shapes}
     # One key of metadata: the format does not keep the order of several, and equal models shall be equal bytes.
     write_atomically(session.folder / "model.safetensors", save(tensors, {"vitfleet": json.dumps(about)}))
