@@ -17,7 +17,7 @@ from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.objective import Fit, Fitted, Objective, Step, cross_entropy
+from vitfleet.train.objective import Fit, Fitted, Objective, References, Step, cross_entropy
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Place, Trainer
 
@@ -186,18 +186,29 @@ def test_training_leaves_its_input_and_the_architecture_alone(
     assert not any(tensor.requires_grad for tensor in fitted.weights.values())
 
 
-def test_the_transform_is_what_is_applied(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
-    def double_the_head_and_stop_the_rest(gradients: Tensors, step: Step) -> Tensors:
-        return {name: gradient * (2 if name.startswith("head.") else 0) for name, gradient in gradients.items()}
+@dataclass(frozen=True)
+class ScaleTheHead:
+    """Scales the head's gradients and stops all others."""
 
+    by: float
+    counts: tuple[str, ...] = ("turned",)
+
+    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+        assert references is None
+        scaled = {name: one * (self.by if name.startswith("head.") else 0) for name, one in gradients.items()}
+        return scaled, {"turned": torch.ones(())}
+
+
+def test_the_transform_is_what_is_applied(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     shard = make_shard(0, 12)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=double_the_head_and_stop_the_rest)
+    objective = Objective(tiny_net.anatomy.whole, transform=ScaleTheHead(2))
     fitted = make_trainer(**PLAIN_SGD).fit(Fit(weights, objective, epochs=1), shard, PLACE)
     gradients = gradients_by_hand(tiny_net, weights, shard, visits(PLACE, 0, 12))
     factor = {name: 0.2 if name.startswith("head.") else 0.0 for name in weights}
     assert_close(fitted.weights, {name: weights[name] - factor[name] * gradients[name] for name in weights}, 1e-7)
     assert torch.equal(fitted.weights["cls_token"], weights["cls_token"])
+    assert float(fitted.observed["turned"]) == fitted.steps == 1
 
 
 @dataclass(frozen=True)
@@ -215,9 +226,7 @@ class SumOfSquares:
 def test_the_observer_sees_the_gradients_as_they_were(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    def stop(gradients: Tensors, step: Step) -> Tensors:  # so that every step is taken at the same weights
-        return {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-
+    stop = ScaleTheHead(0)  # so that every step is taken at the same weights
     shard = make_shard(0, 20)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())

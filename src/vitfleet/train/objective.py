@@ -2,7 +2,8 @@
 
 A method states its objective and hands it over; it never writes the loop. Everything in an objective is a
 pure function of tensors, so a trainer is free to run one client, or many stacked on a leading axis, step
-by step or captured in a graph, without any method noticing.
+by step or captured in a graph, without any method noticing. Objectives are compared by value: clients whose
+objectives are equal can be trained together, so what differs between clients belongs into a fit's tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +52,68 @@ class Step:
 
 
 Loss: TypeAlias = Callable[[Step], Tensor]
-Transform: TypeAlias = Callable[[Tensors, Step], Tensors]
+
+
+@dataclass(frozen=True)
+class References:
+    """Gradients that a step's transform sees besides the step's own, one a row.
+
+    Attributes
+    ----------
+    gradients
+        Of each weight that trains, ``[references, …]``.
+    present
+        Which rows are real, ``[references]``; the others are zero.
+    """
+
+    gradients: Tensors
+    present: Tensor
+
+
+class Transform(Protocol):
+    """Turns a step's gradients into those that are applied.
+
+    Written for one client, as tensor operations without a look at their values, so that it can be lifted over many.
+    """
+
+    #: Names of what it counts; each becomes a scalar in what was observed, summed over the steps.
+    counts: tuple[str, ...]
+
+    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+        """Return the gradients to apply, and this step's counts."""
+        ...
+
+
+class Chooser(Protocol):
+    """Chooses which of a memory's parts are worth a gradient, where there are more than can be afforded."""
+
+    #: How many are chosen, and how many steps a choice serves.
+    k: int
+    every: int
+
+    def __call__(self, gradients: Tensors, references: References) -> Tensor:
+        """Return the places of the chosen ``k`` references, given the gradients of all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Stored samples in several parts (old tasks), each of which gives one reference gradient at the current weights.
+
+    Attributes
+    ----------
+    images, labels
+        uint8 ``[parts, samples, channels, side, side]`` and ``[parts, samples]``, padded to the largest part.
+    share
+        Each sample's share of its part's mean loss, ``[parts, samples]``; a padded sample has none.
+    """
+
+    images: Tensor
+    labels: Tensor
+    share: Tensor
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
 
 
 class Observer(Protocol):
@@ -72,6 +134,19 @@ def cross_entropy(step: Step) -> Tensor:
     return torch.dot(losses, step.share)
 
 
+def within_task(logits: Tensor, labels: Tensor, tasks: Tensor | None) -> Tensor:
+    """Return logits in which only the classes of each sample's own task can win.
+
+    Parameters
+    ----------
+    tasks
+        The task of each class, ``[classes]``; ``None``: a sample may be of any class.
+    """
+    if tasks is None:
+        return logits
+    return logits.masked_fill(tasks != tasks[labels].unsqueeze(-1), -torch.inf)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a client optimises.
@@ -84,6 +159,8 @@ class Objective:
         What is minimised.
     transform
         Turns the step's gradients into those that are applied; ``None`` leaves them.
+    chooser
+        Chooses among the memory's parts where it holds more than the transform shall see; ``None`` takes them all.
     observer
         Watches the gradients, before they are transformed.
     route
@@ -95,6 +172,7 @@ class Objective:
     trains: Selection
     loss: Loss = cross_entropy
     transform: Transform | None = None
+    chooser: Chooser | None = None
     observer: Observer | None = None
     route: tuple[int, ...] | None = None
     split: int | None = None
@@ -108,8 +186,17 @@ class Fit:
     ----------
     weights
         The whole model's, those that train and those that do not.
+    constants
+        Tensors that loss and transform may look at.
     features
         What to train on instead of images: tokens that enter the model at the objective's split.
+    memory
+        Stored samples whose gradients, at the current weights, are references of the transform.
+    elsewhere
+        Other values of the weights that train: the step's own loss has a gradient there too, which is the
+        transform's last reference.
+    score
+        Whether to measure every sample's loss under the trained weights at the end.
     """
 
     weights: Tensors
@@ -117,6 +204,9 @@ class Fit:
     epochs: int
     constants: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
+    memory: Memory | None = None
+    elsewhere: Tensors | None = None
+    score: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +222,10 @@ class Fitted:
     samples, steps
         Samples of the client, and optimiser steps taken.
     observed
-        What the objective's observer summed up.
+        What the objective's observer and transform summed up.
+    losses
+        Each of the client's samples' cross-entropy under the new weights, whole and unaltered, in the shard's
+        order, ``[samples]``; empty unless it was asked for.
     """
 
     weights: Tensors
@@ -140,3 +233,4 @@ class Fitted:
     samples: int
     steps: int
     observed: Tensors
+    losses: Tensor

@@ -12,17 +12,20 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.batches import EpochDraws, Preprocess, draw_epoch
 from vitfleet.data.features import FeatureSet
 from vitfleet.data.images import Shard
+from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Fitted, Step
+from vitfleet.train.objective import Fit, Fitted, References, Step, within_task
 from vitfleet.train.optim import learning_rate, make_optimizer
 
 Outcome = TypeVar("Outcome")
+SCORED_AT_ONCE = 256  # images whose loss is measured in one batch
 SERVER = -2  # the server's place among the clients, for what it draws itself
 
 
@@ -38,7 +41,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains one client at a time."""
+    """Trains one client at a time.
+
+    Attributes
+    ----------
+    tasks
+        The task of each class, ``[classes]``, where an image's task is known: its class is then only looked for
+        among those of its task. ``None``: among all.
+    """
 
     net: Net
     preprocess: Preprocess
@@ -46,6 +56,7 @@ class Trainer:
     augment: AugmentConfig
     rounds: int
     machine: Machine
+    tasks: Tensor | None = None
 
     def fit(self, fit: Fit, shard: Shard, place: Place) -> Fitted:
         """Run a training that a method asked for, on a client's images or on the features that came with it.
@@ -62,7 +73,12 @@ class Trainer:
         }
         weights = {**fit.weights, **buffers, **leaves}
         optimizer = make_optimizer(self.config, leaves.values(), learning_rate(self.config, place.round, self.rounds))
-        observed = objective.observer.start(leaves) if objective.observer else {}
+        observed = dict(objective.observer.start(leaves)) if objective.observer else {}
+        counted = {
+            name: torch.zeros((), device=self.machine.device)
+            for name in (objective.transform.counts if objective.transform else ())
+        }
+        chosen: Tensor | None = None
         total = torch.zeros((), device=self.machine.device)
         steps = 0
         self.net.module.train()
@@ -74,10 +90,18 @@ class Trainer:
                 loss = objective.loss(step)
                 found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
                 gradients = dict(zip(leaves, found, strict=True))
+                chooser, memory = objective.chooser, fit.memory
+                if chooser and memory and len(memory) > chooser.k and steps % chooser.every == 0:
+                    chosen = chooser(gradients, self._remember(weights, leaves, fit, None))
+                references = self._references(weights, leaves, shard, batch, epoch, fit, chosen)
                 with torch.no_grad():
                     if objective.observer:
-                        observed = objective.observer.see(observed, gradients, step)
-                    applied = objective.transform(gradients, step) if objective.transform else gradients
+                        observed = dict(objective.observer.see(observed, gradients, step))
+                    applied: Tensors = gradients
+                    if objective.transform:
+                        applied, counts = objective.transform(gradients, references, step)
+                        for name, count in counts.items():
+                            counted[name] += count
                     for name, leaf in leaves.items():
                         leaf.grad = applied[name]
                     if self.config.clip is not None:
@@ -87,7 +111,70 @@ class Trainer:
                 steps += 1
         trained = {name: leaf.detach() for name, leaf in leaves.items()}
         trained |= {name: buffers[name] for name in objective.trains if name in buffers}
-        return Fitted(trained, total / max(1, samples * fit.epochs), samples, steps, observed)
+        losses = self._score({**weights, **trained}, shard) if fit.score else total.new_empty(0)
+        return Fitted(trained, total / max(1, samples * fit.epochs), samples, steps, observed | counted, losses)
+
+    def _references(
+        self,
+        weights: dict[str, Tensor],
+        leaves: dict[str, Tensor],
+        shard: Shard,
+        batch: EpochDraws,
+        epoch: int,
+        fit: Fit,
+        chosen: Tensor | None,
+    ) -> References | None:
+        found: list[References] = []
+        if fit.memory is not None and len(fit.memory):
+            found.append(self._remember(weights, leaves, fit, chosen))
+        if fit.elsewhere is not None:
+            there = {name: fit.elsewhere[name].detach().clone().requires_grad_() for name in leaves}
+            step = self._forward({**weights, **there}, there, shard, batch, epoch, fit)
+            rows = torch.autograd.grad(
+                fit.objective.loss(step), list(there.values()), allow_unused=True, materialize_grads=True
+            )
+            one = {name: row[None] for name, row in zip(there, rows, strict=True)}
+            found.append(References(one, torch.ones(1, dtype=torch.bool, device=self.machine.device)))
+        if not found:
+            return None
+        together = {name: torch.cat([part.gradients[name] for part in found]) for name in leaves}
+        return References(together, torch.cat([part.present for part in found]))
+
+    def _remember(
+        self, weights: dict[str, Tensor], leaves: dict[str, Tensor], fit: Fit, chosen: Tensor | None
+    ) -> References:
+        """Return the gradients of the memory's parts (the chosen ones) at the current weights."""
+        memory = fit.memory
+        assert memory is not None
+        places = range(len(memory)) if chosen is None else chosen.tolist()
+        rows: list[tuple[Tensor, ...]] = []
+        for place in places:
+            with self.machine.autocast():
+                logits = self.net(weights, self.preprocess(memory.images[place]), None, fit.objective.route)
+            labels = memory.labels[place]
+            losses = F.cross_entropy(within_task(logits, labels, self.tasks).float(), labels, reduction="none")
+            rows.append(
+                torch.autograd.grad(
+                    torch.dot(losses, memory.share[place]),
+                    list(leaves.values()),
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            )
+        stacked = {name: torch.stack(column) for name, column in zip(leaves, zip(*rows, strict=True), strict=True)}
+        present = memory.share.sum(dim=1) > 0
+        return References(stacked, present if chosen is None else present[chosen])
+
+    @torch.no_grad()
+    def _score(self, weights: dict[str, Tensor], shard: Shard) -> Tensor:
+        self.net.module.eval()
+        losses = [torch.empty(0, device=self.machine.device)]
+        for index in torch.split(shard.index, SCORED_AT_ONCE):
+            labels = shard.images.labels[index]
+            with self.machine.autocast():
+                logits = self.net(weights, self.preprocess(shard.images.images[index]))
+            losses.append(F.cross_entropy(within_task(logits, labels, self.tasks).float(), labels, reduction="none"))
+        return torch.cat(losses)
 
     def _draw(self, shard: Shard, features: FeatureSet | None, place: Place, epoch: int) -> EpochDraws:
         images = features is None
@@ -130,6 +217,7 @@ class Trainer:
                 if features is None:
                     features = self.net.until(weights, images, batch.keep, split)
                 logits = self.net.onward(weights, features, split)
+        logits = within_task(logits, labels, self.tasks)
         return Step(logits, labels, share, leaves, fit.constants, batch.order, epoch, features)
 
 
