@@ -76,8 +76,10 @@ class Transform(Protocol):
     Written for one client, as tensor operations without a look at their values, so that it can be lifted over many.
     """
 
-    #: Names of what it counts; each becomes a scalar in what was observed, summed over the steps.
-    counts: tuple[str, ...]
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of what it counts; each becomes a scalar in what was observed, summed over the steps."""
+        ...
 
     def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
         """Return the gradients to apply, and this step's counts."""
@@ -87,9 +89,15 @@ class Transform(Protocol):
 class Chooser(Protocol):
     """Chooses which of a memory's parts are worth a gradient, where there are more than can be afforded."""
 
-    #: How many are chosen, and how many steps a choice serves.
-    k: int
-    every: int
+    @property
+    def k(self) -> int:
+        """How many are chosen."""
+        ...
+
+    @property
+    def every(self) -> int:
+        """How many steps a choice serves."""
+        ...
 
     def __call__(self, gradients: Tensors, references: References) -> Tensor:
         """Return the places of the chosen ``k`` references, given the gradients of all of them."""
