@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.batches import EpochDraws, Preprocess, draw_epoch, round_half_up
+from vitfleet.data.batches import Batch, EpochDraws, Preprocess, draw_epoch, round_half_up, visit
 
 CPU = torch.device("cpu")
 OFF = AugmentConfig()
@@ -34,25 +34,39 @@ def draw(**changes: Any) -> EpochDraws:
         "augment": OFF,
         "patches": 64,
         "kept": 64,
-        "device": CPU,
     }
     return draw_epoch(**{**usual, **changes})
 
 
-def same(left: Tensor | None, right: Tensor | None) -> bool:
+def lay(draws: EpochDraws, kept: int = 64) -> Batch:
+    """Return an epoch as one batch, in the order of the shard, so that images can be told apart."""
+    visits = visit([replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, many=False)
+    return visits.step(0, many=False)
+
+
+def batch(**changes: Any) -> Batch:
+    return lay(draw(**changes), changes.get("kept", 64))
+
+
+def same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
     if left is None or right is None:
         return left is right
-    return torch.equal(left, right)
+    return np.array_equal(left, right)
 
 
-def some(tensor: Tensor | None) -> Tensor:
+def some(array: NDArray[Any] | None) -> NDArray[Any]:
+    assert array is not None
+    return array
+
+
+def some_tensor(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 
 
-def pixels(batch: int = 50, channels: int = 3, side: int = 16) -> Tensor:
+def pixels(count: int = 50, channels: int = 3, side: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 256, (batch, channels, side, side), generator=generator, dtype=torch.uint8)
+    return torch.randint(1, 256, (count, channels, side, side), generator=generator, dtype=torch.uint8)
 
 
 def preprocess(side: int = 16, channels: int = 3) -> Preprocess:
@@ -84,13 +98,13 @@ def by_hand(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.f
 @settings(deadline=None)
 def test_the_order_visits_every_sample_once(samples: int, seed: int) -> None:
     order = draw(samples=samples, seed=seed).order
-    assert order.dtype == torch.int64
+    assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(samples))
 
 
 def test_nothing_else_is_drawn_when_all_is_off() -> None:
     draws = draw()
-    assert (draws.shift, draws.flip, draws.brightness, draws.keep) == (None, None, None, None)
+    assert (draws.shift, draws.flip, draws.brightness, draws.noise) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
@@ -100,12 +114,12 @@ def test_another_address_draws_otherwise(change: dict[str, int]) -> None:
         assert not same(getattr(here, field.name), getattr(there, field.name))
 
 
-def test_the_same_address_draws_the_same_whatever_the_device_and_the_moment() -> None:
+def test_the_same_address_draws_the_same_whatever_the_moment() -> None:
     torch.manual_seed(0)
     here = draw(augment=ALL, kept=16)
     torch.manual_seed(1)
     np.random.seed(1)
-    again = draw(augment=ALL, kept=16, device=torch.device("cpu", 0))
+    again = draw(augment=ALL, kept=16)
     for field in fields(EpochDraws):
         assert same(getattr(here, field.name), getattr(again, field.name))
 
@@ -113,7 +127,7 @@ def test_the_same_address_draws_the_same_whatever_the_device_and_the_moment() ->
 def test_augmentation_leaves_order_and_masks_alone() -> None:
     plain, augmented = draw(kept=16), draw(kept=16, augment=ALL)
     assert same(plain.order, augmented.order)
-    assert same(plain.keep, augmented.keep)
+    assert same(plain.noise, augmented.noise)
 
 
 def test_masking_leaves_order_and_augmentation_alone() -> None:
@@ -144,9 +158,9 @@ def test_draws_fill_their_ranges() -> None:
     shift, flip, light = some(draws.shift), some(draws.flip), some(draws.brightness)
     assert shift.shape == (2000, 2)
     assert sorted(set(shift.flatten().tolist())) == list(range(-4, 5))  # a quarter of 16, both ways
-    assert flip.dtype == torch.bool
-    assert 0.45 < flip.float().mean() < 0.55
-    assert light.dtype == torch.float32
+    assert flip.dtype == np.bool_
+    assert 0.45 < flip.mean() < 0.55
+    assert light.dtype == np.float32
     assert 0.6 <= float(light.min()) < 0.61
     assert 1.39 < float(light.max()) <= 1.4
     assert abs(float(light.mean()) - 1) < 0.02
@@ -156,38 +170,70 @@ def test_draws_fill_their_ranges() -> None:
 @settings(deadline=None)
 def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, patches))
-    keep = draw(samples=9, patches=patches, kept=kept).keep
+    keep = batch(samples=9, patches=patches, kept=kept).keep
     if kept == patches:
         assert keep is None
         return
-    assert some(keep).shape == (9, kept)
-    for row in some(keep).tolist():
+    assert keep is not None
+    assert keep.shape == (9, kept)
+    for row in keep.tolist():
         assert len(set(row)) == kept
         assert set(row) <= set(range(patches))
 
 
 def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
-    keep = some(draw(samples=4000, patches=64, kept=16).keep)
+    keep = batch(samples=4000, patches=64, kept=16).keep
+    assert keep is not None
     often = torch.bincount(keep.flatten(), minlength=64) / 4000
     assert (often - 0.25).abs().max() < 0.035
     assert len({tuple(sorted(row)) for row in keep.tolist()}) == 4000
 
 
 def test_a_model_without_patches_has_no_mask() -> None:
-    assert draw(patches=0, kept=0).keep is None
+    assert draw(patches=0, kept=0).noise is None
 
 
 def test_an_empty_client_draws_nothing() -> None:
     draws = draw(samples=0, augment=ALL, kept=16)
-    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.keep)) == 0
+    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.noise)) == 0
 
 
-def test_rows_are_cut_from_everything() -> None:
+def test_an_epoch_is_laid_out_in_steps() -> None:
     draws = draw(augment=ALL, kept=16)
-    cut = draws.rows(40, 60)  # the last batch is short
-    for field in fields(EpochDraws):
-        assert same(getattr(cut, field.name), getattr(draws, field.name)[40:50])
-    assert draw().rows(0, 8).keep is None
+    visits = visit([draws], 20, 16, CPU, many=False)
+    assert visits.widths == [20, 20, 10]  # the last batch is short
+    last = visits.step(2, many=False)
+    assert np.array_equal(last.positions, draws.order[40:])
+    assert np.array_equal(some_tensor(last.shift), some(draws.shift)[40:])
+    assert np.array_equal(some_tensor(last.keep), some(draws.noise)[40:].argsort(axis=1, kind="stable")[:, :16])
+    assert last.share.tolist() == pytest.approx([0.1] * 10)
+    assert float(last.active) == 1
+
+
+def test_clients_of_unequal_size_are_padded_with_nothing() -> None:
+    draws = [draw(samples=samples, client=samples) for samples in (50, 8, 21)]
+    visits = visit(draws, 20, 64, CPU, many=True)
+    assert visits.widths == [20, 20, 10]
+    assert visits.active == [[True, True, True], [True, False, True], [True, False, False]]
+    for client, own in enumerate(draws):
+        seen = [
+            int(place)
+            for step in range(3)
+            for place, share in zip(
+                visits.step(step, many=True).positions[client], visits.step(step, many=True).share[client], strict=True
+            )
+            if share > 0
+        ]
+        assert seen == own.order.tolist(), "every sample once, in the client's own order"
+        for step, active in enumerate(visits.active):
+            assert float(visits.all.share[step, client].sum()) == pytest.approx(1.0 if active[client] else 0.0)
+            assert float(visits.all.active[step, client]) == active[client]
+
+
+@pytest.mark.parametrize(("samples", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (50, 20)])
+def test_widths_recur_where_that_is_wanted(samples: int, width: int) -> None:
+    visits = visit([draw(samples=samples)], 20, 64, CPU, many=False, multiple=8)
+    assert visits.all.positions.shape[1] == width
 
 
 @pytest.mark.parametrize(("value", "whole"), [(0, 0), (0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (4.0, 4)])
@@ -215,7 +261,7 @@ def test_halves_are_rounded_upwards(value: float, whole: int) -> None:
 def test_a_batch_is_what_each_image_is_by_hand(augment: AugmentConfig, channels: int) -> None:
     stored = pixels(channels=channels)
     draws = draw(augment=augment)
-    got = preprocess(channels=channels)(stored, draws)
+    got = preprocess(channels=channels)(stored, lay(draws))
     assert got.dtype == torch.float32
     for i, image in enumerate(stored.numpy()):
         np.testing.assert_allclose(got[i].numpy(), by_hand(image, draws, i), rtol=1e-5, atol=1e-6)
@@ -223,7 +269,7 @@ def test_a_batch_is_what_each_image_is_by_hand(augment: AugmentConfig, channels:
 
 def test_shifting_brings_in_black() -> None:
     white = torch.full((2, 1, 8, 8), 255, dtype=torch.uint8)
-    draws = EpochDraws(torch.arange(2), shift=torch.tensor([[3, 0], [0, -8]]))
+    draws = lay(EpochDraws(np.arange(2), shift=np.array([[3, 0], [0, -8]])))
     plain = Preprocess(8, torch.zeros(1), torch.ones(1))
     got = plain(white, draws)
     assert got[0, 0, :5].eq(1).all()
@@ -233,7 +279,7 @@ def test_shifting_brings_in_black() -> None:
 
 def test_a_flip_twice_is_no_flip() -> None:
     plain = Preprocess(16, torch.zeros(3), torch.ones(3))
-    flip = EpochDraws(torch.arange(50), flip=torch.ones(50, dtype=torch.bool))
+    flip = lay(EpochDraws(np.arange(50), flip=np.ones(50, dtype=bool)))
     once = plain(pixels(), flip)
     assert torch.equal(once.flip(-1), plain(pixels()))
 
@@ -249,9 +295,8 @@ def test_pixels_are_normalised() -> None:
 
 @pytest.mark.parametrize("side", [8, 16, 32, 33])
 def test_images_get_the_models_size(side: int) -> None:
-    stored = pixels(batch=6)
-    draws = draw(samples=6, augment=ALL)
-    got = preprocess(side)(stored, draws)
+    stored = pixels(count=6)
+    got = preprocess(side)(stored, batch(samples=6, augment=ALL))
     assert got.shape == (6, 3, side, side)
     assert torch.isfinite(got).all()
     plain = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
@@ -278,10 +323,19 @@ def test_shrinking_sees_every_pixel() -> None:
 def test_stored_pixels_are_not_written_to() -> None:
     stored = pixels()
     before = stored.clone()
-    preprocess()(stored, draw(augment=ALL))
+    preprocess()(stored, batch(augment=ALL))
     assert torch.equal(stored, before)
 
 
 def test_an_empty_batch_stays_empty() -> None:
-    stored = pixels(batch=0)
-    assert preprocess()(stored, draw(samples=0, augment=ALL)).shape == (0, 3, 16, 16)
+    assert preprocess()(pixels(count=0)).shape == (0, 3, 16, 16)
+
+
+def test_stacked_images_are_treated_as_they_would_be_alone() -> None:
+    draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
+    stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
+    together = visit(draws, 12, 64, CPU, many=True).step(0, many=True)
+    got = preprocess(side=24)(stored, together)
+    for client in range(3):
+        alone = visit([draws[client]], 12, 64, CPU, many=False).step(0, many=False)
+        assert torch.equal(got[client], preprocess(side=24)(stored[client], alone))

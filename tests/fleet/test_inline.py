@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
-from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Fleet, Reply, Request, Verdict, in_order
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
@@ -23,8 +22,9 @@ from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
+from vitfleet.train.cohort import Assignment, Place
 from vitfleet.train.objective import Fit, Fitted, Objective
-from vitfleet.train.trainer import Place, Trainer
+from vitfleet.train.trainer import Trainer
 
 
 @dataclass
@@ -120,13 +120,13 @@ def test_later_trainings_of_a_job_have_later_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places: list[Place] = []
-    fit = Trainer.fit
+    fit = Trainer.fit_together
 
-    def note(self: Trainer, wanted: Fit, shard: Shard, place: Place) -> Fitted:
-        places.append(place)
-        return fit(self, wanted, shard, place)
+    def note(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+        places.extend(one.place for one in group)
+        return fit(self, group)
 
-    monkeypatch.setattr(Trainer, "fit", note)
+    monkeypatch.setattr(Trainer, "fit_together", note)
     method = Thrice(FedAvgConfig(), make_setting())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
     down = Message(tiny_net.initial_weights())

@@ -177,9 +177,13 @@ def test_gathering_rows_from_parts_is_gathering_them_from_one() -> None:
 
 def test_every_client_counts_the_same_or_every_sample() -> None:
     parts = [Features(torch.zeros(size, 1, 2), torch.zeros(size, dtype=torch.int16)) for size in (1, 3)]
-    order = torch.tensor([0, 1, 2, 3])
-    torch.testing.assert_close(FeatureSet(parts, CPU, equal_parts=True).shares(order), torch.tensor([3.0, 1, 1, 1]) / 6)
-    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order), torch.full((4,), 0.25))
+    order, even = torch.tensor([0, 1, 2, 3]), torch.full((4,), 0.25)
+    torch.testing.assert_close(
+        FeatureSet(parts, CPU, equal_parts=True).shares(order, even), torch.tensor([3.0, 1, 1, 1]) / 6
+    )
+    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order, even), even)
+    padded = torch.tensor([0.5, 0.5, 0, 0])
+    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order, padded), padded)
 
 
 def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:

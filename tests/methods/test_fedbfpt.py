@@ -65,7 +65,10 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
         names = zip(shallow.anatomy.blocks[position], deep.anatomy.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
-    assert torch.equal(deep(weights, images, route=route), shallow(local, images))
+    setting = Setting.of(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
+    made = FedBfpt(FedBfptConfig(local_layers=3), setting).shallow(weights, route)
+    assert made.keys() == local.keys()
+    assert torch.equal(deep(made, images, depth=3), shallow(local, images))
 
 
 def test_only_the_turns_layer_and_the_head_move(tiny_config: MakeConfig, tmp_path: Path) -> None:

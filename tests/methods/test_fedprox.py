@@ -16,8 +16,8 @@ from vitfleet.methods import Job
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.fedprox import FedProx
 from vitfleet.models.net import Net
+from vitfleet.train.cohort import Place
 from vitfleet.train.objective import Fit, Fitted, Step
-from vitfleet.train.trainer import Place
 
 PLACE = Place(0, 1, 0)
 NO_LABELS = torch.empty(0, dtype=torch.long)
@@ -52,7 +52,9 @@ def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_th
     losses = F.cross_entropy(F.linear(inputs, weights["w"], weights["b"]), labels, reduction="none")
     plain = torch.autograd.grad(torch.dot(losses, share), leaves)
 
-    step = Step(F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), 0)
+    step = Step(
+        F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), torch.tensor(0)
+    )
     objective = FedProx(FedProxConfig(mu=mu), make_setting()).objective()
     proximal = torch.autograd.grad(objective.loss(step), leaves)
     for name, gradient, without in zip(weights, proximal, plain, strict=True):
@@ -63,7 +65,7 @@ def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
     logits = torch.tensor([[0.0, 0.0]])
     weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
     anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
-    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), 0)
+    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), torch.tensor(0))
     loss = FedProx(FedProxConfig(mu=0.1), make_setting()).objective().loss(step)
     assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
 
@@ -72,11 +74,9 @@ def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
 class First:
     """Keeps the first step's gradients."""
 
-    def start(self, weights: Tensors) -> Tensors:
-        return {}
-
-    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        return sums or {name: gradient.clone() for name, gradient in gradients.items()}
+    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        kept = {name: torch.where(sums["seen"] > 0, sums[name], gradient) for name, gradient in gradients.items()}
+        return {**kept, "seen": sums["seen"] + 1}
 
 
 def test_a_trainer_takes_that_gradient_on_a_whole_vit(
@@ -87,8 +87,10 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
 
     def gradients(method: FedAvg | FedProx) -> Tensors:
         fit = fit_of(method, tiny_net)
-        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()))
-        return make_trainer().fit(away, make_shard(0, 12), PLACE).observed
+        room = {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
+        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()), sums=room)
+        seen = make_trainer().fit(away, make_shard(0, 12), PLACE).observed
+        return {name: gradient for name, gradient in seen.items() if name != "seen"}
 
     plain = gradients(FedAvg(FedAvgConfig(), make_setting()))
     proximal = gradients(FedProx(FedProxConfig(mu=0.5), make_setting()))

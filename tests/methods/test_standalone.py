@@ -13,8 +13,8 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Job, Setting
 from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
+from vitfleet.train.cohort import Place
 from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.trainer import Place
 
 NO_LABELS = torch.empty(0, dtype=torch.long)
 

@@ -24,12 +24,17 @@ from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.transfl import GradientMagnitude, TransFL, heads_of, top
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
+from vitfleet.randomness import Address, Purpose
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
+from vitfleet.train.cohort import Place
+from vitfleet.train.drive import drive
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Objective, Step
-from vitfleet.train.trainer import Place, Trainer, drive, preprocess_for
+from vitfleet.train.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, payload_size
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -46,14 +51,15 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     shard = make_shard(0, 30)
     observer = GradientMagnitude(tiny_net.anatomy, statistic)
     weights = tiny_net.initial_weights()
-    fitted = trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole, observer=observer), 1), shard, Place(0, 1, 0))
+    objective = Objective(tiny_net.anatomy.whole, observer=observer)
+    fitted = trainer.fit(Fit(weights, objective, 1, sums=observer.start(CPU)), shard, Place(0, 1, 0))
     measured = fitted.observed["layers"] / fitted.steps
 
-    draws = trainer._draw(shard, None, Place(0, 1, 0), 0)
+    order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
     vit = tiny_net.module.vit
     expected = torch.zeros(2)
     for start in range(0, 30, 10):
-        index = shard.index[draws.order[start : start + 10]]
+        index = shard.index[order[start : start + 10]]
         leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
         images = (shard.images.images[index].float() / 255 - 0.5) / 0.5
         logits = torch.func.functional_call(vit, leaves, images)
@@ -245,7 +251,7 @@ def test_g_is_measured_in_other_families_too(name: str) -> None:
     net = build(ModelConfig(name=name), 5, 3, 224, 0)
     gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
     observer = GradientMagnitude(net.anatomy, "mean-abs")
-    step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), 0)
-    seen = observer.see(observer.start(gradients), gradients, step)
+    step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))
+    seen = observer(observer.start(CPU), gradients, step)
     torch.testing.assert_close(seen["layers"], torch.ones(net.anatomy.depth))
     assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
-from vitfleet.data.images import Shard
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State
 from vitfleet.run.conduct import choose_clients, conduct
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
-from vitfleet.train.objective import Fit, Fitted
+from vitfleet.train.cohort import Assignment
+from vitfleet.train.objective import Fitted
 from vitfleet.train.optim import learning_rate
-from vitfleet.train.trainer import Place, Trainer
+from vitfleet.train.trainer import Trainer
 from vitfleet.wire import decode
 
 
@@ -101,16 +101,16 @@ def test_a_run_stopped_after_a_round_ends_as_if_it_had_not_been(
 def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
     """Interrupt the at-th training of this process."""
     count = 0
-    fit = Trainer.fit
+    fit = Trainer.fit_together
 
-    def interrupted(self: Trainer, wanted: Fit, shard: Shard, place: Place) -> Fitted:
+    def interrupted(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
         nonlocal count
         count += 1
         if count == at:
             raise KeyboardInterrupt
-        return fit(self, wanted, shard, place)
+        return fit(self, group)
 
-    patch.setattr(Trainer, "fit", interrupted)
+    patch.setattr(Trainer, "fit_together", interrupted)
 
 
 @METHODS
@@ -199,12 +199,12 @@ WILD = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, epochs=
 
 
 def let_one_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
-    fit = Trainer.fit
+    fit = Trainer.fit_together
 
-    def train(self: Trainer, wanted: Fit, shard: Shard, place: Place) -> Fitted:
-        return fit(replace(self, config=config) if place.client == client else self, wanted, shard, place)
+    def train(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+        return fit(replace(self, config=config) if group[0].place.client == client else self, group)
 
-    patch.setattr(Trainer, "fit", train)
+    patch.setattr(Trainer, "fit_together", train)
 
 
 def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_on(

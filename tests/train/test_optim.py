@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.train.optim import learning_rate, make_optimizer
+from vitfleet.train.optim import Optimizer, learning_rate
 
 
 def test_warm_up_then_half_a_cosine() -> None:
@@ -54,21 +56,62 @@ def test_every_rate_is_above_zero_and_at_most_lr_and_there_is_one_hill(
     assert rates[top:] == sorted(rates[top:], reverse=True)
 
 
-def test_sgd_gets_its_numbers() -> None:
-    weight = torch.zeros(3, requires_grad=True)
-    config = TrainConfig(optimizer="sgd", momentum=0.7, weight_decay=0.02, lr=9)
-    optimizer = make_optimizer(config, [weight], 0.1)
-    assert isinstance(optimizer, torch.optim.SGD)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.1, 0.7, 0.02)
-    assert group["params"] == [weight]
+WEIGHTS = {"a": (4, 3), "b": (5,)}
+OPTIMIZERS = {
+    "sgd": TrainConfig(optimizer="sgd", momentum=0.7, weight_decay=0.02),
+    "sgd without momentum": TrainConfig(optimizer="sgd", momentum=0.0, weight_decay=0.02),
+    "adamw": TrainConfig(optimizer="adamw", weight_decay=0.02),
+}
 
 
-def test_adamw_gets_its_numbers_and_starts_empty() -> None:
-    weight = torch.zeros(3, requires_grad=True)
-    config = TrainConfig(optimizer="adamw", weight_decay=0.02, lr=9)
-    optimizer = make_optimizer(config, iter([weight]), 0.1)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.1, 0.02)
-    assert not optimizer.state
+def torchs(config: TrainConfig, weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(weights, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(weights, rate, weight_decay=config.weight_decay, fused=True)
+
+
+def random_like(shapes: Mapping[str, tuple[int, ...]], seed: int, *lead: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(*lead, *shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_one_client_steps_as_torchs_own_optimiser_does(config: TrainConfig) -> None:
+    ours = random_like(WEIGHTS, 0)
+    theirs = [one.clone() for one in ours.values()]
+    reference, optimizer = torchs(config, theirs, 0.1), Optimizer(config, ours, None)
+    for training in range(2):  # the second starts afresh
+        reference = torchs(config, theirs, 0.1)
+        optimizer.restart(0.1)
+        for step in range(4):
+            gradients = random_like(WEIGHTS, 10 * training + step + 1)
+            for weight, gradient in zip(theirs, gradients.values(), strict=True):
+                weight.grad = gradient
+            reference.step()
+            optimizer.step(gradients, torch.tensor(1.0), [True])
+            for mine, expected in zip(ours.values(), theirs, strict=True):
+                assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("host_knows", [True, False])
+@pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_stacked_clients_step_as_each_would_alone_and_only_when_they_have_a_step(
+    config: TrainConfig, host_knows: bool
+) -> None:
+    has = [[True, True, True], [True, False, True], [False, False, True], [True, False, True]]
+    together = random_like(WEIGHTS, 0, 3)
+    alone = [{name: one[client].clone() for name, one in together.items()} for client in range(3)]
+    optimizer = Optimizer(config, together, 3)
+    optimizer.restart(0.1)
+    singles = [Optimizer(config, weights, None) for weights in alone]
+    for single in singles:
+        single.restart(0.1)
+    for step, who in enumerate(has):
+        gradients = random_like(WEIGHTS, step + 1, 3)
+        optimizer.step(gradients, torch.tensor([float(one) for one in who]), who if host_knows else None)
+        for client, single in enumerate(singles):
+            if who[client]:
+                single.step({name: one[client] for name, one in gradients.items()}, torch.tensor(1.0), [True])
+    for client, weights in enumerate(alone):
+        for name, weight in weights.items():
+            assert torch.equal(together[name][client], weight), (client, name)

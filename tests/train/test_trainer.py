@@ -16,10 +16,12 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.models.plain import PlainForward
 from vitfleet.randomness import Address, Purpose
+from vitfleet.train.cohort import Place
 from vitfleet.train.objective import Fit, Fitted, Objective, References, Step, cross_entropy
 from vitfleet.train.optim import learning_rate
-from vitfleet.train.trainer import Place, Trainer
+from vitfleet.train.trainer import Trainer
 
 PLACE = Place(seed=7, round=3, client=2)
 PLAIN_SGD: Mapping[str, object] = {
@@ -215,10 +217,11 @@ def test_the_transform_is_what_is_applied(tiny_net: Net, make_trainer: MakeTrain
 class SumOfSquares:
     """Sums the squared gradients, and the samples they were taken over."""
 
-    def start(self, weights: Tensors) -> Tensors:
+    @staticmethod
+    def start(weights: Tensors) -> Tensors:
         return {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
 
-    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
         squares = {name: sums[name] + gradient.square() for name, gradient in gradients.items()}
         return squares | {"seen": sums["seen"] + len(step.labels)}
 
@@ -231,7 +234,7 @@ def test_the_observer_sees_the_gradients_as_they_were(
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())
     trainer = make_trainer(**PLAIN_SGD, clip=1e-6, batch_size=8)
-    fitted = trainer.fit(Fit(weights, objective, epochs=2), shard, PLACE)
+    fitted = trainer.fit(Fit(weights, objective, epochs=2, sums=SumOfSquares.start(weights)), shard, PLACE)
     assert_same(fitted.weights, weights)
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for epoch in (0, 1):
@@ -247,7 +250,11 @@ def test_an_observer_does_not_disturb_the_training(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     fit = whole(tiny_net)
-    watched = replace(fit, objective=replace(fit.objective, observer=SumOfSquares()))
+    watched = replace(
+        fit,
+        objective=replace(fit.objective, observer=SumOfSquares()),
+        sums=SumOfSquares.start(tiny_net.initial_weights()),
+    )
     trainer = make_trainer(clip=0.1)
     alone, seen = (trainer.fit(one, make_shard(0, 20), PLACE) for one in (fit, watched))
     assert_same(alone.weights, seen.weights)
@@ -264,15 +271,17 @@ def test_a_client_without_images_trains_nothing(
 
 
 def test_a_mask_leaves_the_kept_patches_and_the_class_token(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens: list[int] = []
-    block = next(module for name, module in tiny_net.module.named_modules() if name.endswith("blocks.0"))
+    run = PlainForward.block
 
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        tokens.append(inputs[0].shape[1])
+    def note(self: PlainForward, weights: Tensors, place: int, inputs: Tensor) -> Tensor:
+        if place == 0:
+            tokens.append(inputs.shape[1])
+        return run(self, weights, place, inputs)
 
-    block.register_forward_pre_hook(note)
+    monkeypatch.setattr(PlainForward, "block", note)
     fit = replace(whole(tiny_net), epochs=2)
     shard = make_shard(0, 20)
     masked = make_trainer(mask_ratio=0.5, batch_size=8).fit(fit, shard, PLACE)

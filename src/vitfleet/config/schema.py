@@ -155,6 +155,11 @@ class MachineConfig(Table):
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU that has it, else fp32")
     deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
+    cohort: int | None = Field(
+        None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, on a GPU as many as fit"
+    )
+    graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
+    compile: bool = Field(False, description="compile the model's forward and backward pass; pays off in long runs")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
 
 

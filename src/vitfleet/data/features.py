@@ -79,9 +79,20 @@ class FeatureSet:
     def __len__(self) -> int:
         return sum(self.sizes)
 
-    def shares(self, order: Tensor) -> Tensor:
-        """Return each of these samples' share of a batch's mean; they sum to one."""
-        importance = self.importance[order]
+    @property
+    def resident(self) -> bool:
+        """Whether all of it lies on the training device."""
+        return self.together is not None
+
+    def shares(self, order: Tensor, share: Tensor) -> Tensor:
+        """Return each of these samples' share of a batch's mean; they sum to one.
+
+        Parameters
+        ----------
+        share
+            What would be each one's if all counted the same: padding has none.
+        """
+        importance = self.importance[order] * (share > 0)
         return importance / importance.sum()
 
     def take(self, order: Tensor) -> tuple[Tensor, Tensor]:

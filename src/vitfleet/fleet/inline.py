@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Reply, Request, Verdict
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Answer, Job, Method
-from vitfleet.train.trainer import Place, Trainer, drive
+from vitfleet.train.cohort import Place
+from vitfleet.train.drive import Half, drive_together
+from vitfleet.train.trainer import Trainer
 
 
 class InlineFleet:
-    """Clients that are trained here, one after the other, on shards of one resident data set.
+    """Clients that are trained here, as many at once as the machine's cohort, on shards of one resident data set.
 
     Parameters
     ----------
@@ -50,20 +53,24 @@ class InlineFleet:
         self._changed: dict[int, State | None] = {}
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train each client as its turn comes."""
-        for request in requests:
-            shard = self.shard(request.client)
-            labels = shard.images.labels[shard.index].cpu()
-            job = Job(request.round, request.client, request.down, self.base, self.own(request.client), labels)
-            place = Place(self.seed, request.round, request.client)
-            answer = drive(self.method.work(job), self.trainer, shard, place)
-            failure = diverged(answer)
-            if failure is not None:
-                yield Reply(request.client, None, failure=failure)
-                continue
-            self._keep(request.client, answer.own)
-            verdict = self.judge(request.client, answer.model) if request.evaluate else None
-            yield Reply(request.client, answer.up, verdict)
+        """Train one cohort after the other, each as its turn comes."""
+        asked = iter(requests)
+        while cohort := list(islice(asked, self.trainer.machine.cohort)):
+            answers = drive_together([self._half(request) for request in cohort], self.trainer)
+            for request, answer in zip(cohort, answers, strict=True):
+                failure = diverged(answer)
+                if failure is not None:
+                    yield Reply(request.client, None, failure=failure)
+                    continue
+                self._keep(request.client, answer.own)
+                verdict = self.judge(request.client, answer.model) if request.evaluate else None
+                yield Reply(request.client, answer.up, verdict)
+
+    def _half(self, request: Request) -> Half[Answer]:
+        shard = self.shard(request.client)
+        labels = shard.images.labels[shard.index].cpu()
+        job = Job(request.round, request.client, request.down, self.base, self.own(request.client), labels)
+        return Half(self.method.work(job), shard, Place(self.seed, request.round, request.client))
 
     def own(self, client: int) -> State | None:
         """Return a client's own state, on the training device."""

@@ -98,11 +98,10 @@ class EftVit(Method[EftVitConfig]):
         received = {**(job.base if job.own is None else job.own.tensors), **job.down.tensors}
         rng = Address(self.setting.seed, Purpose.RECORD, job.round, job.client).generator()
         plan = draw_plan(job.labels.numpy(), epochs, self.params.threshold, rng)
-        recorder = Recorder(plan, self.params.values, self.setting)
-        objective = Objective(self.trains, observer=recorder, split=self.params.local_layers)
-        fitted = yield Fit(received, objective, epochs)
+        objective = Objective(self.trains, observer=Recorder(self.params.values), split=self.params.local_layers)
+        fitted = yield Fit(received, objective, epochs, sums=empty_record(plan, self.params.values, self.setting))
         model = {**received, **fitted.weights}
-        up = Message(recorder.message(fitted.observed) if plan.recorded else {}, tally(fitted))
+        up = Message(recorded(plan, fitted.observed) if plan.recorded else {}, tally(fitted))
         return Answer(up, model, State(self.local_module.take(model)))
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
@@ -110,39 +109,40 @@ class EftVit(Method[EftVitConfig]):
         return {**(base if own is None else own.tensors), **server.tensors}
 
 
+def empty_record(plan: Plan, values: str, setting: Setting) -> dict[str, Tensor]:
+    """Return room for the features that the plan wants, and one row more for what is not: shapes stay static."""
+    rows = plan.recorded + 1
+    room = {"features": torch.zeros(rows, setting.tokens, setting.width, dtype=DTYPES[values], device=setting.device)}
+    if values == "int8":
+        room["scales"] = torch.ones(rows, setting.tokens, device=setting.device)
+    return {**room, "slots": torch.from_numpy(plan.slots).to(setting.device)}
+
+
 @dataclass(frozen=True)
 class Recorder:
     """Keeps the features that the plan wants, as they will travel, on the device."""
 
-    plan: Plan
     values: str
-    setting: Setting
 
-    def start(self, weights: Tensors) -> Tensors:
-        """Return an empty buffer, with one row more for what is not wanted: shapes stay static."""
-        rows, tokens, width = self.plan.recorded + 1, self.setting.tokens, self.setting.width
-        device = self.setting.device
-        buffer = {"features": torch.zeros(rows, tokens, width, dtype=DTYPES[self.values], device=device)}
-        if self.values == "int8":
-            buffer["scales"] = torch.ones(rows, tokens, device=device)
-        return {**buffer, "slots": torch.from_numpy(self.plan.slots).to(device)}
-
-    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Put the step's wanted features into their places."""
         assert step.features is not None
         features = step.features.detach().float()
-        slots = sums["slots"][step.epoch, step.positions]
+        # The last row is nobody's; that is where padding goes.
+        last = sums["features"].shape[0] - 1
+        slots = torch.where(step.share > 0, sums["slots"][step.epoch, step.positions], last)
         if self.values == "int8":
             features, scales = quantize(features)
-            sums["scales"][slots] = scales
-        sums["features"][slots] = features.to(DTYPES[self.values])
+            sums["scales"].index_put_((slots,), scales)
+        sums["features"].index_put_((slots,), features.to(DTYPES[self.values]))
         return sums
 
-    def message(self, sums: Tensors) -> dict[str, Tensor]:
-        """Return what is sent: every class equally often."""
-        order = torch.from_numpy(self.plan.order).to(self.setting.device)
-        tensors = {name: sums[name][order] for name in ("features", "scales") if name in sums}
-        return {**tensors, "labels": torch.from_numpy(self.plan.labels).to(torch.int16)}
+
+def recorded(plan: Plan, sums: Tensors) -> dict[str, Tensor]:
+    """Return what is sent: every class equally often."""
+    order = torch.from_numpy(plan.order).to(sums["features"].device)
+    tensors = {name: sums[name][order] for name in ("features", "scales") if name in sums}
+    return {**tensors, "labels": torch.from_numpy(plan.labels).to(torch.int16)}
 
 
 class FeatureStore(Gathering):

@@ -8,6 +8,8 @@ fits into the client's model gets the rest. The whole model is what is evaluated
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from vitfleet.config.methods import FedBfptConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
@@ -76,9 +78,10 @@ class FedBfpt(Method[FedBfptConfig]):
     def work(self, job: Job) -> Work:
         """Train one layer of a shallow model, and the head."""
         layer = self.schedule[job.round - 1]
-        objective = Objective(self._trains(layer), route=self.route(layer, job.round, job.client))
         received = {**job.base, **job.down.tensors}
-        fitted = yield Fit(received, objective, self.setting.train.epochs)
+        shallow = self.shallow(received, self.route(layer, job.round, job.client))
+        objective = Objective(self._trains(layer), depth=self.params.local_layers)
+        fitted = yield Fit(shallow, objective, self.setting.train.epochs)
         return Answer(Message(fitted.weights, {**tally(fitted), "layer": layer}), {**received, **fitted.weights})
 
     def route(self, layer: int, round: int, client: int) -> tuple[int, ...]:
@@ -87,6 +90,14 @@ class FedBfpt(Method[FedBfptConfig]):
         free = self.params.local_layers - layer - 1
         deeper: list[int] = rng.integers(layer + 1, self.anatomy.depth, size=free).tolist() if free else []
         return (*range(layer + 1), *sorted(deeper))
+
+    def shallow(self, weights: Tensors, route: tuple[int, ...]) -> dict[str, Tensor]:
+        """Return the weights of a client's model: those of the server's with the layers of the route as its own."""
+        blocks = self.anatomy.blocks
+        local = {name: weights[name] for name in self.anatomy.others}
+        for place, layer in enumerate(route):
+            local |= {name: weights[origin] for name, origin in zip(blocks[place], blocks[layer], strict=True)}
+        return local
 
     def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the server's whole model."""

@@ -5,6 +5,8 @@ FedAvg whose clients minimise F_k(w) + μ/2·‖w − w_t‖², the squared dist
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from vitfleet.config.methods import FedProxConfig
@@ -19,11 +21,18 @@ class FedProx(Averaging[FedProxConfig]):
 
     def objective(self) -> Objective:
         """Return cross-entropy plus the proximal term; the received weights are the step's constants."""
+        return Objective(self.trains, ProximalLoss(self.params.mu))
 
-        def loss(step: Step) -> Tensor:
-            return cross_entropy(step) + self.params.mu / 2 * squared_distance(step)
 
-        return Objective(self.trains, loss)
+@dataclass(frozen=True)
+class ProximalLoss:
+    """Cross-entropy plus μ/2·‖w − w_t‖²."""
+
+    mu: float
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return the loss of a step."""
+        return cross_entropy(step) + self.mu / 2 * squared_distance(step)
 
 
 def squared_distance(step: Step) -> Tensor:

@@ -60,8 +60,10 @@ class TransFL(Method[TransFLConfig]):
     def work(self, job: Job) -> Work:
         """Train the whole model, send the top-k layers and what always travels, keep the model."""
         own = {} if job.own is None else job.own.tensors
-        objective = Objective(self.trains, observer=GradientMagnitude(self.anatomy, self.params.statistic))
-        fitted = yield Fit({**own, **job.down.tensors}, objective, self.setting.train.epochs)
+        observer = GradientMagnitude(self.anatomy, self.params.statistic)
+        objective = Objective(self.trains, observer=observer)
+        sums = observer.start(self.setting.device)
+        fitted = yield Fit({**own, **job.down.tensors}, objective, self.setting.train.epochs, sums=sums)
         kept = State(fitted.weights, {"round": job.round})
         if not fitted.steps:
             return Answer(Message(numbers=tally(fitted)), fitted.weights, kept)
@@ -123,16 +125,15 @@ class GradientMagnitude:
     anatomy: Anatomy
     statistic: str
 
-    def start(self, weights: Tensors) -> Tensors:
+    def start(self, device: torch.device) -> Tensors:
         """Return zeros."""
-        device = next(iter(weights.values())).device
         sums = {"layers": torch.zeros(self.anatomy.depth, device=device)}
         if self.anatomy.attention:
             heads = self.anatomy.attention[0].heads
             sums["heads"] = torch.zeros(self.anatomy.depth, heads, device=device)
         return sums
 
-    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Add one step's magnitudes."""
         seen = {"layers": sums["layers"] + torch.stack([self._layer(gradients, block) for block in self._blocks])}
         if self.anatomy.attention:
@@ -149,8 +150,8 @@ class GradientMagnitude:
         parts = [gradients[name] for name in block]
         count = self.anatomy.count(block)
         if self.statistic == "rms":
-            return (torch.stack(torch._foreach_norm(parts, 2)).square().sum() / count).sqrt()
-        return torch.stack(torch._foreach_norm(parts, 1)).sum() / count
+            return (torch.stack([torch.linalg.vector_norm(part, 2) for part in parts]).square().sum() / count).sqrt()
+        return torch.stack([torch.linalg.vector_norm(part, 1) for part in parts]).sum() / count
 
 
 def heads_of(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Attention as SelfAttention
+from timm.layers import LayerScale, Mlp, PatchEmbed
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from vitfleet.message import Tensors
@@ -190,12 +193,29 @@ def find_blocks(vit: nn.Module) -> list[str]:
     ]
 
 
-def has_tokens(vit: nn.Module) -> bool:
-    """Whether a model is a plain ViT: one sequence of tokens, with positions, from first block to last."""
+def has_tokens(vit: Any) -> bool:
+    """Whether a model is a plain ViT: one sequence of tokens, with positions, through blocks of the usual kind."""
     return (
-        isinstance(vit, VisionTransformer)
+        isinstance(vit, VisionTransformer | VisionTransformerDistilled)
         and vit.pos_embed is not None
+        and (vit.attn_pool is not None or vit.global_pool in ("token", "avg"))
         and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches see each other
+        and all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in (vit.norm_pre, vit.norm, vit.fc_norm))
+        and isinstance(vit.patch_embed.norm, nn.Identity | nn.LayerNorm)
+        and all(_is_usual(block) for block in vit.blocks)
+    )
+
+
+def _is_usual(block: Any) -> bool:
+    if type(block) is not Block or type(block.attn) is not SelfAttention or type(block.mlp) is not Mlp:
+        return False
+    attention, mlp = block.attn, block.mlp
+    norms = (block.norm1, block.norm2, attention.q_norm, attention.k_norm, attention.norm, mlp.norm)
+    return (
+        all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in norms)
+        and all(isinstance(scale, nn.Identity | LayerScale) for scale in (block.ls1, block.ls2))
+        and getattr(attention, "gate", None) is None
+        and isinstance(mlp.fc1, nn.Linear)
     )
 
 

@@ -8,90 +8,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import PROMPTS, Anatomy, dissect, has_tokens
+from vitfleet.models.anatomy import Anatomy, dissect, has_tokens
+from vitfleet.models.plain import PlainForward
 
 
-class Forward(nn.Module):
-    """Runs a timm model; a plain ViT part by part, so that patches can be dropped and blocks rerouted."""
+class Holder(nn.Module):
+    """Holds a timm model, its weights under ``vit.``; runs it as it is."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
         self.vit = vit
-        self.by_parts = has_tokens(vit)
 
-    def forward(
-        self,
-        inputs: Tensor,
-        keep: Tensor | None = None,
-        route: tuple[int, ...] | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Return logits, or the tokens on the way to them.
-
-        Parameters
-        ----------
-        inputs
-            Images; where ``start`` is not 0, the tokens that enter that block.
-        keep
-            Positions of the patches that are kept, ``[batch, kept]``; the others are never embedded.
-        route
-            The blocks to run, in this order; all of them by default.
-        start, stop
-            Run the blocks from ``start`` to before ``stop``; with a ``stop``, return the tokens that leave there.
-        """
-        vit: Any = self.vit  # timm's models are untyped
-        if not self.by_parts:
-            return cast(Tensor, vit(inputs))
-        tokens = inputs if start else vit.norm_pre(embed(vit, inputs, keep))
-        prompts: Tensor | None = getattr(vit, PROMPTS, None)
-        added = 0
-        for position, block in enumerate((route or range(len(vit.blocks)))[start:stop]):
-            if prompts is not None and position < prompts.shape[0]:
-                tokens = put_prompts(tokens, prompts[position], vit.num_prefix_tokens, replace=added)
-                added = prompts.shape[1]
-            tokens = vit.blocks[block](tokens)
-        if stop is not None:
-            return cast(Tensor, tokens)
-        tokens = vit.norm(tokens)
-        if added:
-            prefix = vit.num_prefix_tokens
-            tokens = torch.cat([tokens[:, :prefix], tokens[:, prefix + added :]], dim=1)
-        return cast(Tensor, vit.forward_head(tokens))
-
-
-def embed(vit: Any, images: Tensor, keep: Tensor | None) -> Tensor:
-    """Cut images into patches, leave the dropped ones out, embed the others with their own positions, add tokens."""
-    projection: nn.Conv2d = vit.patch_embed.proj
-    side = projection.kernel_size[0]
-    patches = F.unfold(images, side, stride=side).transpose(1, 2)
-    # Prefix tokens in timm's order: class, distillation, registers; with or without positions of their own.
-    prefix = [
-        token for name in ("cls_token", "dist_token", "reg_token") if (token := getattr(vit, name, None)) is not None
-    ]
-    positions: Tensor = vit.pos_embed
-    own = 0 if vit.no_embed_class else sum(token.shape[1] for token in prefix)
-    places = positions[:, own:]
-    if keep is not None:
-        patches = patches.gather(1, keep[:, :, None].expand(-1, -1, patches.shape[-1]))
-        places = places[0][keep]
-    tokens: Tensor = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias)) + places
-    if not prefix:
-        return tokens
-    head = torch.cat(prefix, dim=1)
-    if own:
-        head = head + positions[:, :own]
-    return torch.cat([head.expand(tokens.shape[0], -1, -1), tokens], dim=1)
-
-
-def put_prompts(tokens: Tensor, prompts: Tensor, prefix: int, replace: int) -> Tensor:
-    """Put prompts after the prefix tokens, in the place of the ``replace`` prompts of the block before."""
-    rows = prompts.expand(tokens.shape[0], -1, -1)
-    return torch.cat([tokens[:, :prefix], rows, tokens[:, prefix + replace :]], dim=1)
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of images."""
+        return cast(Tensor, self.vit(images))
 
 
 @dataclass(frozen=True)
@@ -102,6 +35,8 @@ class Net:
     ----------
     anatomy
         The names of its weights, by part.
+    plain
+        The forward pass of a plain ViT; ``None`` for any other family, whose module is run as it is.
     patches
         Patches of a whole image, 0 for a family whose tokens cannot be dropped.
     prefix, width
@@ -110,8 +45,9 @@ class Net:
         The input it takes: pixels a side, and the normalisation of pixels in 0…1.
     """
 
-    module: Forward
+    module: Holder
     anatomy: Anatomy
+    plain: PlainForward | None
     patches: int
     prefix: int
     width: int
@@ -119,25 +55,41 @@ class Net:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    @property
+    def stackable(self) -> bool:
+        """Whether weights may have a leading axis of clients."""
+        return self.plain is not None and self.module.vit.attn_pool is None
+
     def __call__(
-        self, weights: Tensors, images: Tensor, keep: Tensor | None = None, route: tuple[int, ...] | None = None
+        self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None
     ) -> Tensor:
-        """Return the logits of these images under these weights: see :meth:`Forward.forward`."""
-        if missing := self.anatomy.shapes.keys() - weights.keys():
+        """Return the logits of these images under these weights.
+
+        Parameters
+        ----------
+        keep
+            Positions of the patches that are kept; the others are never embedded.
+        depth
+            Blocks of the model, where it is not all of them: the others are left out.
+        """
+        blocks = self.anatomy.blocks[depth:] if depth is not None else ()
+        needed = self.anatomy.shapes.keys() - {name for block in blocks for name in block}
+        if missing := needed - weights.keys():
             raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
-        return self._run(weights, images, keep, route)
+        if self.plain is None:
+            inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
+            return cast(Tensor, functional_call(self.module, inner, images, tie_weights=False))
+        return self.plain(weights, images, keep, 0, None, depth)
 
     def until(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
         """Return the tokens that enter a block: the patch features of the module before it."""
-        return self._run(weights, images, keep, None, 0, block)
+        assert self.plain is not None
+        return self.plain(weights, images, keep, 0, block, None)
 
     def onward(self, weights: Tensors, tokens: Tensor, block: int) -> Tensor:
         """Return the logits of tokens that enter a block."""
-        return self._run(weights, tokens, None, None, block)
-
-    def _run(self, weights: Tensors, *arguments: object) -> Tensor:
-        inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
-        return cast(Tensor, functional_call(self.module, inner, arguments, tie_weights=False))
+        assert self.plain is not None
+        return self.plain(weights, tokens, None, block, None, None)
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights the architecture was built with."""
@@ -162,6 +114,7 @@ class Net:
 
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
-    patches = vit.patch_embed.num_patches if has_tokens(vit) else 0
-    prefix = vit.num_prefix_tokens if has_tokens(vit) else 0
-    return Net(Forward(vit), dissect(vit), patches, prefix, vit.num_features, side, mean, std)
+    plain = PlainForward(vit) if has_tokens(vit) else None
+    patches = vit.patch_embed.num_patches if plain else 0
+    prefix = vit.num_prefix_tokens if plain else 0
+    return Net(Holder(vit), dissect(vit), plain, patches, prefix, vit.num_features, side, mean, std)

@@ -76,6 +76,7 @@ class LowRankLinear(nn.Linear):
         self.bias = linear.bias
         self.scale = scale
         self.targets = targets
+        self.slices = next(iter(targets.values())).slices
         for name, target in targets.items():
             a = torch.empty(rank, linear.in_features)
             nn.init.kaiming_uniform_(a, a=math.sqrt(5))
@@ -86,13 +87,12 @@ class LowRankLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return Wx + b with the updates added to their slices."""
         output = super().forward(input)
-        slices = next(iter(self.targets.values())).slices
-        parts = list(output.chunk(slices, dim=-1))
+        parts = list(output.chunk(self.slices, dim=-1))
         for name, target in self.targets.items():
             low = F.linear(input, getattr(self, f"{LORA}a_{name}"))
             update = F.linear(low, getattr(self, f"{LORA}b_{name}"))
             parts[target.slice] = parts[target.slice] + self.scale * update
-        return parts[0] if slices == 1 else torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1)
 
 
 def _exists(block: nn.Module, path: str) -> bool:

@@ -1,7 +1,7 @@
 """What a client's training costs: torch's own count of operations, without training anything.
 
 The client half is asked for its training on tensors that have shapes but no numbers. What it wants trained, masked,
-frozen, routed or parted is in the objective it yields, so the count follows from the same selection as the training.
+frozen, left out or parted is in the objective it yields, so the count follows from the same selection as the training.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -
     net.module.eval()  # batch norm would want more than one sample
     with FlopCounterMode(display=False) as counter:
         if objective.split is None:
-            logits = net({**blank, **leaves}, images, keep, objective.route)
+            logits = net({**blank, **leaves}, images, keep, objective.depth)
         else:
             features = net.until({**blank, **leaves}, images, keep, objective.split)
             logits = net.onward({**blank, **leaves}, features, objective.split)

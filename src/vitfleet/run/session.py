@@ -26,8 +26,10 @@ from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.costs import client_flops
 from vitfleet.run.evaluate import Evaluator
 from vitfleet.run.records import ClientCosts
+from vitfleet.train.cohort import Place
+from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
-from vitfleet.train.trainer import SERVER, Place, Trainer, drive, preprocess_for
+from vitfleet.train.trainer import Trainer, preprocess_for
 
 
 @dataclass

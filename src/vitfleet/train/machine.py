@@ -12,17 +12,33 @@ import torch
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 
+COHORT = 32  # clients at once on a GPU, where nothing else is said
+
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the precision of the heavy arithmetic on it."""
+    """A device, the precision of the heavy arithmetic on it, and how it is driven.
+
+    Attributes
+    ----------
+    graphs
+        Whether steps are captured in CUDA graphs.
+    compile
+        Whether the model is compiled.
+    cohort
+        Clients that are trained at once, at most.
+    """
 
     device: torch.device
     bf16: bool
+    graphs: bool = False
+    compile: bool = False
+    cohort: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute what is safe in bfloat16, where that is on; weights and sums stay in float32."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        # Its cache of converted weights outlives neither a captured step nor a weight's only use.
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
 def set_up(config: MachineConfig) -> Machine:
@@ -39,14 +55,26 @@ def set_up(config: MachineConfig) -> Machine:
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     bf16 = config.precision == "bf16" or (config.precision == "auto" and has_bf16)
-    return Machine(device, bf16)
+    cuda = device.type == "cuda"
+    return Machine(
+        device,
+        bf16,
+        graphs=cuda and config.graphs,
+        compile=config.compile,
+        cohort=config.cohort or (COHORT if cuda else 1),
+    )
 
 
 def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
     """Return the configuration with what was left to the machine filled in, so that a resumed run computes alike."""
     precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
     return config.model_copy(
-        update={"device": str(machine.device), "precision": precision, "threads": torch.get_num_threads()}
+        update={
+            "device": str(machine.device),
+            "precision": precision,
+            "threads": torch.get_num_threads(),
+            "cohort": machine.cohort,
+        }
     )
 
 

@@ -36,7 +36,7 @@ class Step:
     constants
         Tensors the method fixed for this training (an anchor, an importance).
     positions, epoch
-        Which of the client's samples these are, ``[batch]``, and the epoch they are visited in, from 0.
+        Which of the client's samples these are, ``[batch]``, and the epoch they are visited in, from 0, a scalar.
     features
         The tokens at the objective's split, if it has one, ``[batch, tokens, width]``.
     """
@@ -47,7 +47,7 @@ class Step:
     weights: Tensors
     constants: Tensors
     positions: Tensor
-    epoch: int
+    epoch: Tensor
     features: Tensor | None = None
 
 
@@ -96,7 +96,7 @@ class Chooser(Protocol):
 
     @property
     def every(self) -> int:
-        """How many steps a choice serves."""
+        """How many steps of an epoch a choice serves."""
         ...
 
     def __call__(self, gradients: Tensors, references: References) -> Tensor:
@@ -127,12 +127,12 @@ class Memory:
 class Observer(Protocol):
     """Watches the gradients of a training and sums up what it sees, on the device, without a host sync."""
 
-    def start(self, weights: Tensors) -> Tensors:
-        """Return the empty sum."""
-        ...
+    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        """Return the sums with one more step in them; they may be changed in place.
 
-    def see(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        """Return the sum with one more step in it."""
+        A sample without a share is padding, and so is a step in which nobody has one: its gradients are those of
+        nothing and must leave no trace.
+        """
         ...
 
 
@@ -171,8 +171,8 @@ class Objective:
         Chooses among the memory's parts where it holds more than the transform shall see; ``None`` takes them all.
     observer
         Watches the gradients, before they are transformed.
-    route
-        The blocks that are run, in this order, where it is not all of them.
+    depth
+        Blocks of the client's model, where it is not all of them.
     split
         The block before which the model is parted: what enters it are the step's features.
     """
@@ -182,7 +182,7 @@ class Objective:
     transform: Transform | None = None
     chooser: Chooser | None = None
     observer: Observer | None = None
-    route: tuple[int, ...] | None = None
+    depth: int | None = None
     split: int | None = None
 
 
@@ -196,6 +196,9 @@ class Fit:
         The whole model's, those that train and those that do not.
     constants
         Tensors that loss and transform may look at.
+    sums
+        What the objective's observer starts from. Clients may differ in their shapes: trained together, each is
+        padded with zeros at its ends, and cut back afterwards.
     features
         What to train on instead of images: tokens that enter the model at the objective's split.
     memory
@@ -211,6 +214,7 @@ class Fit:
     objective: Objective
     epochs: int
     constants: Tensors = field(default_factory=dict)
+    sums: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
     memory: Memory | None = None
     elsewhere: Tensors | None = None

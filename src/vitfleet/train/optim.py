@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
+
+BETAS = (0.9, 0.999)  # AdamW's usual
+EPSILON = 1e-8
 
 
 def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
@@ -25,9 +28,94 @@ def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def make_optimizer(config: TrainConfig, weights: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """Return a fresh optimiser over these weights: a client keeps none of its state between rounds."""
-    tensors = list(weights)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(tensors, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay, fused=True)
-    return torch.optim.AdamW(tensors, lr=lr, weight_decay=config.weight_decay, fused=True)
+class Optimizer:
+    """A fresh optimiser for each of one or several clients: no state is kept between rounds.
+
+    It is torch's own fused kernel, called once a client on views of the stacked weights: with its flag for a step to
+    be skipped, which was made for overflows, a client that has no step takes none. `torch.optim` itself has one step
+    count and one flag for all its weights.
+
+    Parameters
+    ----------
+    leaves
+        The weights that train; stacked on a leading axis where ``clients`` is not ``None``.
+    """
+
+    def __init__(self, config: TrainConfig, leaves: Mapping[str, Tensor], clients: int | None) -> None:
+        self.config = config
+        self.names = list(leaves)
+        self.clients = clients
+        device = next(iter(leaves.values())).device if leaves else torch.device("cpu")
+        adaptive = config.optimizer == "adamw"
+        moments = 2 if adaptive else (1 if config.momentum else 0)
+        self.moments = [{name: torch.zeros_like(leaf) for name, leaf in leaves.items()} for _ in range(moments)]
+        # A GPU's kernel reads a float, a CPU's takes the number as it is.
+        self.rate = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        self.taken = torch.zeros(clients or 1, device=device)
+        self.weights = self._views(leaf.detach() for leaf in leaves.values())
+        self.states = [self._views(moment.values()) for moment in self.moments]
+        self.counts = list(self.taken.unbind())
+
+    def restart(self, rate: float) -> None:
+        """Forget what was, and set the learning rate."""
+        self.rate.fill_(rate)
+        torch._foreach_zero_([self.taken, *(one for moment in self.moments for one in moment.values())])
+
+    def step(self, gradients: Mapping[str, Tensor], active: Tensor, known: list[bool] | None) -> None:
+        """Take a step, for those clients that have one.
+
+        Parameters
+        ----------
+        active
+            Who has, as 1 or 0.
+        known
+            The same, where the host may look.
+        """
+        rows = self._views(gradients[name] for name in self.names)
+        self.taken += active
+        skips = list((1 - active).reshape(-1).unbind())
+        for client, (weights, grads, skip) in enumerate(zip(self.weights, rows, skips, strict=True)):
+            if known is not None and not known[client]:
+                continue
+            self._apply(client, weights, grads, None if known is not None else skip)
+
+    def _apply(self, client: int, weights: list[Tensor], gradients: list[Tensor], skip: Tensor | None) -> None:
+        config = self.config
+        states = [state[client] for state in self.states]
+        if config.optimizer == "sgd":
+            torch._fused_sgd_(
+                weights,
+                gradients,
+                states[0] if states else [],
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                lr=self.rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,  # its velocity is zero, which comes to the same
+                found_inf=skip,
+            )
+            return
+        torch._fused_adamw_(
+            weights,
+            gradients,
+            states[0],
+            states[1],
+            [],
+            [self.counts[client]] * len(weights),
+            lr=self.rate,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=config.weight_decay,
+            eps=EPSILON,
+            amsgrad=False,
+            maximize=False,
+            found_inf=skip,
+        )
+
+    def _views(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return each client's own tensors."""
+        if self.clients is None:
+            return [list(tensors)]
+        return [list(row) for row in zip(*(one.unbind() for one in tensors), strict=True)]

@@ -1,0 +1,356 @@
+"""One or several clients in training: their tensors, and one step.
+
+A step is a sequence of tensor operations on tensors that stay where they are, without a look at their values. So it can
+be run as it is, or captured once in a CUDA graph and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitfleet.config.schema import TrainConfig
+from vitfleet.data.batches import Batch
+from vitfleet.data.features import FeatureSet
+from vitfleet.data.images import Shard
+from vitfleet.message import Tensors
+from vitfleet.models.net import Net
+from vitfleet.train.machine import Machine
+from vitfleet.train.objective import Fit, Fitted, References, Step, within_task
+from vitfleet.train.optim import Optimizer
+from vitfleet.train.stack import Stack, cut_back, lift, stack
+
+SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a run a training happens: what its randomness is addressed by."""
+
+    seed: int
+    round: int
+    client: int
+    first_epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A training, whose images, and where in the run."""
+
+    fit: Fit
+    shard: Shard
+    place: Place
+
+    def __len__(self) -> int:
+        return len(self.shard) if self.fit.features is None else len(self.fit.features)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a step is computed with.
+
+    Attributes
+    ----------
+    forward
+        The model from stored pixels (or features) to logits and the features at the split, compiled or not.
+    tasks
+        The task of each class, where an image's task is known.
+    parts_at_once
+        Parts of a memory whose gradients are computed together.
+    """
+
+    net: Net
+    config: TrainConfig
+    machine: Machine
+    tasks: Tensor | None
+    parts_at_once: int
+    forward: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class Given:
+    """What a group of clients is given, as one set of tensors."""
+
+    weights: Stack
+    constants: Stack
+    sums: Stack
+    elsewhere: Stack
+    memory: Stack
+
+    def all(self) -> list[Tensor]:
+        """Return every tensor."""
+        parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
+        return [tensor for part in parts for tensor in part.tensors.values()]
+
+    def form(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
+        """Return what must agree for one group to take another's place."""
+        parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
+        return [
+            (name, name in part.own, tensor.shape, tensor.dtype)
+            for part in parts
+            for name, tensor in part.tensors.items()
+        ]
+
+
+def bring_together(group: Sequence[Assignment], net: Net) -> Given:
+    """Stack what the clients of a group are given; one client's tensors get no axis."""
+    fits = [one.fit for one in group]
+    trains = net.anatomy.trainable(fits[0].objective.trains)
+    memories = [{} if fit.memory is None else vars(fit.memory) for fit in fits]
+    if len(group) == 1:
+        fit = fits[0]
+        # Running statistics are written in place by the forward pass, sums by observers: never somebody else's.
+        buffers = {name: one.clone() for name, one in fit.weights.items() if name not in net.anatomy.parameters}
+        leaves = {name: fit.weights[name].detach().clone() for name in trains}
+        sums = {name: one.clone() for name, one in fit.sums.items()}
+        elsewhere = {} if fit.elsewhere is None else {name: fit.elsewhere[name].detach().clone() for name in trains}
+        plain = ({**fit.weights, **buffers, **leaves}, dict(fit.constants), sums, elsewhere, memories[0])
+        return Given(*(Stack(tensors, frozenset()) for tensors in plain))
+    leaves_of = stack([{name: fit.weights[name].detach() for name in trains} for fit in fits], share=False)
+    frozen = stack([{name: one for name, one in fit.weights.items() if name not in leaves_of.own} for fit in fits])
+    return Given(
+        Stack({**frozen.tensors, **leaves_of.tensors}, frozen.own | leaves_of.own),
+        stack([fit.constants for fit in fits]),
+        stack([fit.sums for fit in fits], share=False),
+        stack([{} if fit.elsewhere is None else trains.take(fit.elsewhere) for fit in fits], share=False),
+        stack(memories, share=False),
+    )
+
+
+class Cohort:
+    """Clients that take their steps together.
+
+    Parameters
+    ----------
+    group
+        One or several clients with the same objective; with several, every tensor of theirs has a leading axis.
+    """
+
+    def __init__(self, engine: Engine, group: Sequence[Assignment], given: Given) -> None:
+        self.engine = engine
+        self.many = len(group) > 1
+        self.objective = group[0].fit.objective
+        self.images = group[0].shard.images
+        self.features: FeatureSet | None = group[0].fit.features
+        self.given = given
+        self.trains = engine.net.anatomy.trainable(self.objective.trains)
+        self.weights: Tensors = given.weights.tensors
+        self.leaves = {name: given.weights.tensors[name].requires_grad_() for name in self.trains}
+        self.elsewhere = {name: one.requires_grad_() for name, one in given.elsewhere.tensors.items()}
+        clients = len(group) if self.many else None
+        self.optimizer = Optimizer(engine.config, self.leaves, clients)
+        device = engine.machine.device
+        shape = (len(group),) if self.many else ()
+        transform = self.objective.transform
+        self.counted = {name: torch.zeros(shape, device=device) for name in (transform.counts if transform else ())}
+        self.loss = torch.zeros(shape, device=device)
+        self.chosen: dict[str, Tensor] | None = None
+
+    def restart(self, given: Given | None, rate: float) -> None:
+        """Make ready for a training; with new tensors, in the places of the old ones."""
+        if given is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self.given.all(), given.all())
+        self.optimizer.restart(rate)
+        torch._foreach_zero_([self.loss, *self.counted.values()])
+
+    def advance(self, batch: Batch, epoch: Tensor, refresh: bool, known: list[bool] | None = None) -> None:
+        """Take one step.
+
+        Parameters
+        ----------
+        refresh
+            Whether to choose anew among the memory's parts.
+        known
+            Which clients have this step, where the host may look.
+        """
+        objective, constants = self.objective, self.given.constants
+        step = self._look(self.weights, self.leaves, batch, epoch)
+        losses = lift(objective.loss, self.many, constants)(step)
+        gradients = _gradients(losses, self.leaves)
+        references = self._references(gradients, batch, epoch, refresh)
+        with torch.no_grad():
+            if objective.observer:
+                see = lift(objective.observer, self.many, constants, 0, 0)
+                sums = self.given.sums.tensors
+                for name, seen in see(sums, gradients, step).items():
+                    if seen is not sums[name] and seen.data_ptr() != sums[name].data_ptr():
+                        sums[name].copy_(seen)
+            applied: Tensors = gradients
+            if objective.transform:
+                turn = lift(self._turn, self.many, constants, 0, *((0, 0) if references else (None, None)))
+                rows = (references.gradients, references.present) if references else (None, None)
+                applied, counts = turn(gradients, *rows, step)
+                for name, count in counts.items():
+                    self.counted[name] += count * batch.active
+            if self.engine.config.clip is not None:
+                applied = _clipped(applied, self.engine.config.clip, self.many)
+            self.optimizer.step(applied, batch.active, known)
+            self.loss += losses.detach() * (batch.share > 0).sum(dim=-1)
+
+    def results(self, group: Sequence[Assignment], steps: Sequence[int]) -> list[Fitted]:
+        """Return what came of it for each client; the tensors are the caller's own."""
+        losses = self._scores(group) if group[0].fit.score else None
+        found: list[Fitted] = []
+        for place, one in enumerate(group):
+            samples = len(one)
+
+            def mine(tensor: Tensor, place: int = place) -> Tensor:
+                return (tensor[place] if self.many else tensor).detach().clone()
+
+            selected = one.fit.objective.trains
+            trained = {name: mine(self.weights[name]) for name in selected}
+            observed = {
+                name: cut_back(mine(self.given.sums.tensors[name]), like) for name, like in one.fit.sums.items()
+            }
+            observed |= {name: mine(count) for name, count in self.counted.items()}
+            loss = mine(self.loss) / max(1, samples * one.fit.epochs)
+            scored = loss.new_empty(0) if losses is None else losses[place]
+            found.append(Fitted(trained, loss, samples, steps[place], observed, scored))
+        return found
+
+    def _look(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
+        """Run the model on a step's batch."""
+        share = batch.share
+        features: Tensor | None = None
+        if self.features is not None:
+            inputs, labels = self.features.take(batch.index)
+            share = self.features.shares(batch.index, batch.share)
+        else:
+            inputs, labels = self.images.images[batch.index], self.images.labels[batch.index]
+        split, depth = self.objective.split, self.objective.depth
+        logits, features = self.engine.forward(weights, inputs, batch, split, depth, self.features is not None)
+        logits = within_task(logits, labels, self.engine.tasks)
+        constants = self.given.constants.tensors
+        return Step(logits, labels, share, leaves, constants, batch.positions, epoch, features)
+
+    def _turn(self, gradients: Tensors, rows: Tensors | None, present: Tensor | None, step: Step) -> Any:
+        assert self.objective.transform is not None
+        references = None if rows is None or present is None else References(rows, present)
+        return self.objective.transform(gradients, references, step)
+
+    def _references(self, gradients: Tensors, batch: Batch, epoch: Tensor, refresh: bool) -> References | None:
+        found: list[References] = []
+        memory = self.given.memory.tensors
+        if memory and memory["share"].shape[-2]:
+            found.append(self._recall(gradients, refresh))
+        if self.elsewhere:
+            step = self._look({**self.weights, **self.elsewhere}, self.elsewhere, batch, epoch)
+            losses = lift(self.objective.loss, self.many, self.given.constants)(step)
+            axis = 1 if self.many else 0
+            rows = {name: one.unsqueeze(axis) for name, one in _gradients(losses, self.elsewhere).items()}
+            found.append(References(rows, torch.ones_like(self.loss, dtype=torch.bool).unsqueeze(-1)))
+        if not found:
+            return None
+        axis = 1 if self.many else 0
+        together = {name: torch.cat([one.gradients[name] for one in found], dim=axis) for name in self.trains}
+        return References(together, torch.cat([one.present for one in found], dim=-1))
+
+    def _recall(self, gradients: Tensors, refresh: bool) -> References:
+        """Return the gradients of the memory's parts, or of the chosen ones, at the current weights."""
+        chooser, memory = self.objective.chooser, self.given.memory.tensors
+        if chooser is None or memory["share"].shape[-2] <= chooser.k:
+            return self._remember(memory)
+        if not refresh:
+            assert self.chosen is not None
+            return self._remember(self.chosen)
+        everything = self._remember(memory)
+
+        def choose(own: Tensors, rows: Tensors, present: Tensor) -> Tensor:
+            return chooser(own, References(rows, present))
+
+        choice = torch.vmap(choose) if self.many else choose
+        with torch.no_grad():
+            places = choice(gradients, everything.gradients, everything.present)
+            take = torch.vmap(torch.index_select, in_dims=(0, None, 0)) if self.many else torch.index_select
+            chosen = {name: take(one, 0, places) for name, one in memory.items()}
+            if self.chosen is None:
+                self.chosen = chosen
+            else:
+                torch._foreach_copy_(list(self.chosen.values()), list(chosen.values()))
+            rows = {name: take(one, 0, places) for name, one in everything.gradients.items()}
+            return References(rows, take(everything.present, 0, places))
+
+    def _remember(self, memory: Tensors) -> References:
+        """Return the gradient of each part of a memory, several parts at once on the axis of clients."""
+        axis = 1 if self.many else 0
+        parts = memory["share"].shape[axis]
+        at_once = min(parts, self.engine.parts_at_once) if self.engine.net.stackable else 1
+        rows: list[dict[str, Tensor]] = []
+        for start in range(0, parts, at_once):
+            some = {name: one.narrow(axis, start, min(at_once, parts - start)) for name, one in memory.items()}
+            rows.append(self._gradients_of_parts(some, axis))
+        together = {name: torch.cat([row[name] for row in rows], dim=axis) for name in self.trains}
+        return References(together, memory["share"].sum(dim=-1) > 0)
+
+    def _gradients_of_parts(self, memory: Tensors, axis: int) -> dict[str, Tensor]:
+        parts = memory["share"].shape[axis]
+        if parts == 1:
+            one = {name: tensor.select(axis, 0) for name, tensor in memory.items()}
+            return {name: row.unsqueeze(axis) for name, row in self._part(self.weights, self.leaves, one).items()}
+
+        def repeat(name: str, tensor: Tensor) -> Tensor:
+            """Give every part the weights of its client; what all clients share, all parts share."""
+            if self.many and name not in self.given.weights.own:
+                return tensor
+            spread = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
+            return spread.flatten(0, 1) if self.many else spread
+
+        leaves = {name: repeat(name, leaf.detach()).contiguous().requires_grad_() for name, leaf in self.leaves.items()}
+        frozen = {
+            name: repeat(name, one) if self.many else one for name, one in self.weights.items() if name not in leaves
+        }
+        flat = {name: tensor.flatten(0, 1) if self.many else tensor for name, tensor in memory.items()}
+        found = self._part({**frozen, **leaves}, leaves, flat)
+        return {
+            name: row.reshape(*self.leaves[name].shape[:axis], parts, *row.shape[1:]) for name, row in found.items()
+        }
+
+    def _part(self, weights: Tensors, leaves: dict[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
+        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, False)
+        losses = self._cross_entropy(logits, memory["labels"])
+        return _gradients((losses * memory["share"]).sum(dim=-1), leaves)
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = within_task(logits, labels, self.engine.tasks).float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
+
+    @torch.no_grad()
+    def _scores(self, group: Sequence[Assignment]) -> list[Tensor]:
+        """Return every sample's loss under the trained weights, for each client."""
+        self.engine.net.module.eval()
+        index = torch.nn.utils.rnn.pad_sequence([one.shard.index for one in group], batch_first=True)
+        index = index if self.many else index[0]
+        parts = []
+        for some in torch.split(index, SCORED_AT_ONCE, dim=-1):
+            logits, _ = self.engine.forward(
+                self.weights, self.images.images[some], None, None, self.objective.depth, False
+            )
+            parts.append(self._cross_entropy(logits, self.images.labels[some]))
+        losses = torch.cat(parts, dim=-1) if parts else self.loss.new_empty(index.shape)
+        rows = losses if self.many else losses[None]
+        return [row[: len(one.shard)].clone() for row, one in zip(rows, group, strict=True)]
+
+
+def _gradients(losses: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of each client's own loss: no client's loss depends on another's weights."""
+    found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    # A fused optimiser goes through memory as it lies, and batched products leave theirs transposed.
+    return {name: one.contiguous() for name, one in zip(leaves, found, strict=True)}
+
+
+def _clipped(gradients: Tensors, limit: float, many: bool) -> dict[str, Tensor]:
+    """Scale each client's gradient down to a norm, as `torch.nn.utils.clip_grad_norm_` does for one."""
+
+    def clip(own: dict[str, Tensor]) -> dict[str, Tensor]:
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in own.values()]))
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        return {name: one * factor for name, one in own.items()}
+
+    lifted: Callable[[dict[str, Tensor]], dict[str, Tensor]] = torch.vmap(clip) if many else clip
+    return lifted(dict(gradients))

@@ -1,0 +1,144 @@
+"""How a cohort takes its steps: one after the other as they are, or captured in CUDA graphs and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vitfleet.data.batches import Visits
+from vitfleet.train.cohort import Assignment, Cohort, Engine, Given
+
+KEPT = 6  # captured courses that are kept for another cohort of their form
+
+
+class Course(Protocol):
+    """A cohort on its way."""
+
+    cohort: Cohort
+
+    def epoch(self, visits: Visits, epoch: int) -> None:
+        """Take an epoch's steps."""
+        ...
+
+
+def _refreshes(cohort: Cohort, step: int) -> bool:
+    """Whether a step, counted within its epoch so that company changes nothing, chooses its references anew."""
+    chooser = cohort.objective.chooser
+    return chooser is None or step % chooser.every == 0
+
+
+class PlainCourse:
+    """Takes every step as it is."""
+
+    def __init__(self, cohort: Cohort) -> None:
+        self.cohort = cohort
+
+    def epoch(self, visits: Visits, epoch: int) -> None:
+        """Take an epoch's steps."""
+        cohort = self.cohort
+        now = torch.tensor(epoch, device=cohort.engine.machine.device)
+        for place in range(len(visits)):
+            batch = visits.step(place, cohort.many)
+            cohort.advance(batch, now, _refreshes(cohort, place), visits.active[place])
+
+
+class GraphCourse:
+    """Captures a step in a CUDA graph and replays it.
+
+    Parameters
+    ----------
+    visits
+        An epoch whose tables later ones must fit into.
+    """
+
+    def __init__(self, cohort: Cohort, visits: Visits, pool: Any) -> None:
+        self.cohort = cohort
+        self.pool = pool
+        self.capacity = len(visits)
+        self.tables = visits.all.map(torch.empty_like)
+        device = cohort.engine.machine.device
+        self.cursor = torch.zeros(1, dtype=torch.long, device=device)
+        self.now = torch.zeros((), dtype=torch.long, device=device)
+        self.captured: dict[bool, torch.cuda.CUDAGraph] = {}
+
+    def epoch(self, visits: Visits, epoch: int) -> None:
+        """Take an epoch's steps; the first of its kind as it is, which warms up what a capture must find warm."""
+        for table, rows in zip(self.tables.tensors(), visits.all.tensors(), strict=True):
+            table[: len(visits)].copy_(rows)
+        self.cursor.zero_()
+        self.now.fill_(epoch)
+        for place in range(len(visits)):
+            kind = _refreshes(self.cohort, place)
+            if kind in self.captured:
+                self.captured[kind].replay()
+            else:
+                self._warm_up(kind)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool):
+                    self._step(kind)
+                self.captured[kind] = graph
+
+    def takes(self, group: Sequence[Assignment], given: Given, visits: Visits) -> bool:
+        """Whether another group can take this one's place."""
+        cohort = self.cohort
+        return (
+            cohort.objective == group[0].fit.objective
+            and cohort.many == (len(group) > 1)
+            and cohort.images.images is group[0].shard.images.images
+            and cohort.features is None
+            and group[0].fit.features is None
+            and self.capacity >= len(visits)
+            and [one.shape[1:] for one in self.tables.tensors()] == [one.shape[1:] for one in visits.all.tensors()]
+            and cohort.given.form() == given.form()
+        )
+
+    def _warm_up(self, kind: bool) -> None:
+        """Take a step on a stream of its own, as a capture does."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step(kind)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _step(self, kind: bool) -> None:
+        batch = self.tables.map(lambda table: table.index_select(0, self.cursor).squeeze(0))
+        self.cohort.advance(batch, self.now, kind)
+        self.cursor += 1
+
+
+class Courses:
+    """Finds a course for a group: a captured one of its form, or a new one."""
+
+    def __init__(self) -> None:
+        self.kept: list[GraphCourse] = []
+        self.pool: Any = None  # a handle, opaque
+
+    def graph(self, engine: Engine, group: Sequence[Assignment], given: Given, rate: float, visits: Visits) -> Course:
+        """Return a graph course that is ready to start."""
+        for course in self.kept:
+            if course.takes(group, given, visits):
+                course.cohort.restart(given, rate)
+                self.kept.remove(course)
+                self.kept.append(course)  # the one used last goes last
+                return course
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        cohort = Cohort(engine, group, given)
+        cohort.restart(None, rate)
+        course = GraphCourse(cohort, visits, self.pool)
+        self.kept = [*self.kept[-(KEPT - 1) :], course]
+        return course
+
+    def clear(self) -> None:
+        """Let all go."""
+        self.kept.clear()
+        self.pool = None
+
+
+def plain(engine: Engine, group: Sequence[Assignment], given: Given, rate: float) -> Course:
+    """Return a course without graphs that is ready to start."""
+    cohort = Cohort(engine, group, given)
+    cohort.restart(None, rate)
+    return PlainCourse(cohort)

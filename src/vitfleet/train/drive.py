@@ -1,0 +1,91 @@
+"""Driving the halves of a method: running each training that a generator yields, alone or with others of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from vitfleet.data.images import Shard
+from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.objective import Fit, Fitted
+from vitfleet.train.trainer import Trainer
+
+Outcome = TypeVar("Outcome")
+SERVER = -2  # the server's place among the clients, for what it draws itself
+ALIKE = 0.5  # a client joins a group if it has at least this share of the largest one's steps: the rest is padding
+
+
+@dataclass
+class Half(Generic[Outcome]):
+    """A half of a method at work: its generator, its images, and where in the run it stands."""
+
+    work: Generator[Fit, Fitted, Outcome]
+    shard: Shard
+    place: Place
+
+
+def drive(work: Generator[Fit, Fitted, Outcome], trainer: Trainer, shard: Shard, place: Place) -> Outcome:
+    """Drive one half to its end."""
+    return drive_together([Half(work, shard, place)], trainer)[0]
+
+
+def drive_together(halves: Sequence[Half[Outcome]], trainer: Trainer) -> list[Outcome]:
+    """Drive several halves to their ends, training those together that want the same training at the same time."""
+    outcomes: dict[int, Outcome] = {}
+    waiting: dict[int, Fit] = {}
+
+    def go_on(place: int, fitted: Fitted | None) -> None:
+        half = halves[place]
+        try:
+            waiting[place] = next(half.work) if fitted is None else half.work.send(fitted)
+        except StopIteration as end:
+            outcomes[place] = end.value
+
+    for place in range(len(halves)):
+        go_on(place, None)
+    while waiting:
+        wanted = [(place, Assignment(fit, halves[place].shard, halves[place].place)) for place, fit in waiting.items()]
+        waiting.clear()
+        for group in groups(wanted, trainer):
+            found = trainer.fit_together([one for _, one in group])
+            for (place, one), fitted in zip(group, found, strict=True):
+                # Later trainings of the same round draw from later epochs: no two share their numbers.
+                half = halves[place]
+                half.place = replace(half.place, first_epoch=half.place.first_epoch + one.fit.epochs)
+                go_on(place, fitted)
+    return [outcomes[place] for place in range(len(halves))]
+
+
+Numbered = tuple[int, Assignment]
+
+
+def groups(wanted: Sequence[Numbered], trainer: Trainer) -> Iterator[list[Numbered]]:
+    """Put those together that can be trained together, and are of like size."""
+    left = sorted(wanted, key=lambda one: -len(one[1]))
+    while left:
+        first = left[0][1]
+        joins = [_may_join(first, other, trainer) for _, other in left]
+        yield [one for one, joined in zip(left, joins, strict=True) if joined]
+        left = [one for one, joined in zip(left, joins, strict=True) if not joined]
+
+
+def _may_join(first: Assignment, other: Assignment, trainer: Trainer) -> bool:
+    if first is other:
+        return True
+    one, two = first.fit, other.fit
+    size = trainer.config.batch_size
+    return (
+        trainer.net.stackable
+        and len(other) > 0
+        and -(-len(other) // size) >= ALIKE * -(-len(first) // size)
+        and one.features is None
+        and two.features is None
+        and first.shard.images is other.shard.images
+        and one.epochs == two.epochs
+        and one.score == two.score
+        and one.objective == two.objective
+        and one.constants.keys() == two.constants.keys()
+        and (one.elsewhere is None) == (two.elsewhere is None)
+        and (one.memory is None) == (two.memory is None)
+    )
