@@ -6,7 +6,12 @@ Example, the comparison of docs/results/transfl-cifar10.md::
         --seeds 0 1 2 --parallel 9 --out results -- --data-dir data
 
 Each run is a `vitfleet run` process of its own, so that several can share a GPU; what stands after ``--`` is passed to
-every one. Runs that are complete below ``--runs`` are not run again.
+every one, what stands after ``--with METHOD`` to that method's alone, as overrides::
+
+    python benchmarks/compare_methods.py eftvit-ucmerced-tiny --methods eftvit fed-full --target 0.85 \
+        --with eftvit train.lr=5e-5 --with fed-full train.lr=3e-4 train.mask_ratio=0 --out results -- --data-dir data
+
+Runs that are complete below ``--runs`` are not run again.
 `vitfleet compare` is the simpler way where one run after the other will do.
 """
 
@@ -30,6 +35,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset")
     parser.add_argument("--methods", nargs="+", required=True)
+    parser.add_argument(
+        "--with",
+        dest="overrides",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("METHOD", "KEY=VALUE"),
+        help="overrides for one method; may be repeated",
+    )
+    parser.add_argument("--target", type=float, help="also count the rounds to this global accuracy, 0…1")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="where the run folders go")
@@ -37,11 +52,17 @@ def main() -> None:
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_args(words[:cut]), words[cut + 1 :]
+    overrides: dict[str, list[str]] = {method: [] for method in args.methods}
+    for method, *given in args.overrides:
+        if method not in overrides:
+            parser.error(f"--with {method}: is none of --methods {' '.join(args.methods)}")
+        overrides[method] += [word for override in given for word in ("-o", override)]
     args.out.mkdir(parents=True, exist_ok=True)
 
     def play(method: str, seed: int) -> Path:
         folder: Path = args.runs / f"{args.preset}-{method}-s{seed}"
-        wanted = ["run", args.preset, "-o", f"method.name={method}", "--seed", str(seed), "--out", str(folder), *rest]
+        wanted = ["run", args.preset, "-o", f"method.name={method}", "--seed", str(seed), "--out", str(folder)]
+        wanted += [*rest, *overrides[method]]
         command = wanted
         if (folder / "config.json").exists():
             begun = json.loads((folder / "about.json").read_text())["command"]
@@ -61,7 +82,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.parallel) as pool:
         folders = dict(zip(pairs, pool.map(lambda pair: play(*pair), pairs), strict=True))
     write_curves(folders, args.out / "curves.csv")
-    table = markdown(folders, args.methods, args.seeds)
+    table = markdown(folders, args.methods, args.seeds, args.target)
     (args.out / "table.md").write_text(table)
     print(table, flush=True)
     if not all((folder / "summary.json").exists() for folder in folders.values()):
@@ -81,23 +102,37 @@ def write_curves(folders: dict[tuple[str, int], Path], path: Path) -> None:
                 writer.writerow([*row, record.loss, record.total_up_bytes, record.total_down_bytes])
 
 
-def markdown(folders: dict[tuple[str, int], Path], methods: list[str], seeds: list[int]) -> str:
-    lines = [
-        "| method | local accuracy, % | global accuracy, % | message up, MiB | message down, MiB | run, s |",
-        "|---|---|---|---|---|---|",
-    ]
+def markdown(folders: dict[tuple[str, int], Path], methods: list[str], seeds: list[int], target: float | None) -> str:
+    heads = ["method", "local accuracy, %", "global accuracy, %", "best, %"]
+    heads += [] if target is None else [f"rounds to {100 * target:g} %: each seed", "mean of those that reached it"]
+    heads += ["message up, MiB", "message down, MiB", "run, s"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for method in methods:
-        paths = [folders[method, seed] / "summary.json" for seed in seeds]
-        sums = [json.loads(path.read_text()) for path in paths if path.exists()]
-        if not sums:
+        done = [path for seed in seeds if (path := folders[method, seed] / "summary.json").exists()]
+        if not done:
             continue
-        cells = [_spread([100 * one["accuracy"][kind] for one in sums]) for kind in ("local", "global")]
+        sums = [json.loads(path.read_text()) for path in done]
+        cells = [method]
+        cells += [_spread([100 * one["accuracy"][kind] for one in sums]) for kind in ("local", "global", "best")]
+        if target is not None:
+            each = [rounds_to(target, path.parent) for path in done]
+            reached = [rounds for rounds in each if rounds is not None]
+            cells += [", ".join("not reached" if rounds is None else str(rounds) for rounds in each)]
+            cells += [f"{statistics.mean(reached):.1f}" if reached else "not reached"]
         cells += [
             f"{statistics.mean(one['message'][way] for one in sums) / 2**20:.4f}" for way in ("up_bytes", "down_bytes")
         ]
         cells += [f"{statistics.mean(one['total']['seconds'] for one in sums):.0f}"]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def rounds_to(target: float, folder: Path) -> int | None:
+    """Return the first evaluated round with this global accuracy."""
+    for record in read_records(folder):
+        if record.accuracy is not None and record.accuracy.global_ >= target:
+            return record.round
+    return None
 
 
 def _spread(values: list[float]) -> str:
