@@ -1,0 +1,255 @@
+"""How fast clients train: samples a second of one client after the other, eager, against ours, in one run.
+
+Examples, the tables of docs/benchmarks.md::
+
+    python benchmarks/speed.py vit --batch 32 64 --clients 20 --out results      # the 6-layer ViT of TransFL
+    python benchmarks/speed.py eftvit --batch 32 --clients 10 --out results      # EFTViT's client, ViT-B/16 at 224
+
+Every way trains the same model from the same weights on the same number of images, which lie on the device, with
+AdamW, for whole local trainings: loading the weights, drawing the epochs and reading the result are in the time. The
+eager loop is what a user of Flower or pfl-research writes: timm's module, `torch.optim`, one client after the other.
+Utilisation is against a matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitfleet.config.methods import EftVitConfig, FedAvgConfig
+from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.methods import Method, Setting
+from vitfleet.methods.base import Job
+from vitfleet.methods.eftvit import EftVit
+from vitfleet.methods.fedavg import FedAvg
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+from vitfleet.run.costs import client_flops
+from vitfleet.train.cohort import Place
+from vitfleet.train.drive import Half, drive_together
+from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a method, a model, images."""
+
+    name: str
+    method: Method[FedAvgConfig] | Method[EftVitConfig]
+    net: Net
+    train: TrainConfig
+    images: ImageSet
+    machine: Machine
+
+    def shard(self, client: int, samples: int) -> Shard:
+        index = (torch.arange(samples, device=self.machine.device) + client * samples) % len(self.images)
+        return Shard(self.images, index)
+
+
+def make_task(name: str, batch: int, epochs: int, machine: Machine) -> Task:
+    eftvit = name == "eftvit"
+    model = ModelConfig(name="vit_base_patch16_224") if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
+    classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
+    net = build(model, classes, 3, side, SEED).to(machine.device)
+    train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
+    setting = Setting.of(net, train, 10, SEED, classes, machine.device)
+    method = EftVit(EftVitConfig(), setting) if eftvit else FedAvg(FedAvgConfig(), setting)
+    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
+    labels = torch.randint(0, classes, (count,), device=machine.device)
+    return Task(name, method, net, train, ImageSet(pixels, labels), machine)
+
+
+def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
+    """One round's client work as the inline fleet does it."""
+    trainer = Trainer(
+        task.net,
+        preprocess_for(task.net, task.machine.device),
+        task.train,
+        AugmentConfig(),
+        10,
+        task.machine,
+    )
+    initial = {name: one.to(task.machine.device) for name, one in task.net.initial_weights().items()}
+    method = task.method
+    base = method.base(initial).tensors
+    server = method.start(initial)
+
+    def play() -> None:
+        for start in range(0, clients, task.machine.cohort):
+            halves = []
+            for client in range(start, min(clients, start + task.machine.cohort)):
+                shard = task.shard(client, samples)
+                job = Job(
+                    1,
+                    client,
+                    method.instruct(server, 1, client, None),
+                    base,
+                    None,
+                    task.images.labels[shard.index].cpu(),
+                )
+                halves.append(Half(method.work(job), shard, Place(SEED, 1, client)))
+            drive_together(halves, trainer)
+
+    return play
+
+
+def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
+    """One client after the other: timm's module, torch's optimiser, a loop over batches."""
+    device = task.machine.device
+    module = task.net.module.vit
+    initial = {name: one.to(device) for name, one in task.net.initial_weights().items()}
+    trains = set(task.net.anatomy.trainable(task.method.trains))
+    mean, std = (torch.tensor(one, device=device)[:, None, None] for one in (task.net.mean, task.net.std))
+    kept = task.net.kept(task.train.mask_ratio)
+
+    def forward(images: Tensor) -> Tensor:
+        if task.name != "eftvit":
+            return module(images)
+        tokens = module.patch_embed(images) + module.pos_embed[:, 1:]
+        keep = torch.rand(tokens.shape[:2], device=device).argsort(dim=1)[:, :kept]
+        tokens = tokens.gather(1, keep[..., None].expand(-1, -1, tokens.shape[-1]))
+        token = (module.cls_token + module.pos_embed[:, :1]).expand(len(tokens), -1, -1)
+        return module.forward_head(module.norm(module.blocks(torch.cat([token, tokens], dim=1))))
+
+    def play() -> None:
+        module.train()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trains)
+        for client in range(clients):
+            module.load_state_dict(initial)
+            weights = [one for one in module.parameters() if one.requires_grad]
+            optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.05, fused=True)
+            shard = task.shard(client, samples)
+            total = torch.zeros((), device=device)
+            for _ in range(task.train.epochs):
+                order = shard.index[torch.randperm(samples, device=device)]
+                for index in torch.split(order, task.train.batch_size):
+                    images = (task.images.images[index].float() / 255 - mean) / std
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=task.machine.bf16):
+                        loss = F.cross_entropy(forward(images), task.images.labels[index])
+                    optimizer.zero_grad(set_to_none=True)
+                    loss.backward()
+                    optimizer.step()
+                    total += loss.detach()
+            float(total)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+
+    return play
+
+
+def seconds(play: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Return what the first call took over the later ones, and the fastest of the later ones."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        play()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first = once()
+    best = min(once() for _ in range(repeats))
+    return first - best, best
+
+
+def matmul_peak(machine: Machine) -> float:
+    """Return the FLOP/s of a large matrix product in the precision of the run."""
+    side = 8192 if machine.device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if machine.bf16 else torch.float32
+    left, right = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
+
+    def play() -> None:
+        for _ in range(20 if machine.device.type == "cuda" else 3):
+            left @ right
+
+    _, best = seconds(play, machine.device, 3)
+    return 2 * side**3 * (20 if machine.device.type == "cuda" else 3) / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=["vit", "eftvit"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[32, 64])
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--samples", type=int, default=512, help="images a client")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", default=["eager", "solo", "graph", "cohort", "compiled"])
+    parser.add_argument("--cohorts", type=int, nargs="+", help="sizes for the stacked ways; default: all clients")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    base = set_up(MachineConfig(device=args.device, precision=args.precision))
+    place = torch.cuda.get_device_name() if base.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    versions = f"torch {torch.__version__}, timm {version('timm')}, Python {platform.python_version()}"
+    print(f"{place}, {'bf16' if base.bf16 else 'fp32'}; {versions}")
+    peak = matmul_peak(base)
+    print(f"a matrix product of {8192 if base.device.type == 'cuda' else 1024}²: {peak / 1e12:.3g} TFLOP/s", flush=True)
+    ways = {
+        "eager": [replace(base, graphs=False, compile=False, cohort=1)],
+        "solo": [replace(base, graphs=False, compile=False, cohort=1)],
+        "graph": [replace(base, graphs=True, compile=False, cohort=1)],
+        "stacked": [replace(base, graphs=False, compile=False, cohort=n) for n in args.cohorts or [args.clients]],
+        "cohort": [replace(base, graphs=True, compile=False, cohort=n) for n in args.cohorts or [args.clients]],
+        "compiled": [replace(base, graphs=True, compile=True, cohort=n) for n in args.cohorts or [args.clients]],
+        "compiled-solo": [replace(base, graphs=True, compile=True, cohort=1)],
+    }
+    rows = []
+    for batch, way in itertools.product(args.batch, args.ways):
+        for machine in ways[way]:
+            task = make_task(args.task, batch, args.epochs, machine)
+            play = (eager if way == "eager" else ours)(task, args.clients, args.samples)
+            if base.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            warm_up, best = seconds(play, base.device, args.repeats)
+            memory = torch.cuda.max_memory_allocated() / 2**20 if base.device.type == "cuda" else float("nan")
+            rate = args.clients * args.samples * args.epochs / best
+            flops = client_flops(task.method, task.net, task.train.mask_ratio).training
+            reference = next(
+                (one["samples/s"] for one in rows if one["batch"] == batch and one["way"] == "eager"), rate
+            )
+            row = {
+                "task": args.task,
+                "batch": batch,
+                "way": way,
+                "cohort": machine.cohort,
+                "clients": args.clients,
+                "samples/s": round(rate),
+                "times eager": round(rate / reference, 2),
+                "of peak": f"{rate * flops / peak:.1%}",
+                "memory MiB": round(memory) if memory == memory else "",
+                "warm-up s": round(warm_up, 1),
+                "round s": round(best, 3),
+            }
+            rows.append(row)
+            print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            if args.out:
+                args.out.mkdir(parents=True, exist_ok=True)
+                with (args.out / f"speed-{args.task}.csv").open("w", newline="") as file:
+                    writer = csv.DictWriter(file, list(row))
+                    writer.writeheader()
+                    writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
