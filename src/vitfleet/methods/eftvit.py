@@ -130,7 +130,9 @@ class Recorder:
         features = step.features.detach().float()
         # The last row is nobody's; that is where padding goes.
         last = sums["features"].shape[0] - 1
-        slots = torch.where(step.share > 0, sums["slots"][step.epoch, step.positions], last)
+        # (A scalar as an index would be read by the host; a row of one is not.)
+        planned = sums["slots"].index_select(0, step.epoch.reshape(1)).squeeze(0)[step.positions]
+        slots = torch.where(step.share > 0, planned, last)
         if self.values == "int8":
             features, scales = quantize(features)
             sums["scales"].index_put_((slots,), scales)

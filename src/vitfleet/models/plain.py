@@ -28,11 +28,18 @@ class PlainForward:
     ----------
     vit
         What the model is made of; its own weights are not looked at.
+    compiled
+        Whether to compile its layers.
     """
 
-    def __init__(self, vit: Any) -> None:
+    def __init__(self, vit: Any, compiled: bool = False) -> None:
         self.vit = vit
-        self.low_rank = {path: one for path, one in vit.named_modules() if isinstance(one, LowRankLinear)}
+        # All layers of a plain ViT are made alike: what holds for the first, holds for every one, and so does what was
+        # compiled for it. That takes seconds, where the whole model would take minutes.
+        self.first = vit.blocks[0]
+        self.names = [name for name, _ in self.first.named_parameters()]
+        self.low_rank = {path: one for path, one in self.first.named_modules() if isinstance(one, LowRankLinear)}
+        self.layer = torch.compile(self._layer, dynamic=False) if compiled else self._layer
         self.prefix = [
             name for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
         ]
@@ -101,13 +108,16 @@ class PlainForward:
 
     def block(self, weights: Tensors, place: int, tokens: Tensor) -> Tensor:
         """Run one transformer layer."""
-        path, block = f"blocks.{place}", self.vit.blocks[place]
-        normed = self._norm(weights, f"{path}.norm1", block.norm1, tokens)
-        tokens = tokens + _scaled(weights, f"{path}.ls1", self._attend(weights, f"{path}.attn", block.attn, normed))
-        normed = self._norm(weights, f"{path}.norm2", block.norm2, tokens)
-        hidden = block.mlp.act(self._linear(weights, f"{path}.mlp.fc1", normed))
-        hidden = self._norm(weights, f"{path}.mlp.norm", block.mlp.norm, hidden)
-        return tokens + _scaled(weights, f"{path}.ls2", self._linear(weights, f"{path}.mlp.fc2", hidden))
+        return self.layer({name: weights[f"blocks.{place}.{name}"] for name in self.names}, tokens)
+
+    def _layer(self, own: Tensors, tokens: Tensor) -> Tensor:
+        block = self.first
+        normed = self._norm(own, "norm1", block.norm1, tokens)
+        tokens = tokens + _scaled(own, "ls1", self._attend(own, "attn", block.attn, normed))
+        normed = self._norm(own, "norm2", block.norm2, tokens)
+        hidden = block.mlp.act(self._linear(own, "mlp.fc1", normed))
+        hidden = self._norm(own, "mlp.norm", block.mlp.norm, hidden)
+        return tokens + _scaled(own, "ls2", self._linear(own, "mlp.fc2", hidden))
 
     def head(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Return the logits of the last tokens."""

@@ -19,6 +19,7 @@ from vitfleet.data.batches import Batch, Preprocess, Visits, draw_epoch, visit
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.models.plain import PlainForward
 from vitfleet.train.cohort import Assignment, Engine, Place, bring_together
 from vitfleet.train.course import Course, Courses, plain
 from vitfleet.train.machine import Machine
@@ -56,6 +57,9 @@ class Trainer:
     @cached_property
     def engine(self) -> Engine:
         """What a step is computed with."""
+        net = self.net
+        if self.machine.compile and net.plain is not None:  # for training only: evaluation has other shapes
+            net = replace(net, plain=PlainForward(net.module.vit, compiled=True))
 
         def forward(
             weights: Tensors, inputs: Tensor, batch: Batch | None, split: int | None, depth: int | None, onward: bool
@@ -64,16 +68,15 @@ class Trainer:
             with self.machine.autocast():
                 if onward:
                     assert split is not None
-                    return self.net.onward(weights, inputs, split), inputs
+                    return net.onward(weights, inputs, split), inputs
                 images = self.preprocess(inputs, batch)
                 if split is None:
-                    return self.net(weights, images, keep, depth), None
-                features = self.net.until(weights, images, keep, split)
-                return self.net.onward(weights, features, split), features
+                    return net(weights, images, keep, depth), None
+                features = net.until(weights, images, keep, split)
+                return net.onward(weights, features, split), features
 
-        compiled = torch.compile(forward, dynamic=True) if self.machine.compile else forward
         at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
-        return Engine(self.net, self.config, self.machine, self.tasks, at_once, compiled)
+        return Engine(self.net, self.config, self.machine, self.tasks, at_once, forward)
 
     def fit(self, fit: Fit, shard: Shard, place: Place) -> Fitted:
         """Run a training that a method asked for, on a client's images or on the features that came with it.
