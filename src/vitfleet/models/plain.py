@@ -180,8 +180,34 @@ def affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(inputs, weight, bias)
         outputs = F.linear(inputs, weight)
     else:
-        outputs = torch.bmm(inputs.flatten(1, -2), weight.mT).reshape(*inputs.shape[:-1], weight.shape[-2])
+        rows = inputs.flatten(1, -2)
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+        product: Tensor = _Product.apply(rows, weight)  # type: ignore[no-untyped-call]
+        outputs = product.reshape(*inputs.shape[:-1], weight.shape[-2])
     return outputs if bias is None else outputs + spread(bias, outputs).to(outputs.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """``rows · weightᵀ`` of every client, whose gradient lies in memory as the weight does.
+
+    Autograd would leave it transposed, and a fused optimiser goes through memory as it lies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        wants_rows, wants_weight = ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if wants_rows else None,
+            torch.bmm(gradient.mT, rows) if wants_weight else None,
+        )
 
 
 def spread(vector: Tensor, inputs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -75,10 +76,21 @@ class GraphCourse:
                 self.captured[kind].replay()
             else:
                 self._warm_up(kind)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    self._step(kind)
-                self.captured[kind] = graph
+                self.captured[kind] = self._capture(kind)
+
+    def _capture(self, kind: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # A graph that nobody needs any more must not be taken apart by a garbage collection in the middle of this.
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._step(kind)
+        finally:
+            if collecting:
+                gc.enable()
+        return graph
 
     def takes(self, group: Sequence[Assignment], given: Given, visits: Visits) -> bool:
         """Whether another group can take this one's place."""
