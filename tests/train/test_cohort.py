@@ -281,3 +281,40 @@ def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_i
     assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # a step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # who has nothing needs no company
+
+
+def test_what_does_not_fit_into_memory_is_halved(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(batch_size=8, optimizer="sgd")
+    fit_all = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    group = assign([fit_all] * len(SIZES), make_shard)
+    fit, tried = Trainer._fit, []
+
+    def cramped(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+        tried.append(len(group))
+        if len(group) > 2:
+            raise torch.OutOfMemoryError
+        return fit(self, group)
+
+    monkeypatch.setattr(Trainer, "_fit", cramped)
+    found = trainer.fit_together(group)
+    assert tried == [4, 2, 2]
+    for one, fitted in zip(group, found, strict=True):
+        close(fitted.weights, trainer.fit(one.fit, one.shard, one.place).weights)
+    monkeypatch.setattr(trainer.room, "most", lambda wanted, device: min(wanted, 1))
+    tried.clear()
+    trainer.fit_together(group)
+    assert tried == [1, 1, 1, 1]  # no more than there is room for
+
+
+def test_one_client_that_does_not_fit_is_an_error(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Trainer, "_fit", full)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer().fit(fit, make_shard(0, 8), Place(0, 1, 0))

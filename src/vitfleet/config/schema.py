@@ -152,7 +152,9 @@ class MachineConfig(Table):
     """What the run computes on."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU that has it, else fp32")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto: bf16 where the GPU, or the CPU for models 128 wide or more, has it; else fp32"
+    )
     deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
     cohort: int | None = Field(

@@ -78,9 +78,7 @@ class Session:
 def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> Session:
     """Set a run up in its folder, from its last checkpoint if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine = _machine(config, folder)
-    data = load_data(config.data, progress).to(machine.device)
-    partition = _partition(config, data, folder)
+    data = load_data(config.data, progress)
     net = build(
         config.model,
         len(data.classes),
@@ -88,7 +86,10 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         data.train.side,
         config.seed,
         partial(adapt, config.method),
-    ).to(machine.device)
+    )
+    machine = _machine(config, folder, net.width)
+    data, net = data.to(machine.device), net.to(machine.device)
+    partition = _partition(config, data, folder)
     setting = Setting.of(net, config.train, config.rounds, config.seed, len(data.classes), machine.device)
     method = make_method(config.method, setting)
     initial = _on(machine.device, net.initial_weights())
@@ -129,12 +130,12 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
     return session
 
 
-def _machine(config: Config, folder: Path) -> Machine:
+def _machine(config: Config, folder: Path, width: int) -> Machine:
     """Set this process up; a run that goes on computes as it began, whatever this shell or machine would choose."""
     path = folder / "machine.json"
     if path.exists():
-        return set_up(MachineConfig.model_validate_json(path.read_text()))
-    machine = set_up(config.machine)
+        return set_up(MachineConfig.model_validate_json(path.read_text()), width)
+    machine = set_up(config.machine, width)
     write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 

@@ -12,6 +12,7 @@ import torch
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 
+BF16_WIDTH = 128  # on a CPU, narrower models lose more by converting than they gain by multiplying
 COHORT = 32  # clients at once on a GPU, where nothing else is said
 
 
@@ -41,8 +42,14 @@ class Machine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
-def set_up(config: MachineConfig) -> Machine:
-    """Prepare this process as the configuration says and return its machine."""
+def set_up(config: MachineConfig, width: int = 0) -> Machine:
+    """Prepare this process as the configuration says and return its machine.
+
+    Parameters
+    ----------
+    width
+        The numbers in a token of the model that will be trained.
+    """
     device = _device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -53,9 +60,9 @@ def set_up(config: MachineConfig) -> Machine:
     torch.backends.cudnn.benchmark = not config.deterministic
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and has_bf16)
     cuda = device.type == "cuda"
+    gains = torch.cuda.is_bf16_supported() if cuda else width >= BF16_WIDTH and _cpu_has_bf16()
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and gains)
     return Machine(
         device,
         bf16,
@@ -76,6 +83,12 @@ def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
             "cohort": machine.cohort,
         }
     )
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies in bfloat16 itself; others imitate it, slowly."""
+    asks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask is not None and bool(ask()) for ask in asks)
 
 
 def _device(name: str) -> torch.device:

@@ -25,6 +25,7 @@ from vitfleet.train.course import Course, Courses, plain
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Fitted
 from vitfleet.train.optim import learning_rate
+from vitfleet.train.room import Room
 
 ALL_PARTS = 1 << 30
 WIDTHS = 8  # a captured batch is a multiple of this wide, so that shapes recur
@@ -53,6 +54,7 @@ class Trainer:
     tasks: Tensor | None = None
     parts_at_once: int | None = None
     courses: Courses = field(default_factory=Courses)
+    room: Room = field(default_factory=Room)
 
     @cached_property
     def engine(self) -> Engine:
@@ -88,17 +90,22 @@ class Trainer:
     def fit_together(self, group: Sequence[Assignment]) -> list[Fitted]:
         """Run the trainings of several clients at once; they have the same objective, and all have samples.
 
-        What does not fit into the device's memory together is halved.
+        No more at once than the device's memory holds, as measured on those before; what does not fit all the same is
+        halved.
         """
-        try:
-            return self._fit(group)
-        except torch.OutOfMemoryError:
-            if len(group) == 1:
-                raise
-        self.courses.clear()
-        torch.cuda.empty_cache()
-        half = len(group) // 2
-        return [*self.fit_together(group[:half]), *self.fit_together(group[half:])]
+        most = self.room.most(len(group), self.machine.device)
+        if most == len(group):
+            try:
+                with self.room.measure(len(group), self.machine.device):
+                    return self._fit(group)
+            except torch.OutOfMemoryError:
+                if len(group) == 1:
+                    raise
+            self.courses.clear()
+            torch.cuda.empty_cache()
+            most = (len(group) + 1) // 2
+        parts = [group[start : start + most] for start in range(0, len(group), most)]
+        return [fitted for part in parts for fitted in self.fit_together(part)]
 
     def _fit(self, group: Sequence[Assignment]) -> list[Fitted]:
         first = group[0].fit

@@ -1,0 +1,38 @@
+"""How many clients a device has room for, from what those before them took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SPARE = 0.8  # of the free memory is planned with: allocations do not pack without gaps
+
+
+class Room:
+    """What a client's training takes of a GPU's memory, as measured; on a CPU there is no limit."""
+
+    def __init__(self) -> None:
+        self.bytes_a_client = 0.0
+
+    def most(self, wanted: int, device: torch.device) -> int:
+        """Return how many clients may be trained at once, at most as many as are wanted and at least one."""
+        if device.type != "cuda" or not self.bytes_a_client:
+            return wanted
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds but does not use is free to it.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return max(1, min(wanted, int(SPARE * free / self.bytes_a_client)))
+
+    @contextmanager
+    def measure(self, clients: int, device: torch.device) -> Iterator[None]:
+        """Measure what a group of clients takes."""
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield
+        taken = torch.cuda.max_memory_allocated(device) - before
+        self.bytes_a_client = max(self.bytes_a_client, taken / clients)
