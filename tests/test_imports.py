@@ -30,8 +30,9 @@ MAY_KNOW = {
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
     "run": _BELOW_RUN,
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
-    "cli": _BELOW_CLI,
-    "__main__": {*_BELOW_CLI, "cli"},
+    "deploy": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
+    "cli": {*_BELOW_CLI, "deploy"},
+    "__main__": {*_BELOW_CLI, "deploy", "cli"},
     **{loose: {"config"} for loose in LOOSE},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))

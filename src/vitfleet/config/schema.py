@@ -125,9 +125,19 @@ class TrainConfig(Table):
 class FleetConfig(Table):
     """The clients and how many take part."""
 
-    kind: Literal["inline"] = Field("inline", description="where the clients live: in this process")
+    kind: Literal["inline", "flower"] = Field(
+        "inline", description="where the clients live: in this process, or on machines of their own (vitfleet server)"
+    )
     clients: int = Field(10, ge=1, description="clients in all")
     per_round: int = Field(5, ge=1, description="clients asked each round")
+    min_replies: int = Field(1, ge=1, description="a round with fewer usable replies changes nothing")
+    names: tuple[str, ...] = Field(
+        (), strict=False, description="flower: the devices' names, client 0 first; default: 0, 1, 2, …"
+    )
+    spare: int = Field(0, ge=0, description="flower: clients asked beyond per_round; the slowest are not waited for")
+    deadline_s: float = Field(600.0, gt=0, description="flower: seconds that a round waits for its replies")
+    join_s: float = Field(60.0, ge=0, description="flower: seconds that a server, at its start, waits for every device")
+    max_message_mb: float = Field(2048.0, gt=0, description="flower: largest message accepted from a device")
 
     @model_validator(mode="after")
     def _no_more_than_there_are(self) -> FleetConfig:
@@ -135,7 +145,49 @@ class FleetConfig(Table):
             raise ValueError(
                 f"fleet.per_round = {self.per_round}: must be between 1 and fleet.clients = {self.clients}"
             )
+        if self.per_round + self.spare > self.clients:
+            room = self.clients - self.per_round
+            raise ValueError(f"fleet.spare = {self.spare}: must be between 0 and {room}, the clients not asked anyway")
+        if self.min_replies > self.per_round:
+            raise ValueError(
+                f"fleet.min_replies = {self.min_replies}: must be between 1 and fleet.per_round = {self.per_round}"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> FleetConfig:
+        if self.kind == "inline" and (self.spare or self.names):
+            key, value = ("spare", self.spare) if self.spare else ("names", list(self.names))
+            raise ValueError(f"fleet.{key} = {value}: needs fleet.kind = flower")
+        if self.names and (len(self.names) != self.clients or len(set(self.names)) != self.clients):
+            raise ValueError(
+                f"fleet.names = {list(self.names)}: must be fleet.clients = {self.clients} different names"
+            )
+        return self
+
+    def name_of(self, client: int) -> str:
+        """Return the name of a client's device."""
+        return self.names[client] if self.names else str(client)
+
+
+class AggregateConfig(Table):
+    """How the weights that clients send are made one, and which are refused. For methods that average weights."""
+
+    rule: Literal["mean", "trimmed", "median"] = Field(
+        "mean", description="weighted mean; mean without the extremes; median: both by coordinate, all clients alike"
+    )
+    trim: float = Field(0.1, ge=0, lt=0.5, description="trimmed: share of the clients left out at either end")
+    clip: float | None = Field(None, gt=0, description="an update longer than this is shortened to it (Euclidean norm)")
+    max_norm: float | None = Field(None, gt=0, description="an update longer than this is refused (Euclidean norm)")
+    norm_factor: float | None = Field(
+        None, gt=1, description="an update, or features, this many times the round's median size are refused"
+    )
+    max_samples: int | None = Field(None, ge=1, description="a client that says it has more samples is refused")
+
+    @property
+    def holds(self) -> bool:
+        """Whether a round's replies must all be there before any can be used: memory grows with their number."""
+        return self.rule != "mean" or self.norm_factor is not None
 
 
 class EvalConfig(Table):
@@ -144,7 +196,7 @@ class EvalConfig(Table):
     every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
     batch_size: int = Field(256, ge=1, description="images evaluated at a time")
     clients: int | None = Field(
-        100, ge=1, description="clients whose models stand for a server that has none, drawn anew each time; null: all"
+        100, ge=0, description="clients whose models stand for a server that has none, drawn anew each time; null: all"
     )
 
 
@@ -176,8 +228,18 @@ class Config(Table):
     method: MethodConfig = FedAvgConfig()
     train: TrainConfig = TrainConfig()
     fleet: FleetConfig = FleetConfig()
+    aggregate: AggregateConfig = AggregateConfig()
     eval: EvalConfig = EvalConfig()
     machine: MachineConfig = MachineConfig()
+
+    @model_validator(mode="after")
+    def _devices_can_follow(self) -> Config:
+        """Let a server go back one round at most: a device keeps what it had before a round and after it."""
+        if self.fleet.kind == "flower" and self.machine.checkpoint_every != 1:
+            raise ValueError(
+                f"machine.checkpoint_every = {self.machine.checkpoint_every}: must be 1 with fleet.kind = flower"
+            )
+        return self
 
     @model_validator(mode="after")
     def _layers_exist(self) -> Config:

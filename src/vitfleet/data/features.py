@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,11 @@ class Features:
         """Return some samples' features as float32."""
         rows = self.values[index].float()
         return rows if self.scales is None else rows * self.scales[index].float().unsqueeze(-1)
+
+    def size(self) -> float:
+        """Return the root mean square of all values."""
+        squares = sum(self.rows(torch.tensor([row])).double().square().sum().item() for row in range(len(self)))
+        return math.sqrt(squares / max(1, self.values.numel()))
 
     def to(self, device: torch.device) -> Features:
         """Move to a device."""

@@ -11,12 +11,21 @@ from vitfleet.message import Message, State
 
 @dataclass(frozen=True)
 class Request:
-    """What a client is asked: the server's message for one round, and whether to try its model out afterwards."""
+    """What a client is asked: the server's message for one round, and whether to try its model out afterwards.
+
+    Attributes
+    ----------
+    since
+        The last round whose reply the server took from this client; ``None``: a newcomer, who is given the
+        method's base too. What a client keeps counts as of that round: a round whose reply was late, lost or
+        refused never happened for it.
+    """
 
     round: int
     client: int
     down: Message
     evaluate: bool = False
+    since: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: a message, or the reason why there is none."""
+    """What came back: a message, or the reason why there is none.
+
+    Attributes
+    ----------
+    lost
+        The client no longer has what it kept: it is a newcomer from now on.
+    """
 
     client: int
     up: Message | None
     verdict: Verdict | None = None
     failure: str | None = None
+    lost: bool = False
 
 
 class Fleet(Protocol):

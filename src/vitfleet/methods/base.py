@@ -13,15 +13,16 @@ the training is run: alone, or together with the other clients of the cohort tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vitfleet.config.base import Table
-from vitfleet.config.schema import TrainConfig
+from vitfleet.config.schema import AggregateConfig, TrainConfig
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
@@ -48,12 +49,22 @@ class Setting:
     tokens: int
     width: int
     device: torch.device
+    aggregate: AggregateConfig = field(default_factory=AggregateConfig)
 
     @classmethod
-    def of(cls, net: Net, train: TrainConfig, rounds: int, seed: int, classes: int, device: torch.device) -> Setting:
+    def of(
+        cls,
+        net: Net,
+        train: TrainConfig,
+        rounds: int,
+        seed: int,
+        classes: int,
+        device: torch.device,
+        aggregate: AggregateConfig | None = None,
+    ) -> Setting:
         """Return the setting of a model in a run."""
         tokens = net.prefix + net.kept(train.mask_ratio)
-        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device)
+        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, aggregate or AggregateConfig())
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,15 @@ class RefusalError(Exception):
 
 
 class Gathering(ABC):
-    """The server half while replies come in: each is folded in and let go, so memory does not grow."""
+    """The server half while replies come in: each is folded in and let go, so memory does not grow.
+
+    Attributes
+    ----------
+    refused
+        Once finished: replies that were taken but, seen beside the others, not used, and why.
+    """
+
+    refused: Mapping[int, str] = MappingProxyType({})
 
     @abstractmethod
     def add(self, client: int, up: Message) -> None:

@@ -19,6 +19,7 @@ from vitfleet.config.methods import EftVitConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.aggregate import outsized
 from vitfleet.methods.base import Answer, Gathering, Job, Method, RefusalError, ServerWork, Setting, Work, tally
 from vitfleet.methods.sampling import Plan, draw_plan
 from vitfleet.models.anatomy import Selection
@@ -155,6 +156,8 @@ class FeatureStore(Gathering):
         self.params = params
         self.setting = setting
         self.parts: dict[str, State] = dict(server.parts) if params.store == "all" else {}
+        self.before = dict(self.parts)
+        self.sizes: dict[int, float] = {}
 
     def add(self, client: int, up: Message) -> None:
         """Put a client's features in the place of its old ones, if they are sound."""
@@ -162,7 +165,10 @@ class FeatureStore(Gathering):
             return
         self.check(up.tensors)
         device = self.setting.device if self.params.store_on == "device" else torch.device("cpu")
-        self.parts[f"features-{client:06d}"] = State({name: one.to(device) for name, one in up.tensors.items()})
+        part = State({name: one.to(device) for name, one in up.tensors.items()})
+        self.parts[_place(client)] = part
+        if self.setting.aggregate.norm_factor is not None:
+            self.sizes[client] = _features(part).size()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse what would not train, or would ruin what does."""
@@ -183,8 +189,18 @@ class FeatureStore(Gathering):
             raise RefusalError(f"its labels are not all between 0 and {self.setting.classes - 1}")
 
     def finish(self) -> State:
-        """Return the server's state with the new store."""
+        """Return the server's state with the new store; who sent outsized features keeps the old ones in it, if any."""
+        self.refused = outsized(self.sizes, self.setting.aggregate.norm_factor)
+        for place in map(_place, self.refused):
+            if place in self.before:
+                self.parts[place] = self.before[place]
+            else:
+                del self.parts[place]
         return replace(self.server, parts=self.parts)
+
+
+def _place(client: int) -> str:
+    return f"features-{client:06d}"
 
 
 def _features(part: State) -> Features:

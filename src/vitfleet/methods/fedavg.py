@@ -49,7 +49,7 @@ class Averaging(Method[Params]):
 
     def gather(self, server: State, round: int) -> Gathering:
         """Average what comes back."""
-        return WeightedMean(server)
+        return WeightedMean(server, self.setting.aggregate)
 
     def work(self, job: Job) -> Work:
         """Train the received weights and send them back."""

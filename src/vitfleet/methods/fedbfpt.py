@@ -71,7 +71,7 @@ class FedBfpt(Method[FedBfptConfig]):
 
     def gather(self, server: State, round: int) -> Gathering:
         """Average the one layer and the head."""
-        return WeightedMean(server)
+        return WeightedMean(server, self.setting.aggregate)
 
     # The client half
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.methods import TransFLConfig
+from vitfleet.config.schema import AggregateConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregate import WeightedMean
@@ -53,7 +54,7 @@ class TransFL(Method[TransFLConfig]):
 
     def gather(self, server: State, round: int) -> Gathering:
         """Average each layer over those who sent it."""
-        return LayerMean(server, self.anatomy, round)
+        return LayerMean(server, self.setting.aggregate, self.anatomy, round)
 
     # The client half
 
@@ -99,20 +100,21 @@ def top(magnitudes: list[float], k: int) -> list[int]:
 class LayerMean(WeightedMean):
     """The weighted mean, noting which layers it moved."""
 
-    def __init__(self, server: State, anatomy: Anatomy, round: int) -> None:
-        super().__init__(server)
+    def __init__(self, server: State, config: AggregateConfig, anatomy: Anatomy, round: int) -> None:
+        super().__init__(server, config)
         self.anatomy = anatomy
         self.round = round
 
     def finish(self) -> State:
         """Return the server's state with the means in it and the moved layers marked."""
+        means = super().finish().tensors
         before = self.server.numbers["updated"]
         assert isinstance(before, list)
         updated = [
-            self.round if any(name in self.sums for name in block) else int(last)
+            self.round if any(name in self.moved for name in block) else int(last)
             for block, last in zip(self.anatomy.blocks, before, strict=True)
         ]
-        return State(super().finish().tensors, {"updated": updated})
+        return State(means, {"updated": updated})
 
 
 @dataclass(frozen=True)

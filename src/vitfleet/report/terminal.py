@@ -116,7 +116,7 @@ def _cells(record: RoundRecord) -> list[str]:
     accuracy = record.accuracy
     return [
         str(record.round),
-        f"{accuracy.global_:.1%}" if accuracy else "–",
+        f"{accuracy.global_:.1%}" if accuracy and accuracy.global_ is not None else "–",
         f"{accuracy.local:.1%}" if accuracy and accuracy.local is not None else "–",
         "–" if record.loss is None else f"{record.loss:.3f}",
         human_bytes(sum(entry.up_bytes for entry in record.clients)),
@@ -164,6 +164,12 @@ def _percent(row: Row, key: str) -> str:
     return f"{mean:.1%}" if spread is None else f"{100 * mean:.1f} ± {100 * spread:.1f} %"
 
 
+def _common(accuracy: dict[str, Any]) -> str:
+    if accuracy["global"] is None:
+        return "–"
+    return f"{accuracy['global']:.2%} (best {accuracy['best']:.2%})"
+
+
 def _local(accuracy: dict[str, Any]) -> str:
     if accuracy["local"] is None:
         return "–"
@@ -177,7 +183,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     rows = {
         "method": summary["method"],
         "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s",
-        "accuracy, common test set": f"{accuracy['global']:.2%} (best {accuracy['best']:.2%})",
+        "accuracy, common test set": _common(accuracy),
         "accuracy, clients at home": _local(accuracy),
         "a client's message up": human_bytes(message["up_bytes"]),
         "a client's message down": human_bytes(message["down_bytes"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +13,8 @@ from safetensors.torch import save
 from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, in_order
-from vitfleet.message import Message
-from vitfleet.methods.base import RefusalError
+from vitfleet.message import Message, State
+from vitfleet.methods.base import Gathering, RefusalError
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.curves import Curves
@@ -82,14 +82,17 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             since = session.heard.get(client)
             down = method.instruct(server, round, client, since)
             down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
-            yield Request(round, client, down, due)
+            yield Request(round, client, down, due, since)
 
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
+    taken: list[int] = []
     with progress.task(f"round {round}: clients", len(clients)) as advance:
         for reply in in_order(session.fleet.ask(requests()), clients):
             advance(1)
             down = down_bytes.get(reply.client, 0)  # a fleet may give up before it asked
+            if reply.lost:
+                session.heard.pop(reply.client, None)
             if reply.up is None:
                 entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
                 continue
@@ -98,10 +101,12 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             except RefusalError as refused:
                 entries.append(ClientRecord(reply.client, down, _size(reply.up), failure=str(refused)))
                 continue
-            session.heard[reply.client] = round
+            taken.append(reply.client)
             right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
             entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
-    session.server = session.refine(gathering.finish(), round)
+    session.server, set_aside = _close(session, gathering, round, taken)
+    session.heard |= {client: round for client in taken if client not in set_aside}
+    entries = [_without(entry, set_aside.get(entry.client)) for entry in entries]
     session.round = round
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
     session.total_down_bytes += sum(entry.down_bytes for entry in entries)
@@ -116,10 +121,25 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     )
 
 
+def _close(session: Session, gathering: Gathering, round: int, taken: list[int]) -> tuple[State, Mapping[int, str]]:
+    """Return the server's state after a round, and the replies that were set aside in the end, with the reason."""
+    minimum = session.config.fleet.min_replies
+    if len(taken) < minimum:
+        reason = f"set aside: usable replies are {len(taken)}, and fleet.min_replies = {minimum}"
+        return session.server, dict.fromkeys(taken, reason)
+    state = gathering.finish()
+    return session.refine(state, round), gathering.refused
+
+
+def _without(entry: ClientRecord, reason: str | None) -> ClientRecord:
+    """Return a client's record as that of a failure, if its reply was set aside."""
+    return entry if reason is None else ClientRecord(entry.client, entry.down_bytes, entry.up_bytes, failure=reason)
+
+
 def choose_clients(config: Config, round: int) -> list[int]:
     """Draw a round's clients, without replacement, in ascending order."""
     rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
-    chosen = rng.choice(config.fleet.clients, config.fleet.per_round, replace=False)
+    chosen = rng.choice(config.fleet.clients, config.fleet.per_round + config.fleet.spare, replace=False)
     return [int(client) for client in np.sort(chosen)]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from vitfleet.config.schema import EvalConfig
 from vitfleet.data.batches import Preprocess
@@ -22,6 +21,7 @@ from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
+from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine
 
 
@@ -39,17 +39,19 @@ class Evaluator:
 
     def common(
         self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
-    ) -> tuple[float, float | None, int]:
+    ) -> tuple[float | None, float | None, int]:
         """Return accuracy and loss on the common test set, and how many models they are the mean of.
 
         Where the server has no model of its own, the models of at most ``eval.clients`` clients stand for it,
-        drawn anew each time.
+        drawn anew each time; where none of them may be looked at, there is nothing to measure.
         """
         if method.has_global_model:
             states: list[State | None] = [None]
         else:
             # Clients that never took part all have the same model: it is measured once and counts for each of them.
             states = sorted((own(client) for client in self._draw_clients(round)), key=lambda state: state is None)
+        if not states:
+            return None, None, 0
         measured: list[tuple[float, float]] = []
         for position, state in enumerate(states):
             if state is None and position and states[position - 1] is None:
@@ -68,21 +70,11 @@ class Evaluator:
         right, _ = self.answer(model, index)
         return Verdict(int(right.sum()), len(index))
 
-    @torch.inference_mode()
     def answer(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is named rightly (0 or 1) and its cross-entropy."""
-        self.net.module.eval()
-        device = self.machine.device
-        chosen = torch.arange(len(self.test), device=device) if index is None else torch.from_numpy(index).to(device)
-        right, losses = [], []
-        for part in torch.split(chosen, self.config.batch_size):
-            images = self.preprocess(self.test.images[part])
-            labels = self.test.labels[part]
-            with self.machine.autocast():
-                logits = self.net(weights, images)
-            right.append(logits.argmax(dim=1) == labels)
-            losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
-        return torch.cat(right).float(), torch.cat(losses)
+        judge = Judge(self.net, self.preprocess, self.machine, self.config.batch_size)
+        chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
+        return judge.answer(weights, self.test, chosen)
 
     def _draw_clients(self, round: int) -> list[int]:
         candidates = np.arange(self.deal.clients)

@@ -52,7 +52,8 @@ class Accuracy:
     Attributes
     ----------
     global_
-        On the common test set: the server's model, or the mean over ``models`` clients' where it has none.
+        On the common test set: the server's model, or the mean over ``models`` clients' where it has none;
+        ``None`` where nobody may look at those.
     loss
         Mean cross-entropy there; ``None`` where it is not finite.
     models
@@ -62,7 +63,7 @@ class Accuracy:
         none of them has any.
     """
 
-    global_: float
+    global_: float | None
     loss: float | None
     models: int
     local: float | None
@@ -167,7 +168,7 @@ def summarize(folder: Path, config: Config, costs: ClientCosts) -> dict[str, Any
         at_home |= {client.client: client.accuracy for client in record.clients if client.accuracy is not None}
         if record.accuracy is not None:
             last = record.accuracy
-            best = max(best or 0.0, last.global_)
+            best = best if last.global_ is None else max(best or 0.0, last.global_)
     each = max(1, participations)
     summary = {
         "method": config.method.name,

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vitfleet.config.schema import Config, FilePartition, MachineConfig
 from vitfleet.data.images import DataSet, Shard
+from vitfleet.data.manifest import Deal
 from vitfleet.data.manifest import save as save_partition
 from vitfleet.data.partition import Partition, make_partition
 from vitfleet.data.sources import load as load_data
+from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.kit import make_kit, make_net
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Method, Setting, adapt, make_method
+from vitfleet.methods import Method
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.costs import client_flops
@@ -29,7 +32,10 @@ from vitfleet.run.records import ClientCosts
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 
 @dataclass
@@ -75,36 +81,44 @@ class Session:
         )
 
 
-def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> Session:
-    """Set a run up in its folder, from its last checkpoint if there is one."""
+def open_session(config: Config, folder: Path, progress: Progress = SILENCE, grid: Grid | None = None) -> Session:
+    """Set a run up in its folder, from its last checkpoint if there is one.
+
+    Parameters
+    ----------
+    grid
+        Flower's, for a fleet on machines of its own.
+    """
+    if (config.fleet.kind == "flower") != (grid is not None):
+        remedy = "is started with `vitfleet server`; in one process it is inline"
+        raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_data(config.data, progress)
-    net = build(
-        config.model,
-        len(data.classes),
-        data.train.channels,
-        data.train.side,
-        config.seed,
-        partial(adapt, config.method),
-    )
+    net = make_net(config, len(data.classes), data.train.channels, data.train.side)
     machine = _machine(config, folder, net.width)
-    data, net = data.to(machine.device), net.to(machine.device)
-    partition = _partition(config, data, folder)
-    setting = Setting.of(net, config.train, config.rounds, config.seed, len(data.classes), machine.device)
-    method = make_method(config.method, setting)
+    data = data.to(machine.device)
+    partition = _partition(config, data, folder) if grid is None else _nobodys(config)
+    kit = make_kit(config, net, len(data.classes), machine)
+    net, method, trainer = kit.net, kit.method, kit.trainer
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
     checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
-    trainer = Trainer(
-        net, preprocess_for(net, machine.device), config.train, config.data.augment, config.rounds, machine
-    )
 
     def shard(client: int) -> Shard:
         return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
 
-    evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed)
-    fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=checkpoints.client)
+    # Nobody looks into a device: where the server has no model, there is none to try out on the common images.
+    evaluation = config.eval if grid is None else config.eval.model_copy(update={"clients": 0})
+    evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed)
+    fleet: Fleet
+    if grid is None:
+        stored = checkpoints.client
+        fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=stored)
+    else:
+        from vitfleet.fleet.flower import FlowerFleet, make_terms
+
+        fleet = FlowerFleet(grid, config.fleet, make_terms(config, data, identity(folder)), base)
     session = Session(
         config=config,
         folder=folder,
@@ -121,9 +135,9 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         server=method.start(initial),
     )
     if latest is not None:
-        stored = checkpoints.server()
+        state = checkpoints.server()
         # Parts stay on the host: a method that wants them on the device brings them there.
-        session.server = replace(_state_on(machine.device, stored), parts=stored.parts)
+        session.server = replace(_state_on(machine.device, state), parts=state.parts)
         session.round = latest.round
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)
@@ -165,6 +179,20 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
             folder,
         )
     return partition
+
+
+def _nobodys(config: Config) -> Partition:
+    """Return the deal of a server whose devices have images of their own: it deals nothing."""
+    nothing = Deal.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients)
+    return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
+
+
+def identity(folder: Path) -> str:
+    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
+    path = folder / "identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16).encode())
+    return path.read_text()
 
 
 def _state_on(device: torch.device, state: State) -> State:

@@ -1,0 +1,180 @@
+"""A fleet on real machines: Flower's grid carries orders to devices and their reports back.
+
+Orders are pushed one by one and reports pulled one by one, in the order of the requests, so a server holds one message
+at a time however many clients there are; those that came early wait in the SuperLink. Only with spare clients, where
+it matters who was first, are reports pulled as they come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from vitfleet.config.schema import Config, DataConfig, FleetConfig
+from vitfleet.data.images import DataSet
+from vitfleet.fleet.base import Reply, Request
+from vitfleet.fleet.envelope import WORDS, Order, Terms, pack_order, unpack_reply
+from vitfleet.message import Message as Content
+from vitfleet.message import State
+
+TRAIN, HELLO = "train", "query.hello"
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between looks into the SuperLink
+GRACE = 3600.0  # seconds that a report which came in time may wait for its turn
+MEGABYTE = 10**6
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time, so that a test can pass it by hand."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def make_terms(config: Config, data: DataSet, run: str) -> Terms:
+    """Return what devices must know of a run: nothing about the server's own files."""
+    shared = config.model_copy(
+        update={
+            "data": DataConfig(
+                name=config.data.name,
+                test_share=config.data.test_share,
+                max_corrupt=config.data.max_corrupt,
+                augment=config.data.augment,
+            ),
+            "model": config.model.model_copy(update={"weights": None}),
+        }
+    )
+    return Terms(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.side)
+
+
+class FlowerFleet:
+    """Clients on machines of their own, behind Flower's grid.
+
+    Parameters
+    ----------
+    grid
+        Flower's.
+    base
+        What a newcomer is given.
+    """
+
+    def __init__(self, grid: Grid, config: FleetConfig, terms: Terms, base: Content, clock: Clock = Clock()) -> None:  # noqa: B008
+        self.grid = grid
+        self.config = config
+        self.terms = terms
+        self.base = base
+        self.clock = clock
+        self.client_of = {config.name_of(client): client for client in range(config.clients)}
+        self._names: dict[int, str] = {}  # what nodes that were not registered by name said theirs is
+        self._greeted = False
+
+    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Send the orders out, then take the reports in until all are there or the deadline has passed."""
+        end = self.clock.now() + self.config.deadline_s
+        nodes = self._muster(end)
+        sent: dict[int, str] = {}
+        for request in requests:
+            node = nodes.get(request.client)
+            if node is None:
+                yield Reply(request.client, None, failure="it is not connected")
+                continue
+            sent[request.client] = self._push(request, node, end)
+        yield from self._collect(sent, end)
+
+    def own(self, client: int) -> State | None:
+        """Return nothing: what a device keeps it keeps to itself."""
+        return None
+
+    def changed(self) -> Mapping[int, State | None]:
+        """Return nothing: devices keep their states themselves."""
+        return {}
+
+    def _push(self, request: Request, node: int, end: float) -> str:
+        base = self.base if request.since is None else None
+        order = Order(request.round, request.client, request.evaluate, request.since, self.terms, request.down, base)
+        patience = max(1.0, end - self.clock.now()) + GRACE
+        message = Message(pack_order(order), node, TRAIN, ttl=patience, group_id=str(request.round))
+        return next(iter(self.grid.push_messages([message])))
+
+    def _collect(self, sent: dict[int, str], end: float) -> Iterator[Reply]:
+        """Yield a reply for every order: what came, what is wrong with it, or that it did not come in time."""
+        pending = dict(sent)
+        usable, pause = 0, FIRST_PAUSE
+        while pending:
+            if usable == self.config.per_round:
+                yield from (Reply(client, None, failure="not waited for: enough were faster") for client in pending)
+                return
+            over = self.clock.now() >= end
+            watched = list(pending) if self.config.spare or over else list(pending)[:1]
+            came = False
+            for client in watched:
+                reply = self._pull(client, pending[client])
+                if reply is None and over:
+                    reply = Reply(
+                        client, None, failure=f"no reply within fleet.deadline_s = {self.config.deadline_s:g}"
+                    )
+                if reply is None:
+                    continue
+                came = True
+                del pending[client]
+                usable += reply.up is not None
+                yield reply
+            pause = FIRST_PAUSE if came else min(2 * pause, LONGEST_PAUSE)
+            if pending and not came:
+                self.clock.sleep(pause)
+
+    def _pull(self, client: int, message_id: str) -> Reply | None:
+        for message in self.grid.pull_messages([message_id]):
+            if message.has_error():
+                return Reply(client, None, failure=_in_short(message.error.reason))
+            return unpack_reply(message.content, client, int(self.config.max_message_mb * MEGABYTE))
+        return None
+
+    # Who is there
+
+    def _muster(self, end: float) -> dict[int, int]:
+        """Return the node of every client that is connected.
+
+        At the start of a server everybody is waited for a while; later, only until the fewest that a round needs
+        are there.
+        """
+        needed = self.config.min_replies if self._greeted else self.config.clients
+        patience = end if self._greeted else min(end, self.clock.now() + self.config.join_s)
+        self._greeted = True
+        while True:
+            nodes = self._connected()
+            if len(nodes) >= needed or self.clock.now() >= patience:
+                return nodes
+            self.clock.sleep(LONGEST_PAUSE)
+
+    def _connected(self) -> dict[int, int]:
+        names = {node.node_id: node.name for node in self.grid.get_nodes()}
+        strangers = [node for node, name in names.items() if not name and node not in self._names]
+        for node, name in self._hear_names(strangers):
+            self._names[node] = name
+        told = {node: name or self._names.get(node, "") for node, name in names.items()}
+        return {self.client_of[name]: node for node, name in sorted(told.items()) if name in self.client_of}
+
+    def _hear_names(self, nodes: list[int]) -> Iterator[tuple[int, str]]:
+        """Ask nodes for their names: those of a simulation, or of a fleet without keys, are not registered by name."""
+        hello = RecordDict({WORDS: ConfigRecord()})
+        messages = [Message(hello, node, HELLO, ttl=self.config.join_s + GRACE) for node in nodes]
+        pending = dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
+        end = self.clock.now() + max(self.config.join_s, LONGEST_PAUSE)
+        while pending and self.clock.now() < end:
+            for reply in self.grid.pull_messages(list(pending)):
+                node = pending.pop(reply.metadata.reply_to_message_id)
+                name = "" if reply.has_error() else reply.content.config_records[WORDS].get("name", "")
+                yield node, str(name)
+            if pending:
+                self.clock.sleep(FIRST_PAUSE)
+
+
+def _in_short(reason: str | None) -> str:
+    """Say in one line what Flower says of a message that came to nothing."""
+    lines = (reason or "").strip().splitlines()
+    return f"Flower: {lines[0][:200]}" if lines else "Flower lost the message"

@@ -1,0 +1,37 @@
+"""What both ends of a run make of its configuration: the model, the method, the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from vitfleet.config.schema import Config
+from vitfleet.methods import Method, Setting, adapt, make_method
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build
+from vitfleet.train.machine import Machine
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A model without weights, a method, and what trains the one for the other."""
+
+    net: Net
+    method: Method[Any]
+    trainer: Trainer
+
+
+def make_net(config: Config, classes: int, channels: int, side: int) -> Net:
+    """Make a run's model for data of so many classes, colour channels and pixels a side."""
+    return build(config.model, classes, channels, side, config.seed, partial(adapt, config.method))
+
+
+def make_kit(config: Config, net: Net, classes: int, machine: Machine) -> Kit:
+    """Make what a machine needs to train a run's model."""
+    net = net.to(machine.device)
+    setting = Setting.of(net, config.train, config.rounds, config.seed, classes, machine.device, config.aggregate)
+    preprocess = preprocess_for(net, machine.device)
+    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.rounds, machine)
+    return Kit(net, make_method(config.method, setting), trainer)

@@ -1,0 +1,122 @@
+"""Flower's grid without Flower's processes: every message is put into bytes and taken out of them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from vitfleet.config.schema import Config
+from vitfleet.data.deal import write_shards
+from vitfleet.data.images import DataSet
+from vitfleet.data.own import load_own
+from vitfleet.data.partition import make_partition
+from vitfleet.data.sources import load
+from vitfleet.fleet.device import Device
+from vitfleet.fleet.envelope import Terms, pack_reply, unpack_order
+from vitfleet.train.machine import Machine
+
+# Flower's processes say this of themselves; its messages cannot be made without.
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+Answer = Callable[[int, Message], RecordDict | Error | None]
+
+
+def copied(content: RecordDict) -> RecordDict:
+    """Return what arrives of a content: new objects, made from its bytes."""
+    arrays = {name: ArrayRecord.inflate(*_deflated(record)) for name, record in content.array_records.items()}
+    words = {name: ConfigRecord(dict(record)) for name, record in content.config_records.items()}
+    return RecordDict({**arrays, **words})
+
+
+def _deflated(record: ArrayRecord) -> tuple[bytes, dict[str, Any]]:
+    return record.deflate(), {child.object_id: child for child in (record.children or {}).values()}
+
+
+@dataclass
+class LoopbackGrid(Grid):
+    """Nodes are numbered as their clients are, from 1000 on; ``answer`` is what a node does with a message."""
+
+    answer: Answer
+    names: list[str]
+    replies: dict[str, Message] = field(default_factory=dict)
+    pushed: list[Message] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        there = [(1000 + place, name) for place, name in enumerate(self.names) if name not in self.away]
+        return [NodeInfo(node_id=node, name=name) for node, name in there]
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node.node_id for node in self.get_nodes()]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            self.pushed.append(message)
+            message_id = str(len(self.pushed))
+            arrived = Message(copied(message.content), message.metadata.dst_node_id, message.metadata.message_type)
+            arrived.metadata.__dict__["_message_id"] = message_id
+            outcome = self.answer(message.metadata.dst_node_id - 1000, arrived)
+            if isinstance(outcome, Error):
+                self.replies[message_id] = Message(outcome, reply_to=arrived)
+            elif outcome is not None:
+                self.replies[message_id] = Message(copied(outcome), reply_to=arrived)
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.replies.pop(one) for one in list(message_ids) if one in self.replies]
+
+    def set_run(self, run: object) -> NoReturn:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> NoReturn:
+        raise NotImplementedError
+
+    def create_message(self, *arguments: object, **named: object) -> NoReturn:
+        raise NotImplementedError
+
+    def send_and_receive(self, *arguments: object, **named: object) -> NoReturn:
+        raise NotImplementedError
+
+
+def deal(config: Config, folder: Path) -> None:
+    """Write every client's images into a folder of its own."""
+    data = load(config.data)
+    labels = data.train.labels.numpy(), data.test.labels.numpy()
+    partition = make_partition(config.data.partition, config.fleet.clients, config.seed, *labels, len(data.classes))
+    write_shards(data, partition, [config.fleet.name_of(client) for client in range(config.fleet.clients)], folder)
+
+
+@dataclass
+class Devices:
+    """One device a client, each with its own folder of images and its own folder of what it keeps."""
+
+    config: Config
+    data: Path
+    state: Path
+
+    def device(self, client: int) -> Device:
+        name = self.config.fleet.name_of(client)
+
+        def images(config: Config, terms: Terms) -> DataSet:
+            share, corrupt = config.data.test_share, config.data.max_corrupt
+            return load_own(self.data / name, tuple(terms.classes), terms.channels, terms.side, share, corrupt)
+
+        return Device(images, self.state / name, Machine(torch.device("cpu"), bf16=False))
+
+    def answer(self, client: int, message: Message) -> RecordDict | Error | None:
+        return pack_reply(self.device(client).answer(unpack_order(message.content)))
+
+    def grid(self, answer: Answer | None = None) -> LoopbackGrid:
+        names = [self.config.fleet.name_of(client) for client in range(self.config.fleet.clients)]
+        return LoopbackGrid(answer or self.answer, names)

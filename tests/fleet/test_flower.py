@@ -1,0 +1,72 @@
+"""A fleet behind Flower's grid against the same fleet in one process: bit for bit, whatever the method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from conftest import MakeConfig
+from loopback import Answer, Devices, deal
+from vitfleet.config.schema import Config
+from vitfleet.methods.registry import METHODS
+from vitfleet.run.conduct import conduct
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.session import Session, open_session
+
+OVERRIDES: Mapping[str, tuple[str, ...]] = {
+    "fedbfpt": ("method.local_layers=2",),
+    "transfl": ("method.k=1",),
+    "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5"),
+    "fed-prompt": ("method.prompts=2",),
+}
+
+
+class Nobody:
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        pass
+
+
+def flower(config: Config) -> Config:
+    return config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
+
+
+def play(config: Config, folder: Path, answer: Answer | None = None) -> Session:
+    """Play a run on devices in this process; their images and states lie beside the run's folder."""
+    devices = Devices(config, folder.parent / "data", folder.parent / "state")
+    session = open_session(config, folder, grid=devices.grid(answer))
+    conduct(session, Nobody())
+    return session
+
+
+def same(session: Session, other: Session) -> bool:
+    mine, others = session.server, other.server
+    return (
+        list(mine.tensors) == list(others.tensors)
+        and all(torch.equal(mine.tensors[name], others.tensors[name]) for name in mine.tensors)
+        and mine.numbers == others.numbers
+        and list(mine.parts) == list(others.parts)
+        and all(
+            torch.equal(one, others.parts[part].tensors[name])
+            for part in mine.parts
+            for name, one in mine.parts[part].tensors.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(f"method.name={name}", *OVERRIDES.get(name, ()), "eval.clients=0", "data.augment.flip=true")
+    deal(config, tmp_path / "data")
+    inline = open_session(config, tmp_path / "inline")
+    conduct(inline, Nobody())
+    session = play(flower(config), tmp_path / "flower")
+    assert same(inline, session)
+    lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("inline", "flower")]
+    assert lines[0] == lines[1]
+    assert b'"failure":null' in lines[0]
+    assert b'"failure":"' not in lines[0]
