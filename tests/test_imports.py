@@ -32,7 +32,8 @@ MAY_KNOW = {
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
     "deploy": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
     "cli": {*_BELOW_CLI, "deploy"},
-    "__main__": {*_BELOW_CLI, "deploy", "cli"},
+    "__main__": {"cli", "fleet_cli"},
+    "fleet_cli": {*_BELOW_CLI, "deploy", "cli"},
     **{loose: {"config"} for loose in LOOSE},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -169,10 +170,12 @@ def _common(
     pass
 
 
-def _load(source: str, override: list[str], seed: int | None, data_dir: str | None) -> Config:
+def _load(
+    source: str, override: list[str], seed: int | None, data_dir: str | None, more: Mapping[str, Any] | None = None
+) -> Config:
     from vitfleet.config import load_config
 
-    given = {"seed": seed, "data.dir": data_dir}
+    given = {"seed": seed, "data.dir": data_dir, **(more or {})}
     return load_config(source, override, {key: value for key, value in given.items() if value is not None})
 
 

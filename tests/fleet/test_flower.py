@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+from loopback import Answer, Devices, deal
 
 from conftest import MakeConfig
-from loopback import Answer, Devices, deal
 from vitfleet.config.schema import Config
 from vitfleet.methods.registry import METHODS
 from vitfleet.run.conduct import conduct

@@ -16,7 +16,7 @@ from vitfleet.data.manifest import Deal, Partition
 
 
 def write_shards(data: DataSet, partition: Partition, names: list[str], folder: Path) -> None:
-    """Write ``folder/<name>/train.parquet`` and ``test.parquet`` for every client, without loss, in the deal's order."""
+    """Write ``<name>/train.parquet`` and ``<name>/test.parquet`` for every client, without loss, in deal order."""
     for client, name in enumerate(names):
         for split, images, deal in (("train", data.train, partition.train), ("test", data.test, partition.test)):
             target = folder / name / f"{split}.parquet"

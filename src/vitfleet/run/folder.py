@@ -40,6 +40,10 @@ class RunFolder:
         """Return the run's resolved configuration."""
         return read_config(self.path / "config.json")
 
+    def release(self) -> None:
+        """Let another process have the folder."""
+        self._lock.close()
+
     def discard(self) -> None:
         """Take back a folder whose run could not even be set up, so that its name is free again."""
         for name in ("config.json", "about.json", "partition.json", "partition.safetensors", "machine.json", ".lock"):

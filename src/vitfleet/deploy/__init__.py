@@ -1,0 +1,1 @@
+"""A fleet on real machines: what Flower's processes run, and how they are started."""

@@ -1,0 +1,5 @@
+"""What runs on a device."""
+
+from vitfleet.deploy.client_app import app
+
+__all__ = ["app"]

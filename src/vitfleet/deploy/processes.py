@@ -1,0 +1,195 @@
+"""Flower's processes, as a person would start them: the same commands, with safe settings.
+
+Nothing here is needed: docs/fleet.md shows the plain Flower commands that do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vitfleet.deploy.certs import Certs
+from vitfleet.errors import UserError
+
+# Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
+SETTINGS = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+}
+COMPLAINT = "complaint.txt"  # in a run's folder: what its owner must mend
+LINK = "fleet"  # what the connection to our SuperLink is called
+START_PATIENCE = 60.0
+STOP_PATIENCE = 10.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where devices reach the server; without ``certs`` nothing is encrypted, and nobody is asked who they are."""
+
+    host: str
+    port: int
+    home: Path
+    certs: Certs | None
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's processes; what they write goes to a folder of ours."""
+    bin = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    return {**os.environ, **SETTINGS, "FLWR_HOME": str(home), "PATH": f"{bin}{os.pathsep}{path}"}
+
+
+@contextmanager
+def open_door(door: Door) -> Iterator[int]:
+    """Run a SuperLink on this machine and the gate before it; yield the SuperLink's own port."""
+    door.home.mkdir(parents=True, exist_ok=True)
+    inner = free_port()
+    with (
+        _process(superlink_command(door, inner), door.home, "superlink.log") as link,
+        _process(gate_command(door, inner), door.home, "gate.log") as gate,
+    ):
+        _await_health(door, inner, link)
+        if gate.poll() is not None:
+            raise UserError(f"port {door.port} of {door.host} cannot be opened; {door.home / 'gate.log'} says why")
+        (door.home / "config.toml").write_text(connection(door, inner))
+        yield inner
+
+
+def superlink_command(door: Door, inner: int) -> list[str]:
+    """Return the command that starts the SuperLink, on this machine's own loopback only."""
+    certs = door.certs
+    command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(inner)]
+    command += ["--database", str(door.home / "superlink.db"), "--disable-runtime-dependency-installation"]
+    if certs is None:
+        return [*command, "--insecure"]
+    command += ["--ssl-ca-certfile", str(certs.ca), "--ssl-certfile", str(certs.server)]
+    return [*command, "--ssl-keyfile", str(certs.server_key), "--enable-supernode-auth"]
+
+
+def gate_command(door: Door, inner: int) -> list[str]:
+    """Return the command that opens the gate."""
+    command = [sys.executable, "-m", "vitfleet.deploy.gate", "--host", door.host, "--port", str(door.port)]
+    command += ["--link", str(inner)]
+    if door.certs is None:
+        return command
+    certs = door.certs
+    return [*command, "--ca", str(certs.ca), "--cert", str(certs.server), "--key", str(certs.server_key)]
+
+
+def client_command(
+    server: str, name: str, data: Path, state: Path, certs: Certs | None, machine: dict[str, str | int]
+) -> list[str]:
+    """Return the command that starts a device's SuperNode."""
+    words: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
+    # Values are TOML: JSON's texts and numbers are TOML's too.
+    config = " ".join(f"{key}={json.dumps(value)}" for key, value in words.items())
+    command = ["flower-supernode", "--superlink", server, "--node-config", config]
+    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    if certs is None:
+        return [*command, "--insecure"]
+    return [*command, "--root-certificates", str(certs.ca), "--auth-supernode-private-key", str(certs.node_key(name))]
+
+
+def connection(door: Door, inner: int) -> str:
+    """Return Flower's configuration file: how the command ``flwr`` reaches the SuperLink."""
+    security = "insecure = true" if door.certs is None else f'root-certificates = "{door.certs.ca}"'
+    return f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "127.0.0.1:{inner}"\n{security}\n'
+
+
+def register(door: Door, names: Sequence[str]) -> None:
+    """Tell the SuperLink the devices' public keys; those it knows already it keeps."""
+    assert door.certs is not None
+    known = {node["name"] for node in _flwr(door, "supernode", "list", LINK)["nodes"]}
+    for name in names:
+        if name not in known:
+            _flwr(door, "supernode", "register", str(door.certs.node_public_key(name)), LINK, "--name", name)
+
+
+def start_run(door: Door, folder: Path) -> int:
+    """Start a run's ServerApp and return Flower's number for it."""
+    app = str(files("vitfleet") / "deploy" / "app")
+    return int(_flwr(door, "run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}")["run-id"])
+
+
+def state_of(door: Door, run: int) -> str:
+    """Return what Flower says of a run, such as ``running`` or ``finished:completed``."""
+    return str(_flwr(door, "list", LINK, "--run-id", str(run))["runs"][0]["status"])
+
+
+def _flwr(door: Door, *arguments: str) -> dict[str, Any]:
+    """Run Flower's command and return what it answers."""
+    command = ["flwr", *arguments, "--format", "json"]
+    done = subprocess.run(command, env=environment(door.home), capture_output=True, text=True, check=False)
+    try:
+        answer = json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        answer = {}
+    if done.returncode or not answer.get("success", False):
+        said = str(answer.get("error-message") or (done.stderr or done.stdout).strip()[-500:])
+        raise UserError(f"`{shlex.join(command)}` failed: {said}")
+    return dict(answer)
+
+
+def _await_health(door: Door, inner: int, link: subprocess.Popen[bytes]) -> None:
+    trusted = ssl.create_default_context(cafile=str(door.certs.ca)) if door.certs else True
+    address = f"{'https' if door.certs else 'http'}://127.0.0.1:{inner}/health"
+    end = time.monotonic() + START_PATIENCE
+    with httpx.Client(verify=trusted, trust_env=False) as client:
+        while time.monotonic() < end and link.poll() is None:
+            try:
+                if client.get(address).is_success:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+    raise UserError(f"the SuperLink did not start; {door.home / 'superlink.log'} says why")
+
+
+@contextmanager
+def _process(command: list[str], home: Path, log: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command, and whatever it starts, until the block ends."""
+    with (home / log).open("ab") as file:
+        process = subprocess.Popen(
+            command, env=environment(home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started, politely first."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP_PATIENCE)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
