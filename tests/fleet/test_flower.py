@@ -44,7 +44,7 @@ def play(config: Config, folder: Path, answer: Answer | None = None) -> Session:
 def same(session: Session, other: Session) -> bool:
     mine, others = session.server, other.server
     return (
-        list(mine.tensors) == list(others.tensors)
+        mine.tensors.keys() == others.tensors.keys()
         and all(torch.equal(mine.tensors[name], others.tensors[name]) for name in mine.tensors)
         and mine.numbers == others.numbers
         and list(mine.parts) == list(others.parts)

@@ -1,0 +1,140 @@
+"""Real processes on this machine's loopback: a SuperLink behind its gate, three SuperNodes, TLS, keys."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from conftest import MakeConfig
+from vitfleet.config.schema import Config
+from vitfleet.data.deal import write_shards
+from vitfleet.data.partition import make_partition
+from vitfleet.data.sources import load
+from vitfleet.deploy.certs import Certs, make_certs
+from vitfleet.deploy.processes import Door, client_command, environment, free_port, open_door, register, start_run, stop
+from vitfleet.deploy.serve import follow
+from vitfleet.run.conduct import conduct
+from vitfleet.run.folder import create
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.session import open_session
+
+NAMES = ("garden", "kitchen", "porch")
+THREE = ("rounds=2", "fleet.clients=3", "fleet.per_round=3", "eval.clients=0")
+METHODS = {
+    "eftvit": ("method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"),
+    "transfl": ("method.name=transfl", "method.k=1"),
+}
+
+
+class Nobody:
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        pass
+
+
+@dataclass
+class Site:
+    """A folder with a fleet's keys, its devices' images, and what each of them keeps; and the door to the server."""
+
+    folder: Path
+    certs: Certs
+    door: Door
+    processes: list[subprocess.Popen[bytes]]
+
+    def join(self, name: str, certs: Certs | None, *more: str) -> subprocess.Popen[bytes]:
+        """Start a device."""
+        home = self.folder / "devices" / name
+        home.mkdir(parents=True, exist_ok=True)
+        data = self.folder / "data" / name
+        machine: dict[str, str | int] = {"device": "cpu", "threads": 1}
+        command = client_command(f"127.0.0.1:{self.door.port}", name, data, home, certs, machine)
+        with (home / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *more],
+                env=environment(home / "flower"),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def said(self, name: str) -> str:
+        return (self.folder / "devices" / name / "log").read_text()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    certs = make_certs(tmp_path / "fleet", [], NAMES)
+    site = Site(tmp_path, certs, Door("127.0.0.1", free_port(), certs.home, certs), [])
+    try:
+        yield site
+    finally:
+        for process in site.processes:
+            stop(process)
+
+
+def deal(config: Config, names: Sequence[str], folder: Path) -> None:
+    data = load(config.data)
+    labels = data.train.labels.numpy(), data.test.labels.numpy()
+    partition = make_partition(config.data.partition, len(names), config.seed, *labels, len(data.classes))
+    write_shards(data, partition, list(names), folder)
+
+
+def on_devices(config: Config) -> Config:
+    fleet = config.fleet.model_copy(update={"kind": "flower", "names": NAMES})
+    return config.model_copy(update={"fleet": fleet})
+
+
+def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    configs = {name: tiny_config(*THREE, *overrides) for name, overrides in METHODS.items()}
+    deal(configs["eftvit"], NAMES, tmp_path / "data")
+    stranger = make_certs(tmp_path / "strange", [], ["stranger"])
+    with open_door(site.door):
+        register(site.door, NAMES)
+        for name in NAMES:
+            site.join(name, site.certs)
+        trusted = Certs(tmp_path / "strange")
+        trusted.ca.write_bytes(site.certs.ca.read_bytes())
+        unknown = site.join("stranger", stranger)
+        plain = site.join("plain", None, "--max-retries", "0")
+        for name, config in configs.items():
+            folder = tmp_path / f"flower-{name}"
+            create(on_devices(config), folder, name, ["test"]).release()
+            follow(site.door, folder, start_run(site.door, folder), Nobody())
+        assert unknown.wait(60) != 0
+        assert "Failed to activate SuperNode" in site.said("stranger")
+        assert plain.wait(60) != 0
+        assert "could not establish a connection" in site.said("plain")
+        only_devices_come_in(site)
+    for name, config in configs.items():
+        conduct(open_session(config, tmp_path / f"inline-{name}"), Nobody())
+        inline, flower = (tmp_path / f"{where}-{name}" for where in ("inline", "flower"))
+        assert (inline / "records.jsonl").read_bytes() == (flower / "records.jsonl").read_bytes()
+        assert server_state(inline) == server_state(flower)
+
+
+def only_devices_come_in(site: Site) -> None:
+    """What else a SuperLink serves cannot be reached from outside; nor can anything without TLS."""
+    outside = f"127.0.0.1:{site.door.port}"
+    with httpx.Client(verify=ssl.create_default_context(cafile=str(site.certs.ca)), trust_env=False) as client:
+        for path in ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/../control/list-runs", "/health"):
+            assert client.post(f"https://{outside}{path}").status_code in (404, 405), path
+        assert client.post(f"https://{outside}/v1/fleet/pull-messages").status_code not in (200, 404)
+        assert client.post(f"https://{outside}/v1/fleet/push-object", content=b"0" * (17 * 2**20)).status_code == 413
+    with httpx.Client(trust_env=False) as client, pytest.raises(httpx.TransportError):
+        client.post(f"http://{outside}/v1/fleet/pull-messages")
+
+
+def server_state(folder: Path) -> dict[str, bytes]:
+    """Return every file of the server's state in a run's last checkpoint."""
+    return {
+        path.name: path.read_bytes()
+        for path in (folder / "checkpoint").glob("*.safetensors")
+        if not path.name.startswith("client-")
+    }

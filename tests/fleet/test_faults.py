@@ -1,0 +1,307 @@
+"""Devices that lie, die, come late or forget: the run ends as if only the honest replies had been asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+from loopback import Answer, Devices, LoopbackGrid, deal
+from test_flower import OVERRIDES, Nobody, flower, same
+
+from conftest import MakeConfig
+from vitfleet.config.schema import Config
+from vitfleet.fleet.base import Fleet, Reply, Request, Verdict
+from vitfleet.fleet.envelope import TENSORS, WORDS, pack_reply, unpack_order, unpack_reply
+from vitfleet.fleet.flower import Clock, FlowerFleet
+from vitfleet.message import Message as Content
+from vitfleet.message import State
+from vitfleet.run.conduct import conduct, play_round
+from vitfleet.run.records import read_records
+from vitfleet.run.session import Session, open_session
+from vitfleet.wire import decode, encode
+
+ROUNDS, CLIENTS = 5, 4
+EVERYBODY = (f"rounds={ROUNDS}", f"fleet.clients={CLIENTS}", f"fleet.per_round={CLIENTS}", "eval.clients=0")
+
+
+@dataclass
+class Patience:
+    """A clock that only sleeping moves."""
+
+    time: float = 0.0
+
+    def clock(self) -> Clock:
+        return Clock(lambda: self.time, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@dataclass
+class Restricted:
+    """A fleet in one process of which some replies are never asked for."""
+
+    inner: Fleet
+    without: set[tuple[int, int]]  # (round, client)
+
+    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        for request in requests:
+            if (request.round, request.client) in self.without:
+                yield Reply(request.client, None, failure="left out")
+            else:
+                yield from self.inner.ask([request])
+
+    def own(self, client: int) -> State | None:
+        return self.inner.own(client)
+
+    def changed(self) -> Mapping[int, State | None]:
+        return self.inner.changed()
+
+
+def open_fleet(config: Config, folder: Path, answer: Answer | None = None) -> Session:
+    devices = Devices(config, folder.parent / "data", folder.parent / "state")
+    session = open_session(config, folder, grid=devices.grid(answer))
+    assert isinstance(session.fleet, FlowerFleet)
+    session.fleet.clock = Patience().clock()
+    return session
+
+
+def restricted(config: Config, folder: Path, without: set[tuple[int, int]]) -> Session:
+    session = open_session(config, folder)
+    session.fleet = Restricted(session.fleet, without)
+    conduct(session, Nobody())
+    return session
+
+
+def failures(folder: Path) -> dict[tuple[int, int], str]:
+    return {
+        (record.round, client.client): client.failure
+        for record in read_records(folder)
+        for client in record.clients
+        if client.failure is not None
+    }
+
+
+def changed(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor]) -> RecordDict:
+    """Return a reply with every floating tensor changed."""
+    up = decode(Content, content.array_records[TENSORS]["up"].data)
+    tensors = {name: change(one) if one.is_floating_point() else one for name, one in up.tensors.items()}
+    return with_up(content, encode(replace(up, tensors=tensors)))
+
+
+def with_up(content: RecordDict, data: bytes) -> RecordDict:
+    array = Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
+    return RecordDict({WORDS: content.config_records[WORDS], TENSORS: ArrayRecord({"up": array})})
+
+
+FAULTS: Mapping[tuple[int, int], tuple[str, Callable[[RecordDict], RecordDict | Error | None]]] = {
+    (1, 1): ("not finite", lambda content: changed(content, lambda one: one * float("nan"))),
+    (2, 0): ("no reply within", lambda content: None),
+    (2, 1): ("features are of shape|as torch.float32", lambda content: changed(content, lambda one: one[..., :-1])),
+    (3, 2): ("aggregate.norm_factor", lambda content: changed(content, lambda one: one * 1e6)),
+    (4, 1): ("Flower: gone", lambda content: Error(code=1, reason="gone\nat line 3")),
+    (4, 3): ("cannot be read", lambda content: with_up(content, b"\x00" * 64)),
+    (5, 0): ("fleet.max_message_mb", lambda content: with_up(content, b"\x00" * 2_000_000)),
+}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "transfl", "eftvit"])
+def test_a_run_with_faults_is_the_run_without_those_replies(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(
+        *EVERYBODY, f"method.name={name}", *OVERRIDES.get(name, ()), "aggregate.norm_factor=10", "data.limit=400"
+    )
+    deal(config, tmp_path / "data")
+    fleet = flower(config).fleet.model_copy(update={"max_message_mb": 1.0})
+    on_devices = config.model_copy(update={"fleet": fleet})
+    devices = Devices(on_devices, tmp_path / "data", tmp_path / "state")
+
+    def answer(client: int, message: Message) -> RecordDict | Error | None:
+        honest = devices.answer(client, message)
+        assert isinstance(honest, RecordDict)
+        fault = FAULTS.get((unpack_order(message.content).round, client))
+        return honest if fault is None else fault[1](honest)
+
+    session = open_fleet(on_devices, tmp_path / "faulty", answer)
+    conduct(session, Nobody())
+    assert same(session, restricted(config, tmp_path / "honest", set(FAULTS)))
+    said = failures(tmp_path / "faulty")
+    assert set(said) == set(FAULTS)
+    for place, (expected, _) in FAULTS.items():
+        assert any(words in said[place] for words in expected.split("|")), said[place]
+    assert json.loads((tmp_path / "faulty" / "summary.json").read_text())["total"]["failures"] == len(FAULTS)
+
+
+@pytest.mark.parametrize("name", ["transfl", "eftvit", "standalone"])
+def test_a_server_killed_within_a_round_goes_on_as_if_it_had_not_been(
+    name: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Devices that had answered already are asked again, and start from what they had before that round."""
+    config = tiny_config(*EVERYBODY, f"method.name={name}", *OVERRIDES.get(name, ()))
+    deal(config, tmp_path / "data")
+    devices = Devices(flower(config), tmp_path / "data", tmp_path / "state")
+
+    def killed(client: int, message: Message) -> RecordDict | Error | None:
+        if unpack_order(message.content).round == 3 and client == 2:
+            raise KeyboardInterrupt
+        return devices.answer(client, message)
+
+    with pytest.raises(KeyboardInterrupt):
+        conduct(open_fleet(flower(config), tmp_path / "flower", killed), Nobody())
+    session = open_fleet(flower(config), tmp_path / "flower")
+    assert session.round == 2
+    conduct(session, Nobody())
+    assert same(session, restricted(config, tmp_path / "inline", set()))
+    assert (tmp_path / "flower/records.jsonl").read_bytes() == (tmp_path / "inline/records.jsonl").read_bytes()
+
+
+def test_a_device_that_lost_what_it_kept_says_so_and_is_a_newcomer(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = flower(tiny_config(*EVERYBODY, "method.name=eftvit", *OVERRIDES["eftvit"]))
+    deal(config, tmp_path / "data")
+    session = open_fleet(config, tmp_path / "run")
+    play_round(session, 1)
+    shutil.rmtree(tmp_path / "state" / "2")
+    lost = play_round(session, 2).clients[2]
+    assert lost.failure is not None
+    assert "lost what it kept of round 1" in lost.failure
+    assert 2 not in session.heard
+    back = play_round(session, 3)
+    assert [entry.failure for entry in back.clients] == [None] * CLIENTS
+    assert back.clients[2].down_bytes > back.clients[1].down_bytes  # a newcomer is given the base again
+    assert session.heard[2] == 3
+
+
+def test_who_is_not_connected_is_left_out_and_may_come_later(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = flower(tiny_config(*EVERYBODY))
+    deal(config, tmp_path / "data")
+    session = open_fleet(config, tmp_path / "run")
+    assert isinstance(session.fleet, FlowerFleet)
+    grid = session.fleet.grid
+    assert isinstance(grid, LoopbackGrid)
+    grid.away = {"1"}
+    record = play_round(session, 1)
+    assert [entry.failure for entry in record.clients] == [None, "it is not connected", None, None]
+    assert record.clients[1].down_bytes > 0  # what it would have been sent is known all the same
+    grid.away = set()
+    assert all(entry.failure is None for entry in play_round(session, 2).clients)
+
+
+def test_nobody_waits_for_more_than_were_wanted(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("fleet.clients=4", "fleet.per_round=2")
+    deal(config, tmp_path / "data")
+    fleet = flower(config).fleet.model_copy(update={"spare": 2})
+    config = config.model_copy(update={"fleet": fleet})
+    devices = Devices(config, tmp_path / "data", tmp_path / "state")
+    slow = {0, 3}
+    session = open_fleet(
+        config, tmp_path / "run", lambda client, message: None if client in slow else devices.answer(client, message)
+    )
+    record = play_round(session, 1)
+    reason = "not waited for: enough were faster"
+    assert [entry.failure for entry in record.clients] == [reason, None, None, reason]
+    assert set(session.heard) == {1, 2}
+
+
+def test_a_round_with_too_few_replies_changes_nothing(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = flower(tiny_config(*EVERYBODY, "fleet.min_replies=3"))
+    deal(config, tmp_path / "data")
+    devices = Devices(config, tmp_path / "data", tmp_path / "state")
+    silent = {1, 2}
+    session = open_fleet(
+        config, tmp_path / "run", lambda client, message: None if client in silent else devices.answer(client, message)
+    )
+    before = session.server
+    record = play_round(session, 1)
+    assert session.server is before
+    assert not session.heard
+    assert record.loss is None
+    assert all(entry.failure for entry in record.clients)
+    assert "fleet.min_replies = 3" in (record.clients[0].failure or "")
+    silent.clear()
+    assert play_round(session, 2).loss is not None
+    assert session.server is not before
+
+
+def test_nodes_without_a_registered_name_are_asked_for_it(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = flower(tiny_config(*EVERYBODY))
+    deal(config, tmp_path / "data")
+    devices = Devices(config, tmp_path / "data", tmp_path / "state")
+    told = {0: "2", 1: "stranger", 2: "0", 3: "1"}
+
+    def answer(node: int, message: Message) -> RecordDict | Error | None:
+        if message.metadata.message_type == "query.hello":
+            return RecordDict({WORDS: ConfigRecord({"name": told[node]})})
+        return devices.answer(int(told[node]), message)
+
+    session = open_fleet(config, tmp_path / "run", answer)
+    assert isinstance(session.fleet, FlowerFleet)
+    session.fleet.grid = LoopbackGrid(answer, [""] * CLIENTS)
+    record = play_round(session, 1)
+    assert [entry.failure for entry in record.clients] == [None, None, None, "it is not connected"]
+
+
+def test_a_device_says_what_its_owner_must_mend(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = flower(tiny_config(*EVERYBODY))
+    deal(config, tmp_path / "data")
+    shutil.rmtree(tmp_path / "data" / "1")
+    (tmp_path / "data" / "3").rename(tmp_path / "data" / "1")
+    session = open_fleet(config, tmp_path / "run")
+    failures = [entry.failure for entry in play_round(session, 1).clients]
+    assert failures[:3] == [None, None, None]
+    assert "no such file or folder" in (failures[3] or "")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    numbers=st.dictionaries(st.sampled_from(["loss", "samples", "layers"]), ANYTHING),
+    right=st.integers(-(2**60), 2**60),
+    tested=st.integers(-(2**60), 2**60),
+)
+def test_no_numbers_get_past_the_door_that_records_could_not_hold(
+    numbers: dict[str, object], right: int, tested: int
+) -> None:
+    data = b'{"__metadata__":' + json.dumps({"numbers": json.dumps(numbers)}).encode() + b"}"
+    up = len(data).to_bytes(8, "little") + data
+    words = ConfigRecord({"failure": "", "lost": False, "right": right, "tested": tested})
+    reply = unpack_reply(with_up(RecordDict({WORDS: words}), up), 0, 10**6)
+    assert (reply.up is None) == (reply.failure is not None)
+    if reply.up is not None:
+        json.dumps(dict(reply.up.numbers), allow_nan=False)
+        assert isinstance(reply.up.numbers["loss"], float)
+        assert isinstance(reply.up.numbers["samples"], int)
+        assert reply.verdict is None or 0 <= reply.verdict.right <= reply.verdict.tested
+
+
+def test_an_honest_reply_comes_out_as_it_went_in() -> None:
+    up = Content({"w": torch.randn(3)}, {"loss": 0.5, "samples": 7, "layers": [1, 2]})
+    for verdict in (None, Verdict(3, 9), Verdict(0, 0)):
+        found = unpack_reply(pack_reply(Reply(4, up, verdict)), 4, 10**6)
+        assert (found.client, found.verdict, found.failure, found.lost) == (4, verdict, None, False)
+        assert found.up is not None
+        assert torch.equal(found.up.tensors["w"], up.tensors["w"])
+        assert found.up.numbers == up.numbers
+    lost = Reply(4, None, failure="gone", lost=True)
+    assert unpack_reply(pack_reply(lost), 4, 10**6) == lost
+
+
+@pytest.mark.parametrize("missing", [WORDS, TENSORS, "up", "failure"])
+def test_what_is_no_reply_is_a_failure(missing: str) -> None:
+    whole = pack_reply(Reply(0, Content({}, {"loss": 0.5, "samples": 1})))
+    words = {key: value for key, value in whole.config_records[WORDS].items() if key != missing}
+    tensors = {key: value for key, value in whole.array_records[TENSORS].items() if key != missing}
+    content = RecordDict({WORDS: ConfigRecord(words), TENSORS: ArrayRecord(tensors)})
+    content.pop(missing, None)
+    assert f"no {missing!r} in it" in (unpack_reply(content, 0, 10**6).failure or "")
