@@ -5,6 +5,7 @@ Nothing here is needed: docs/fleet.md shows the plain Flower commands that do th
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shlex
@@ -37,6 +38,7 @@ COMPLAINT = "complaint.txt"  # in a run's folder: what its owner must mend
 LINK = "fleet"  # what the connection to our SuperLink is called
 START_PATIENCE = 60.0
 STOP_PATIENCE = 10.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,23 @@ def _process(command: list[str], home: Path, log: str) -> Iterator[subprocess.Po
     """Run a command, and whatever it starts, until the block ends."""
     with (home / log).open("ab") as file:
         process = subprocess.Popen(
-            command, env=environment(home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            env=environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         try:
             yield process
         finally:
             stop(process)
+
+
+def _die_with_parent() -> None:
+    """Ask the system to end this process when the one that started it is gone, even if that was killed outright."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

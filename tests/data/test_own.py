@@ -1,0 +1,71 @@
+"""A device's own images: dealt and read back they are the shard they were; classes are found by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from conftest import MakeConfig
+from vitfleet.data.deal import write_shards
+from vitfleet.data.images import DataSet
+from vitfleet.data.own import load_own
+from vitfleet.data.partition import Partition, make_partition
+from vitfleet.data.sources import load
+from vitfleet.errors import DataError
+
+CLASSES = ("cat", "dog", "owl")
+
+
+def dealt(config: MakeConfig, clients: int, *more: str) -> tuple[DataSet, Partition]:
+    made = config(f"fleet.clients={clients}", f"fleet.per_round={clients}", *more)
+    data = load(made.data)
+    labels = data.train.labels.numpy(), data.test.labels.numpy()
+    return data, make_partition(made.data.partition, clients, 0, *labels, len(data.classes))
+
+
+def test_what_was_dealt_is_read_back_in_its_order(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    data, partition = dealt(tiny_config, 12, "data.partition.beta=0.05")
+    names = [f"device-{client}" for client in range(12)]
+    write_shards(data, partition, names, tmp_path)
+    sizes = []
+    for client, name in enumerate(names):
+        own = load_own(tmp_path / name, data.classes, 1, data.train.side, 0.2, 0.0)
+        for mine, whole, deal in ((own.train, data.train, partition.train), (own.test, data.test, partition.test)):
+            index = torch.from_numpy(deal.of(client))
+            assert torch.equal(mine.images, whole.images[index])
+            assert torch.equal(mine.labels, whole.labels[index])
+        sizes.append(len(own.test))
+    assert 0 in sizes  # a device without test images can be read too
+
+
+def picture(path: Path, colour: tuple[int, int, int], side: int = 12) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (side, side), colour).save(path)
+
+
+def test_a_device_with_some_of_the_classes(tmp_path: Path) -> None:
+    for number in range(5):
+        picture(tmp_path / "owl" / f"{number}.png", (200, 0, 0))
+        picture(tmp_path / "cat" / f"{number}.png", (0, 200, 0), side=30)
+    own = load_own(tmp_path, CLASSES, 3, 8, 0.2, 0.0)
+    assert own.classes == CLASSES
+    assert own.train.images.shape == (8, 3, 8, 8)  # the run's size, whatever the pictures'
+    assert sorted(own.train.labels.tolist()) == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert sorted(own.test.labels.tolist()) == [0, 2]
+    red = own.train.images[:, 0].float().mean(dim=(1, 2)) > 100
+    assert torch.equal(red, own.train.labels == 2)
+
+
+def test_a_class_that_the_run_does_not_know_is_named(tmp_path: Path) -> None:
+    picture(tmp_path / "cat" / "0.png", (0, 0, 0))
+    picture(tmp_path / "yak" / "0.png", (0, 0, 0))
+    with pytest.raises(DataError, match=r"no class 'yak'; it knows cat, dog, owl"):
+        load_own(tmp_path, CLASSES, 3, 8, 0.2, 0.0)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere: no such file or folder"):
+        load_own(tmp_path / "nowhere", CLASSES, 3, 8, 0.2, 0.0)
