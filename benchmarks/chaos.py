@@ -124,7 +124,8 @@ class Site:
     def join(self, client: int) -> None:
         name = NAMES[client]
         lies = ",".join(f"{round}={how}" for (round, liar), how in LIES.items() if liar == client)
-        more = {"CHAOS_LIES": lies, "PYTHONPATH": str(self.out / "liar")} if lies else {}
+        path = os.pathsep.join([str(self.out / "liar"), os.environ.get("PYTHONPATH", "")])
+        more = {"CHAOS_LIES": lies, "PYTHONPATH": path} if lies else {}
         command = self.vitfleet(
             "client", "--server", f"127.0.0.1:{self.port}", "--name", name, "--data", self.out / "data" / name,
             "--certs", self.out / "fleet", "--state", self.out / "state" / name, "--device", "cpu", "--threads", "1",

@@ -17,7 +17,7 @@ from vitfleet.data.deal import write_shards
 from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load
 from vitfleet.deploy.certs import Certs, make_certs
-from vitfleet.deploy.processes import Door, client_command, environment, free_port, open_door, register, start_run, stop
+from vitfleet.deploy.processes import Door, client_command, environment, free_port, open_door, start_run, stop
 from vitfleet.deploy.serve import follow
 from vitfleet.run.conduct import conduct
 from vitfleet.run.folder import create
@@ -95,8 +95,7 @@ def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeC
     configs = {name: tiny_config(*THREE, *overrides) for name, overrides in METHODS.items()}
     deal(configs["eftvit"], NAMES, tmp_path / "data")
     stranger = make_certs(tmp_path / "strange", [], ["stranger"])
-    with open_door(site.door):
-        register(site.door, NAMES)
+    with open_door(site.door, NAMES):
         for name in NAMES:
             site.join(name, site.certs)
         trusted = Certs(tmp_path / "strange")

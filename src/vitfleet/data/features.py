@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 LARGEST_INT8 = 127
+SIZE_CHUNK = 256  # samples unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Features:
 
     def size(self) -> float:
         """Return the root mean square of all values."""
-        squares = sum(self.rows(torch.tensor([row])).double().square().sum().item() for row in range(len(self)))
+        chunks = torch.split(torch.arange(len(self), device=self.values.device), SIZE_CHUNK)
+        squares = sum(self.rows(chunk).double().square().sum().item() for chunk in chunks)
         return math.sqrt(squares / max(1, self.values.numel()))
 
     def to(self, device: torch.device) -> Features:

@@ -35,6 +35,12 @@ SETTINGS = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
 COMPLAINT = "complaint.txt"  # in a run's folder: what its owner must mend
+MANY_COMMANDS = """
+import json, sys
+from flwr.cli.app import app
+for command in json.load(sys.stdin):
+    app(command, standalone_mode=False)
+"""
 LINK = "fleet"  # what the connection to our SuperLink is called
 START_PATIENCE = 60.0
 STOP_PATIENCE = 10.0
@@ -59,19 +65,21 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def open_door(door: Door) -> Iterator[int]:
-    """Run a SuperLink on this machine and the gate before it; yield the SuperLink's own port."""
+def open_door(door: Door, names: Sequence[str]) -> Iterator[None]:
+    """Run a SuperLink on this machine, tell it the devices' keys, and open the gate before it.
+
+    In this order: a device that comes before its key is known is sent away for good.
+    """
     door.home.mkdir(parents=True, exist_ok=True)
     inner = free_port()
-    with (
-        _process(superlink_command(door, inner), door.home, "superlink.log") as link,
-        _process(gate_command(door, inner), door.home, "gate.log") as gate,
-    ):
+    with _process(superlink_command(door, inner), door.home, "superlink.log") as link:
         _await_health(door, inner, link)
-        if gate.poll() is not None:
-            raise UserError(f"port {door.port} of {door.host} cannot be opened; {door.home / 'gate.log'} says why")
         (door.home / "config.toml").write_text(connection(door, inner))
-        yield inner
+        if door.certs is not None:
+            register(door, names)
+        with _process(gate_command(door, inner), door.home, "gate.log") as gate:
+            _await_port(door, gate)
+            yield
 
 
 def superlink_command(door: Door, inner: int) -> list[str]:
@@ -118,35 +126,52 @@ def connection(door: Door, inner: int) -> str:
 def register(door: Door, names: Sequence[str]) -> None:
     """Tell the SuperLink the devices' public keys; those it knows already it keeps."""
     assert door.certs is not None
-    known = {node["name"] for node in _flwr(door, "supernode", "list", LINK)["nodes"]}
-    for name in names:
-        if name not in known:
-            _flwr(door, "supernode", "register", str(door.certs.node_public_key(name)), LINK, "--name", name)
+    known = {node["name"] for node in _flwr(door, ["supernode", "list", LINK])[0]["nodes"]}
+    keys = {name: str(door.certs.node_public_key(name)) for name in names if name not in known}
+    if keys:
+        _flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
 
 
 def start_run(door: Door, folder: Path) -> int:
     """Start a run's ServerApp and return Flower's number for it."""
     app = str(files("vitfleet") / "deploy" / "app")
-    return int(_flwr(door, "run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}")["run-id"])
+    return int(_flwr(door, ["run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}"])[0]["run-id"])
 
 
 def state_of(door: Door, run: int) -> str:
     """Return what Flower says of a run, such as ``running`` or ``finished:completed``."""
-    return str(_flwr(door, "list", LINK, "--run-id", str(run))["runs"][0]["status"])
+    return str(_flwr(door, ["list", LINK, "--run-id", str(run)])[0]["runs"][0]["status"])
 
 
-def _flwr(door: Door, *arguments: str) -> dict[str, Any]:
-    """Run Flower's command and return what it answers."""
-    command = ["flwr", *arguments, "--format", "json"]
-    done = subprocess.run(command, env=environment(door.home), capture_output=True, text=True, check=False)
-    try:
-        answer = json.loads(done.stdout[done.stdout.index("{") :])
-    except ValueError:
-        answer = {}
-    if done.returncode or not answer.get("success", False):
-        said = str(answer.get("error-message") or (done.stderr or done.stdout).strip()[-500:])
-        raise UserError(f"`{shlex.join(command)}` failed: {said}")
-    return dict(answer)
+def _flwr(door: Door, *commands: Sequence[str]) -> list[dict[str, Any]]:
+    """Run Flower's command some times in one process, which takes seconds to start, and return what each answers."""
+    wanted = [[*command, "--format", "json"] for command in commands]
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_COMMANDS],
+        input=json.dumps(wanted),
+        env=environment(door.home),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    answers = list(_objects(done.stdout))
+    wrong = next((answer for answer in answers if not answer.get("success")), None)
+    if wrong is not None or done.returncode or len(answers) != len(commands):
+        said = str((wrong or {}).get("error-message") or (done.stderr or done.stdout).strip()[-500:])
+        raise UserError(f"`flwr {shlex.join(wanted[max(0, len(answers) - 1)])}` failed: {said}")
+    return answers
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects that stand in a text, among other things."""
+    place = text.find("{")
+    while place >= 0:
+        try:
+            found, place = json.JSONDecoder().raw_decode(text, place)
+            yield found
+        except ValueError:
+            place += 1
+        place = text.find("{", place)
 
 
 def _await_health(door: Door, inner: int, link: subprocess.Popen[bytes]) -> None:
@@ -161,6 +186,18 @@ def _await_health(door: Door, inner: int, link: subprocess.Popen[bytes]) -> None
             except httpx.TransportError:
                 time.sleep(0.1)
     raise UserError(f"the SuperLink did not start; {door.home / 'superlink.log'} says why")
+
+
+def _await_port(door: Door, gate: subprocess.Popen[bytes]) -> None:
+    address = "127.0.0.1" if door.host == "0.0.0.0" else door.host
+    end = time.monotonic() + START_PATIENCE
+    while time.monotonic() < end and gate.poll() is None:
+        try:
+            socket.create_connection((address, door.port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise UserError(f"port {door.port} of {door.host} cannot be opened; {door.home / 'gate.log'} says why")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from vitfleet.deploy.processes import COMPLAINT, Door, open_door, register, start_run, state_of
+from vitfleet.deploy.processes import COMPLAINT, Door, open_door, start_run, state_of
 from vitfleet.errors import UserError
 from vitfleet.run.conduct import Listener
 from vitfleet.run.records import read_records, read_seconds
@@ -27,9 +27,7 @@ def serve(door: Door, folder: Path, names: list[str], listener: Listener, ready:
     """
     for stale in (folder / COMPLAINT, folder / "summary.json"):
         stale.unlink(missing_ok=True)
-    with open_door(door):
-        if door.certs is not None:
-            register(door, names)
+    with open_door(door, names):
         ready()
         follow(door, folder, start_run(door, folder), listener)
 

@@ -27,9 +27,10 @@ from vitfleet.fleet.inline import diverged
 from vitfleet.fleet.kit import Kit, make_kit
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Job
+from vitfleet.train.cohort import Place
+from vitfleet.train.drive import drive
 from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine
-from vitfleet.train.trainer import Place, drive
 from vitfleet.wire import Kind, decode, encode
 
 Images = Callable[[Config, Terms], DataSet]

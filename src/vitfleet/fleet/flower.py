@@ -74,8 +74,8 @@ class FlowerFleet:
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send the orders out, then take the reports in until all are there or the deadline has passed."""
+        nodes = self._muster()
         end = self.clock.now() + self.config.deadline_s
-        nodes = self._muster(end)
         sent: dict[int, str] = {}
         for request in requests:
             node = nodes.get(request.client)
@@ -136,18 +136,19 @@ class FlowerFleet:
 
     # Who is there
 
-    def _muster(self, end: float) -> dict[int, int]:
+    def _muster(self) -> dict[int, int]:
         """Return the node of every client that is connected.
 
         At the start of a server everybody is waited for a while; later, only until the fewest that a round needs
         are there.
         """
         needed = self.config.min_replies if self._greeted else self.config.clients
-        patience = end if self._greeted else min(end, self.clock.now() + self.config.join_s)
+        patience = self.config.deadline_s if self._greeted else self.config.join_s
+        end = self.clock.now() + patience
         self._greeted = True
         while True:
             nodes = self._connected()
-            if len(nodes) >= needed or self.clock.now() >= patience:
+            if len(nodes) >= needed or self.clock.now() >= end:
                 return nodes
             self.clock.sleep(LONGEST_PAUSE)
 
