@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ import torch
 from PIL import Image
 
 from conftest import MakeConfig
+from vitfleet.data import own as own_room
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
-from vitfleet.data.own import load_own
+from vitfleet.data.own import Form, load_once, load_own
 from vitfleet.data.partition import Partition, make_partition
 from vitfleet.data.sources import load
 from vitfleet.errors import DataError
 
 CLASSES = ("cat", "dog", "owl")
+FORM = Form(CLASSES, 3, 8, 0.2, 0.0)
 
 
 def dealt(config: MakeConfig, clients: int, *more: str) -> tuple[DataSet, Partition]:
@@ -32,7 +35,7 @@ def test_what_was_dealt_is_read_back_in_its_order(tiny_config: MakeConfig, tmp_p
     write_shards(data, partition, names, tmp_path)
     sizes = []
     for client, name in enumerate(names):
-        own = load_own(tmp_path / name, data.classes, 1, data.train.side, 0.2, 0.0)
+        own = load_own(tmp_path / name, Form(data.classes, 1, data.train.side, 0.2, 0.0))
         for mine, whole, deal in ((own.train, data.train, partition.train), (own.test, data.test, partition.test)):
             index = torch.from_numpy(deal.of(client))
             assert torch.equal(mine.images, whole.images[index])
@@ -50,7 +53,7 @@ def test_a_device_with_some_of_the_classes(tmp_path: Path) -> None:
     for number in range(5):
         picture(tmp_path / "owl" / f"{number}.png", (200, 0, 0))
         picture(tmp_path / "cat" / f"{number}.png", (0, 200, 0), side=30)
-    own = load_own(tmp_path, CLASSES, 3, 8, 0.2, 0.0)
+    own = load_own(tmp_path, FORM)
     assert own.classes == CLASSES
     assert own.train.images.shape == (8, 3, 8, 8)  # the run's size, whatever the pictures'
     assert sorted(own.train.labels.tolist()) == [0, 0, 0, 0, 2, 2, 2, 2]
@@ -63,9 +66,36 @@ def test_a_class_that_the_run_does_not_know_is_named(tmp_path: Path) -> None:
     picture(tmp_path / "cat" / "0.png", (0, 0, 0))
     picture(tmp_path / "yak" / "0.png", (0, 0, 0))
     with pytest.raises(DataError, match=r"no class 'yak'; it knows cat, dog, owl"):
-        load_own(tmp_path, CLASSES, 3, 8, 0.2, 0.0)
+        load_own(tmp_path, FORM)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        load_own(tmp_path / "nowhere", CLASSES, 3, 8, 0.2, 0.0)
+        load_own(tmp_path / "nowhere", FORM)
+
+
+def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        picture(tmp_path / "photos" / "cat" / f"{number}.png", (200, 0, 0))
+    first = load_once(tmp_path / "photos", FORM, tmp_path / "kept")
+    read: list[Path] = []
+
+    def counted(path: Path, form: Form) -> DataSet:
+        read.append(path)
+        return load_own(path, form)
+
+    monkeypatch.setattr(own_room, "load_own", counted)
+    again = load_once(tmp_path / "photos", FORM, tmp_path / "kept")
+    assert not read
+    for mine, theirs in ((first.train, again.train), (first.test, again.test)):
+        assert torch.equal(mine.images, theirs.images)
+        assert torch.equal(mine.labels, theirs.labels)
+    picture(tmp_path / "photos" / "dog" / "0.png", (0, 0, 200))
+    assert len(load_once(tmp_path / "photos", FORM, tmp_path / "kept").train) == len(first.train) + 1
+    load_once(tmp_path / "photos", replace(FORM, side=4), tmp_path / "kept")
+    assert len(read) == 2
+    kept = list((tmp_path / "kept").iterdir())
+    assert len(kept) == 1  # what is no longer true is not kept
+    kept[0].write_bytes(b"half a file")
+    load_once(tmp_path / "photos", replace(FORM, side=4), tmp_path / "kept")
+    assert len(read) == 3

@@ -16,7 +16,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
-from vitfleet.data.own import load_own
+from vitfleet.data.own import Form, load_own
 from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load
 from vitfleet.fleet.device import Device
@@ -109,8 +109,8 @@ class Devices:
         name = self.config.fleet.name_of(client)
 
         def images(config: Config, terms: Terms) -> DataSet:
-            share, corrupt = config.data.test_share, config.data.max_corrupt
-            return load_own(self.data / name, tuple(terms.classes), terms.channels, terms.side, share, corrupt)
+            form = Form(tuple(terms.classes), terms.channels, terms.side, config.data.test_share, 0.0)
+            return load_own(self.data / name, form)
 
         return Device(images, self.state / name, Machine(torch.device("cpu"), bf16=False))
 

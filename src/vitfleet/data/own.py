@@ -1,11 +1,18 @@
-"""A device's own images: its folder or parquet files, under the classes that the server names."""
+"""A device's own images: its folder or parquet files, under the classes that the server names.
+
+Decoded once, they are kept beside the device's other things: on a fleet every round is a process of its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from vitfleet.data.decode import Encoded, decode
 from vitfleet.data.images import DataSet, ImageSet
@@ -13,11 +20,31 @@ from vitfleet.data.layouts import image_folder
 from vitfleet.data.sources import hold_out
 from vitfleet.data.tables import holds_parquet, parquet
 from vitfleet.errors import DataError
+from vitfleet.files import write_atomically
+
+LARGEST_KEPT = 2**31  # bytes of pixels: beyond, an edge device's storage is worth more than the seconds
 
 
-def load_own(
-    path: Path, classes: tuple[str, ...], channels: int, side: int, share: float, max_corrupt: float
-) -> DataSet:
+@dataclass(frozen=True)
+class Form:
+    """What a run wants of a device's images.
+
+    Attributes
+    ----------
+    classes, channels, side
+        The run's classes by name, colour channels, pixels a side.
+    test_share, max_corrupt
+        Keys of the table ``data``.
+    """
+
+    classes: tuple[str, ...]
+    channels: int
+    side: int
+    test_share: float
+    max_corrupt: float
+
+
+def load_own(path: Path, form: Form) -> DataSet:
     """Read the images under a path.
 
     Parameters
@@ -25,10 +52,6 @@ def load_own(
     path
         ``<class>/*``, ``train|test/<class>/*`` or parquet files; without a test split a share of each class is held
         out. A device need not have every class, nor images of both splits.
-    classes, channels, side
-        The run's, as the server says them: a device's classes are found among them by their names.
-    share, max_corrupt
-        ``data.test_share`` and ``data.max_corrupt``.
 
     Raises
     ------
@@ -38,16 +61,55 @@ def load_own(
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     found = parquet(path) if holds_parquet(path) else image_folder(path)
-    strange = sorted(set(found.classes) - set(classes))
+    strange = sorted(set(found.classes) - set(form.classes))
     if strange:
-        raise DataError(f"{path}: the run has no class {strange[0]!r}; it knows {', '.join(classes)}")
-    numbers = np.array([classes.index(name) for name in found.classes], dtype=np.int64)
-    train, test = hold_out(found.train, share) if found.test is None else (found.train, found.test)
+        raise DataError(f"{path}: the run has no class {strange[0]!r}; it knows {', '.join(form.classes)}")
+    numbers = np.array([form.classes.index(name) for name in found.classes], dtype=np.int64)
+    train, test = hold_out(found.train, form.test_share) if found.test is None else (found.train, found.test)
 
     def read(split: Encoded, name: str) -> tuple[ImageSet, list[str]]:
         renumbered = replace(split, labels=numbers[split.labels] if len(split) else split.labels)
-        return decode(renumbered, side, channels, max_corrupt, f"{path} ({name})")
+        images, lost = decode(renumbered, form.side, form.channels, form.max_corrupt, f"{path} ({name})")
+        return replace(images, sources=None), lost
 
     trained, lost = read(train, "train")
     tested, lost_too = read(test, "test")
-    return DataSet(path.name, classes, trained, tested, (*lost, *lost_too))
+    return DataSet(path.name, form.classes, trained, tested, (*lost, *lost_too))
+
+
+def load_once(path: Path, form: Form, folder: Path) -> DataSet:
+    """Read the images under a path, or what was kept in a folder when they were last read and were the same."""
+    kept = folder / f"images-{_fingerprint(path, form)}.safetensors"
+    splits = _read_kept(kept)
+    if splits is not None:
+        return DataSet(path.name, form.classes, *splits)
+    data = load_own(path, form)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("images-*.safetensors"):
+        old.unlink()
+    if data.train.images.numel() + data.test.images.numel() <= LARGEST_KEPT:
+        parts = {"train": data.train, "test": data.test}
+        tensors = {f"{part}.images": images.images for part, images in parts.items()}
+        tensors |= {f"{part}.labels": images.labels for part, images in parts.items()}
+        write_atomically(kept, save(tensors))
+    return data
+
+
+def _read_kept(file: Path) -> tuple[ImageSet, ImageSet] | None:
+    """Return the two splits that were kept; ``None`` if they were not, or not whole."""
+    try:
+        tensors = load_file(file)
+        train, test = (ImageSet(tensors[f"{part}.images"], tensors[f"{part}.labels"]) for part in ("train", "test"))
+    except (FileNotFoundError, SafetensorError, KeyError):
+        return None
+    return train, test
+
+
+def _fingerprint(path: Path, form: Form) -> str:
+    """Return what changes when a file, or what is wanted of it, does."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    seen = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return sha256(json.dumps([seen, repr(form)]).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
-from vitfleet.data.own import load_own
+from vitfleet.data.own import Form, load_once
 from vitfleet.errors import UserError
 from vitfleet.fleet.device import Device
 from vitfleet.fleet.envelope import WORDS, Terms, pack_reply, unpack_order
@@ -28,7 +28,8 @@ def train(message: Message, context: Context) -> Message:
             {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
         )
     )
-    device = Device(partial(own_images, Path(_word(context, "data"))), Path(_word(context, "state")), machine)
+    state = Path(_word(context, "state"))
+    device = Device(partial(own_images, Path(_word(context, "data")), state), state, machine)
     return Message(pack_reply(device.answer(unpack_order(message.content))), reply_to=message)
 
 
@@ -38,10 +39,10 @@ def hello(message: Message, context: Context) -> Message:
     return Message(RecordDict({WORDS: ConfigRecord({"name": _word(context, "name")})}), reply_to=message)
 
 
-def own_images(path: Path, config: Config, terms: Terms) -> DataSet:
-    """Return the images under a path, under a run's terms."""
-    share, corrupt = config.data.test_share, config.data.max_corrupt
-    return load_own(path, tuple(terms.classes), terms.channels, terms.side, share, corrupt)
+def own_images(path: Path, state: Path, config: Config, terms: Terms) -> DataSet:
+    """Return the images under a path, as a run wants them."""
+    form = Form(tuple(terms.classes), terms.channels, terms.side, config.data.test_share, config.data.max_corrupt)
+    return load_once(path, form, state / "images")
 
 
 def _word(context: Context, key: str) -> str:

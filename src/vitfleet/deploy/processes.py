@@ -126,24 +126,24 @@ def connection(door: Door, inner: int) -> str:
 def register(door: Door, names: Sequence[str]) -> None:
     """Tell the SuperLink the devices' public keys; those it knows already it keeps."""
     assert door.certs is not None
-    known = {node["name"] for node in _flwr(door, ["supernode", "list", LINK])[0]["nodes"]}
+    known = {node["name"] for node in flwr(door, ["supernode", "list", LINK])[0]["nodes"]}
     keys = {name: str(door.certs.node_public_key(name)) for name in names if name not in known}
     if keys:
-        _flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
+        flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
 
 
 def start_run(door: Door, folder: Path) -> int:
     """Start a run's ServerApp and return Flower's number for it."""
     app = str(files("vitfleet") / "deploy" / "app")
-    return int(_flwr(door, ["run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}"])[0]["run-id"])
+    return int(flwr(door, ["run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}"])[0]["run-id"])
 
 
 def state_of(door: Door, run: int) -> str:
     """Return what Flower says of a run, such as ``running`` or ``finished:completed``."""
-    return str(_flwr(door, ["list", LINK, "--run-id", str(run)])[0]["runs"][0]["status"])
+    return str(flwr(door, ["list", LINK, "--run-id", str(run)])[0]["runs"][0]["status"])
 
 
-def _flwr(door: Door, *commands: Sequence[str]) -> list[dict[str, Any]]:
+def flwr(door: Door, *commands: Sequence[str]) -> list[dict[str, Any]]:
     """Run Flower's command some times in one process, which takes seconds to start, and return what each answers."""
     wanted = [[*command, "--format", "json"] for command in commands]
     done = subprocess.run(

@@ -1,0 +1,182 @@
+"""What the way over real machines costs, on loopback with TLS and keys.
+
+python benchmarks/fleet.py overhead --out /tmp/overhead   # 18 MB and 2 devices, beside Flower's own minimal app
+python benchmarks/fleet.py memory --out /tmp/memory       # ViT-B, 4 devices: the server's largest memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from vitfleet.config import load_config
+from vitfleet.config.schema import Config
+from vitfleet.data.deal import write_shards
+from vitfleet.data.partition import make_partition
+from vitfleet.data.sources import load
+from vitfleet.deploy.certs import Certs, make_certs
+from vitfleet.deploy.processes import (
+    LINK,
+    Door,
+    client_command,
+    environment,
+    flwr,
+    free_port,
+    open_door,
+    start_run,
+    stop,
+)
+from vitfleet.deploy.serve import follow
+from vitfleet.run.folder import create
+from vitfleet.run.records import RoundRecord, read_records
+
+MIB = 2**20
+SMALL = ["rounds=6", "model.dim=256", "model.depth=6", "model.heads=4", "model.patch_size=2", "data.limit=40"]
+LARGE = ["rounds=2", "model.name=vit_base_patch16_224", "data.limit=60", "train.batch_size=1", "train.optimizer=sgd"]
+COMMON = ["data.partition.kind=iid", "eval.every=1000", "eval.batch_size=4", "machine.device=cpu", "machine.threads=1"]
+
+
+class Lines:
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        failures = [entry.failure for entry in record.clients if entry.failure]
+        print(f"round {record.round}: {seconds:.1f} s {failures or ''}", flush=True)
+
+
+class Peaks:
+    """The largest resident memory of the server's processes, looked at ten times a second."""
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self.peaks = dict.fromkeys(marks, 0)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+
+    def watch(self) -> None:
+        while not self.ended.wait(0.1):
+            for process in psutil.process_iter(["cmdline", "memory_info"]):
+                line, memory = " ".join(process.info["cmdline"] or []), process.info["memory_info"]
+                for mark in self.peaks:
+                    if mark in line and memory is not None:
+                        self.peaks[mark] = max(self.peaks[mark], memory.rss)
+
+
+def join(out: Path, names: Sequence[str], door: Door, certs: Certs) -> list[subprocess.Popen[bytes]]:
+    processes = []
+    for name in names:
+        home = out / "devices" / name
+        home.mkdir(parents=True, exist_ok=True)
+        command = client_command(
+            f"127.0.0.1:{door.port}", name, out / "data" / name, home, certs, {"device": "cpu", "threads": 1}
+        )
+        with (home / "log").open("ab") as log:
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment(home / "flower"), stdout=log, stderr=log, start_new_session=True
+                )
+            )
+    return processes
+
+
+def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Config, Certs]:
+    shutil.rmtree(out, ignore_errors=True)
+    fleet = [f"fleet.clients={len(names)}", f"fleet.per_round={len(names)}"]
+    config = load_config("digits", [*overrides, *COMMON, *fleet])
+    data = load(config.data)
+    labels = data.train.labels.numpy(), data.test.labels.numpy()
+    partition = make_partition(config.data.partition, len(names), 0, *labels, len(data.classes))
+    write_shards(data, partition, list(names), out / "data")
+    flower = config.fleet.model_copy(update={"kind": "flower", "names": tuple(names)})
+    return config.model_copy(update={"fleet": flower}), make_certs(out / "fleet", [], names)
+
+
+def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
+    door = Door("127.0.0.1", free_port(), certs.home, certs)
+    with open_door(door, names):
+        devices = join(out, names, door, certs)
+        try:
+            create(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
+            follow(door, out / "run", start_run(door, out / "run"), Lines())
+        finally:
+            for device in devices:
+                stop(device)
+
+
+def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, floats: int) -> float:
+    """Run Flower's own app as its documentation has it: its own intervals, its own database in memory, no gate."""
+    port, home = free_port(), out / "flower-home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink.{LINK}]\naddress = "127.0.0.1:{port}"\nroot-certificates = "{certs.ca}"\n'
+    )
+    env = {key: value for key, value in environment(home).items() if key != "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"}
+    link = ["flower-superlink", "--port", str(port), "--enable-supernode-auth", "--ssl-ca-certfile", str(certs.ca)]
+    link += ["--ssl-certfile", str(certs.server), "--ssl-keyfile", str(certs.server_key)]
+    log = (out / "minimal.log").open("wb")
+    processes = [subprocess.Popen(link, env=env, stdout=log, stderr=log, start_new_session=True)]
+    try:
+        time.sleep(10)
+        door = Door("127.0.0.1", port, home, certs)
+        keys = [str(certs.node_public_key(name)) for name in names]
+        flwr(door, *(["supernode", "register", key, LINK] for key in keys))
+        for name in names:
+            node = ["flower-supernode", "--superlink", f"127.0.0.1:{port}", "--root-certificates", str(certs.ca)]
+            node += ["--auth-supernode-private-key", str(certs.node_key(name)), "--port", str(free_port())]
+            own = {**env, "FLWR_HOME": str(out / f"minimal-{name}")}
+            processes.append(subprocess.Popen(node, env=own, stdout=log, stderr=log, start_new_session=True))
+        report = out / "minimal.json"
+        words = f'rounds={rounds} floats={floats} report="{report}"'
+        app = str(Path(__file__).parent / "flower_minimal")
+        flwr(door, ["run", app, LINK, "--run-config", words])
+        while not report.exists():
+            time.sleep(0.5)
+        return float(json.loads(report.read_text())["seconds"])
+    finally:
+        for process in reversed(processes):
+            stop(process)
+
+
+def overhead(out: Path) -> None:
+    names = ("one", "two")
+    config, certs = prepare(out, names, SMALL)
+    play(out, config, certs, names)
+    records = list(read_records(out / "run"))
+    size = records[-1].clients[0].up_bytes
+    lines = [json.loads(line)["seconds"] for line in (out / "run" / "timings.jsonl").read_text().splitlines()]
+    ours = statistics.median(lines[1:])
+    theirs = play_minimal(out, names, certs, config.rounds, size // 4)
+    print(f"a message of {size / 1e6:.1f} MB, 2 devices: {ours:.2f} s a round, Flower's own app {theirs:.2f} s, "
+          f"{ours / theirs:.2f} times")  # fmt: skip
+
+
+def memory(out: Path) -> None:
+    names = ("one", "two", "three", "four")
+    config, certs = prepare(out, names, LARGE)
+    peaks = Peaks(("flwr-serverapp", "flower-superlink", "vitfleet.deploy.gate"))
+    peaks.thread.start()
+    try:
+        play(out, config, certs, names)
+    finally:
+        peaks.ended.set()
+        peaks.thread.join()
+    size = list(read_records(out / "run"))[-1].clients[0].up_bytes
+    print(f"messages of {size / MIB:.0f} MiB from 4 devices")
+    for mark, peak in peaks.peaks.items():
+        print(f"{mark}: {peak / MIB:.0f} MiB, {peak / size:.2f} messages")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["overhead", "memory"])
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    {"overhead": overhead, "memory": memory}[given.what](given.out.resolve())
