@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vitfleet.run.folder import RunFolder
 
 PORT = 9092
+PATIENCE = 30.0  # seconds in which the processes of a server that was killed end too
 Insecure = Annotated[bool, typer.Option("--insecure", help="No encryption, no keys: only to try things out.")]
 HOME = Path("fleet")
 
@@ -37,16 +38,14 @@ def deal(
     Example: `vitfleet deal digits --out shards --names kitchen,garden,porch`
     """
     from vitfleet.data.deal import write_shards
-    from vitfleet.data.partition import make_partition
+    from vitfleet.data.partition import deal_images
     from vitfleet.data.sources import load
 
     listed = _names(names)
     config = _load(source, override, None, data_dir, _fleet_of(listed))
     data = load(config.data)
-    labels = data.train.labels.numpy(), data.test.labels.numpy()
-    sources = [None if one.sources is None else one.sources.numpy() for one in (data.train, data.test)]
     clients = config.fleet.clients
-    partition = make_partition(config.data.partition, clients, config.seed, *labels, len(data.classes), *sources)
+    partition = deal_images(config.data.partition, clients, config.seed, data)
     write_shards(data, partition, listed or [str(client) for client in range(clients)], out)
     _say(console, f"{clients} clients' images are in {out}")
 
@@ -101,7 +100,7 @@ def server(
     else:
         known.check_server()
     if (Path(source) / "config.json").exists():
-        held = reopen(Path(source))
+        held = reopen(Path(source), PATIENCE)
     else:
         listed = _names(names) or ([] if insecure else known.names())
         given = {"fleet.kind": "flower", **_fleet_of(listed), **({"fleet.names": listed} if listed else {})}

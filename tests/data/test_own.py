@@ -14,7 +14,7 @@ from vitfleet.data import own as own_room
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
 from vitfleet.data.own import Form, load_once, load_own
-from vitfleet.data.partition import Partition, make_partition
+from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load
 from vitfleet.errors import DataError
 
@@ -25,8 +25,7 @@ FORM = Form(CLASSES, 3, 8, 0.2, 0.0)
 def dealt(config: MakeConfig, clients: int, *more: str) -> tuple[DataSet, Partition]:
     made = config(f"fleet.clients={clients}", f"fleet.per_round={clients}", *more)
     data = load(made.data)
-    labels = data.train.labels.numpy(), data.test.labels.numpy()
-    return data, make_partition(made.data.partition, clients, 0, *labels, len(data.classes))
+    return data, deal_images(made.data.partition, clients, 0, data)
 
 
 def test_what_was_dealt_is_read_back_in_its_order(tiny_config: MakeConfig, tmp_path: Path) -> None:

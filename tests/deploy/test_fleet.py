@@ -14,7 +14,7 @@ import pytest
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
-from vitfleet.data.partition import make_partition
+from vitfleet.data.partition import deal_images
 from vitfleet.data.sources import load
 from vitfleet.deploy.certs import Certs, make_certs
 from vitfleet.deploy.processes import Door, client_command, environment, free_port, open_door, start_run, stop
@@ -81,8 +81,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def deal(config: Config, names: Sequence[str], folder: Path) -> None:
     data = load(config.data)
-    labels = data.train.labels.numpy(), data.test.labels.numpy()
-    partition = make_partition(config.data.partition, len(names), config.seed, *labels, len(data.classes))
+    partition = deal_images(config.data.partition, len(names), config.seed, data)
     write_shards(data, partition, list(names), folder)
 
 

@@ -17,7 +17,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
 from vitfleet.data.own import Form, load_own
-from vitfleet.data.partition import make_partition
+from vitfleet.data.partition import deal_images
 from vitfleet.data.sources import load
 from vitfleet.fleet.device import Device
 from vitfleet.fleet.envelope import Terms, pack_reply, unpack_order
@@ -92,8 +92,7 @@ class LoopbackGrid(Grid):
 def deal(config: Config, folder: Path) -> None:
     """Write every client's images into a folder of its own."""
     data = load(config.data)
-    labels = data.train.labels.numpy(), data.test.labels.numpy()
-    partition = make_partition(config.data.partition, config.fleet.clients, config.seed, *labels, len(data.classes))
+    partition = deal_images(config.data.partition, config.fleet.clients, config.seed, data)
     write_shards(data, partition, [config.fleet.name_of(client) for client in range(config.fleet.clients)], folder)
 
 

@@ -28,11 +28,20 @@ from vitfleet.config.schema import (
     ShardsPartition,
     SourcePartition,
 )
+from vitfleet.data.images import DataSet
 from vitfleet.data.manifest import Deal, Ints, Partition, load_for
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
-__all__ = ["Deal", "Partition", "deal_by_shares", "dirichlet_shares", "make_partition", "training_shares"]
+__all__ = [
+    "Deal",
+    "Partition",
+    "deal_by_shares",
+    "deal_images",
+    "dirichlet_shares",
+    "make_partition",
+    "training_shares",
+]
 
 Floats = NDArray[np.float64]
 Random = np.random.Generator
@@ -100,6 +109,20 @@ def make_partition(
     if isinstance(config, SourcePartition) and train_sources is not None and test_sources is not None:
         test_owners = _keep_sources(test_owners, np.unique(train_sources), test_sources)
     return Partition(train, Deal.from_owners(test_owners, clients), counts)
+
+
+def deal_images(config: PartitionConfig, clients: int, seed: int, data: DataSet) -> Partition:
+    """Deal a set's images to the clients: see :func:`make_partition`."""
+    return make_partition(
+        config,
+        clients,
+        seed,
+        data.train.labels.cpu().numpy(),
+        data.test.labels.cpu().numpy(),
+        len(data.classes),
+        None if data.train.sources is None else data.train.sources.numpy(),
+        None if data.test.sources is None else data.test.sources.numpy(),
+    )
 
 
 def deal_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache
 from pathlib import Path
 
+import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from vitfleet.config import read_config
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.data.own import Form, load_once
+from vitfleet.data.partition import Partition, deal_images
+from vitfleet.data.sources import load
 from vitfleet.errors import UserError
 from vitfleet.fleet.device import Device
 from vitfleet.fleet.envelope import WORDS, Terms, pack_reply, unpack_order
-from vitfleet.train.machine import set_up
+from vitfleet.train.machine import Machine, set_up
 
+SIMULATED = "partition-id"  # what Flower's simulation tells a node of itself
 app = ClientApp()
 
 
@@ -23,26 +28,55 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Do what the server asks."""
     words = context.node_config
-    machine = set_up(
-        MachineConfig.model_validate(
-            {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
-        )
-    )
-    state = Path(_word(context, "state"))
-    device = Device(partial(own_images, Path(_word(context, "data")), state), state, machine)
+    given = {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
+    machine = set_up(MachineConfig.model_validate(given))
+    device = (simulated if _is_simulated(context) else real)(context, machine)
     return Message(pack_reply(device.answer(unpack_order(message.content))), reply_to=message)
 
 
 @app.query("hello")
 def hello(message: Message, context: Context) -> Message:
-    """Say the device's name."""
-    return Message(RecordDict({WORDS: ConfigRecord({"name": _word(context, "name")})}), reply_to=message)
+    """Say the device's name; in a simulation, its number."""
+    name = _word(context, SIMULATED if _is_simulated(context) else "name")
+    return Message(RecordDict({WORDS: ConfigRecord({"name": name})}), reply_to=message)
 
 
-def own_images(path: Path, state: Path, config: Config, terms: Terms) -> DataSet:
-    """Return the images under a path, as a run wants them."""
-    form = Form(tuple(terms.classes), terms.channels, terms.side, config.data.test_share, config.data.max_corrupt)
-    return load_once(path, form, state / "images")
+def real(context: Context, machine: Machine) -> Device:
+    """Return a device with its own folder of images."""
+    state = Path(_word(context, "state"))
+
+    def images(config: Config, terms: Terms) -> DataSet:
+        form = Form(tuple(terms.classes), terms.channels, terms.side, config.data.test_share, config.data.max_corrupt)
+        return load_once(Path(_word(context, "data")), form, state / "images")
+
+    return Device(images, state, machine)
+
+
+def simulated(context: Context, machine: Machine) -> Device:
+    """Return a device of Flower's simulation: its images are dealt from the run's own set, on the same machine."""
+    folder = Path(str(context.run_config.get("folder", "")))
+    if not (folder / "config.json").exists():
+        raise UserError("a simulation needs --run-config 'folder=\"…\"', the absolute path of the run's folder")
+    client = int(context.node_config[SIMULATED])
+
+    def images(config: Config, terms: Terms) -> DataSet:
+        data, partition = dealt(folder)
+        train, test = (torch.from_numpy(deal.of(client)) for deal in (partition.train, partition.test))
+        return DataSet(data.name, data.classes, data.train.take(train), data.test.take(test))
+
+    return Device(images, folder / "devices" / str(client), machine)
+
+
+@cache
+def dealt(folder: Path) -> tuple[DataSet, Partition]:
+    """Return a run's images and how they are dealt; a simulation's processes stay, so once is enough."""
+    config = read_config(folder / "config.json")
+    data = load(config.data)
+    return data, deal_images(config.data.partition, config.fleet.clients, config.seed, data)
+
+
+def _is_simulated(context: Context) -> bool:
+    return SIMULATED in context.node_config and "data" not in context.node_config
 
 
 def _word(context: Context, key: str) -> str:

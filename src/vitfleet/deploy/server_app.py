@@ -17,6 +17,7 @@ from vitfleet.run.folder import RunFolder, create, reopen
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
 
+PATIENCE = 30.0  # seconds in which the process of a server that was killed ends too
 app = ServerApp()
 
 
@@ -41,7 +42,7 @@ def open_folder(folder: str, preset: str, overrides: str) -> RunFolder:
     """Return the folder of a run to go on with, or of a new one."""
     path = Path(folder) if folder else None
     if path is not None and (path / "config.json").exists():
-        return reopen(path)
+        return reopen(path, PATIENCE)
     given = [one.strip() for one in overrides.split(";") if one.strip()]
     config = load_config(preset, ["fleet.kind=flower", *given])
     return create(config, path, Path(preset).stem, ["flwr", "run", preset, *given])

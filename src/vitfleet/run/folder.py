@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -25,16 +26,30 @@ _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 
 
 class RunFolder:
-    """A run's folder, held by one process at a time."""
+    """A run's folder, held by one process at a time.
 
-    def __init__(self, path: Path) -> None:
+    Parameters
+    ----------
+    patience
+        Seconds to wait for another process to let go of it: one whose server was killed takes some to notice.
+    """
+
+    def __init__(self, path: Path, patience: float = 0.0) -> None:
         self.path = path
         self._lock: IO[str] = (path / ".lock").open("w")
+        end = time.monotonic() + patience
+        while not self._hold():
+            if time.monotonic() >= end:
+                raise UserError(f"{path}: another process is running this run right now")
+            time.sleep(0.2)
+
+    def _hold(self) -> bool:
         try:
             # Released by the system when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path}: another process is running this run right now") from None
+            return False
+        return True
 
     def config(self) -> Config:
         """Return the run's resolved configuration."""
@@ -90,11 +105,11 @@ def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> 
     return folder
 
 
-def reopen(path: Path) -> RunFolder:
-    """Open a run's folder to go on with it."""
+def reopen(path: Path, patience: float = 0.0) -> RunFolder:
+    """Open a run's folder to go on with it, waiting a while for who has it."""
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: holds no run (there is no config.json in it)")
-    return RunFolder(path)
+    return RunFolder(path, patience)
 
 
 def next_free(parent: Path, stem: str) -> Path:

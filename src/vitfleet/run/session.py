@@ -14,7 +14,7 @@ from vitfleet.config.schema import Config, FilePartition, MachineConfig
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.manifest import Deal
 from vitfleet.data.manifest import save as save_partition
-from vitfleet.data.partition import Partition, make_partition
+from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load as load_data
 from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
@@ -158,23 +158,13 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
     """Deal the images; a run that goes on takes the deal it began with."""
     saved = (folder / "partition.json").exists()
     how = FilePartition(path=str(folder)) if saved else config.data.partition
-    train, test = data.train, data.test
-    partition = make_partition(
-        how,
-        config.fleet.clients,
-        config.seed,
-        train.labels.cpu().numpy(),
-        test.labels.cpu().numpy(),
-        len(data.classes),
-        None if train.sources is None else train.sources.numpy(),
-        None if test.sources is None else test.sources.numpy(),
-    )
+    partition = deal_images(how, config.fleet.clients, config.seed, data)
     if not saved:
         save_partition(
             partition,
             config.data.partition,
-            train.labels.cpu().numpy(),
-            test.labels.cpu().numpy(),
+            data.train.labels.cpu().numpy(),
+            data.test.labels.cpu().numpy(),
             data.classes,
             folder,
         )
