@@ -47,28 +47,45 @@ METHODS = {
     "eftvit": ["method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"],
 }
 
-# What a liar's machine does before Flower's processes start: its own vitfleet answers falsely in some rounds.
+# What a liar's machine does: once Flower's process has loaded vitfleet there, it answers falsely in some rounds. Not
+# earlier: Flower gives a process up that takes long to report.
 LIAR = """
-import os, sys
-if "flwr-clientapp" in sys.argv[0]:
-    import torch
-    from vitfleet.fleet import device
-    honest = device.Device._answer
-    plan = dict(part.split("=") for part in os.environ["CHAOS_LIES"].split(","))
-    change = {
-        "nan": lambda one: one * float("nan"),
-        "shape": lambda one: one[..., :-1],
-        "scale": lambda one: one * 1e6,
-    }
-    def lie(self, order):
-        reply = honest(self, order)
-        how = plan.get(str(order.round))
-        if how and reply.up:
-            for name, one in reply.up.tensors.items():
-                if one.is_floating_point():
-                    reply.up.tensors[name] = change[how](one)
-        return reply
-    device.Device._answer = lie
+import importlib.abc, importlib.util, os, sys
+
+plan = dict(part.split("=") for part in os.environ["CHAOS_LIES"].split(","))
+change = {
+    "nan": lambda one: one * float("nan"),
+    "shape": lambda one: one[..., :-1],
+    "scale": lambda one: one * 1e6,
+}
+
+class Liar(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vitfleet.fleet.device":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            honest = module.Device._answer
+
+            def lie(self, order):
+                reply = honest(self, order)
+                how = plan.get(str(order.round))
+                if how and reply.up:
+                    for name, one in reply.up.tensors.items():
+                        if one.is_floating_point():
+                            reply.up.tensors[name] = change[how](one)
+                return reply
+
+            module.Device._answer = lie
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Liar())
 """
 
 

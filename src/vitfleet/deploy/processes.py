@@ -73,7 +73,7 @@ def open_door(door: Door, names: Sequence[str]) -> Iterator[None]:
     door.home.mkdir(parents=True, exist_ok=True)
     inner = free_port()
     with _process(superlink_command(door, inner), door.home, "superlink.log") as link:
-        _await_health(door, inner, link)
+        await_health(door, inner, link)
         (door.home / "config.toml").write_text(connection(door, inner))
         if door.certs is not None:
             register(door, names)
@@ -132,10 +132,11 @@ def register(door: Door, names: Sequence[str]) -> None:
         flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
 
 
-def start_run(door: Door, folder: Path) -> int:
-    """Start a run's ServerApp and return Flower's number for it."""
+def start_run(door: Door, folder: Path, *options: str) -> int:
+    """Start a run's ServerApp and return Flower's number for it; options go to ``flwr run``."""
     app = str(files("vitfleet") / "deploy" / "app")
-    return int(flwr(door, ["run", app, LINK, "--run-config", f"folder={json.dumps(str(folder))}"])[0]["run-id"])
+    words = f"folder={json.dumps(str(folder))}"
+    return int(flwr(door, ["run", app, LINK, "--run-config", words, *options])[0]["run-id"])
 
 
 def state_of(door: Door, run: int) -> str:
@@ -174,7 +175,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         place = text.find("{", place)
 
 
-def _await_health(door: Door, inner: int, link: subprocess.Popen[bytes]) -> None:
+def await_health(door: Door, inner: int, link: subprocess.Popen[bytes]) -> None:
+    """Wait until a SuperLink answers at its port."""
     trusted = ssl.create_default_context(cafile=str(door.certs.ca)) if door.certs else True
     address = f"{'https' if door.certs else 'http'}://127.0.0.1:{inner}/health"
     end = time.monotonic() + START_PATIENCE
