@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli import DataDir, Out, Overrides, _interrupt, _load, _say, _show, app, complaints, console
+from vitfleet.cli import DataDir, Out, Overrides, _interrupt, _load, _say, app, complaints, console
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ def client(
 def _serve(held: RunFolder, door: Door) -> None:
     """Conduct a run on devices and show it."""
     from vitfleet.deploy.serve import serve
-    from vitfleet.report.terminal import RoundDisplay
+    from vitfleet.report.pictures import draw_rounds
+    from vitfleet.report.terminal import RoundDisplay, summary_table
     from vitfleet.run.records import read_records
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -164,7 +165,12 @@ def _serve(held: RunFolder, door: Door) -> None:
     except KeyboardInterrupt:
         _say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
-    _show(json.loads((folder / "summary.json").read_text()), held)
+    draw_rounds(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    console.print(summary_table(summary, config.title))
+    _say(console, f"run folder: {folder}")
+    if summary["total"]["failures"] == summary["total"]["participations"]:
+        raise UserError(f"no device's reply could be used; {folder / 'records.jsonl'} says why")
 
 
 def _names(text: str) -> list[str]:

@@ -34,16 +34,10 @@ def serve(door: Door, folder: Path, names: list[str], listener: Listener, ready:
 
 def follow(door: Door, folder: Path, run: int, listener: Listener) -> None:
     """Tell a listener of every round until the run has ended."""
-    told, seconds = sum(1 for _ in read_records(folder)), read_seconds(folder)
-    asked = time.monotonic()
-    while True:
-        ended = (folder / "summary.json").exists()
-        for record in list(read_records(folder))[told:]:
-            until_now = read_seconds(folder)
-            listener.round_done(record, until_now - seconds)
-            told, seconds = told + 1, until_now
-        if ended:
-            return
+    told = max((record.round for record in read_records(folder)), default=0)
+    seconds, asked = read_seconds(folder), time.monotonic()
+    while not (folder / "summary.json").exists():
+        told, seconds = _tell(folder, listener, told, seconds)
         if (folder / COMPLAINT).exists():
             raise UserError((folder / COMPLAINT).read_text())
         if time.monotonic() - asked > ASK_EVERY:
@@ -52,3 +46,16 @@ def follow(door: Door, folder: Path, run: int, listener: Listener) -> None:
             if state.startswith("finished") and not (folder / "summary.json").exists():
                 raise UserError(f"the run ended before its time ({state}); {door.home / 'superlink.log'} says why")
         time.sleep(LOOK_EVERY)
+    _tell(folder, listener, told, seconds)
+
+
+def _tell(folder: Path, listener: Listener, told: int, seconds: float) -> tuple[int, float]:
+    """Tell of the rounds after one that was told of; return the last one, and the seconds of all of them."""
+    until_now = read_seconds(folder)
+    if until_now == seconds:
+        return told, seconds
+    for record in read_records(folder):
+        if record.round > told:
+            listener.round_done(record, until_now - seconds)
+            told = record.round
+    return told, until_now

@@ -82,7 +82,11 @@ class FlowerFleet:
             if node is None:
                 yield Reply(request.client, None, failure="it is not connected")
                 continue
-            sent[request.client] = self._push(request, node, end)
+            message_id = self._push(request, node, end)
+            if message_id is None:
+                yield Reply(request.client, None, failure="Flower did not take the message")
+            else:
+                sent[request.client] = message_id
         yield from self._collect(sent, end)
 
     def own(self, client: int) -> State | None:
@@ -93,12 +97,12 @@ class FlowerFleet:
         """Return nothing: devices keep their states themselves."""
         return {}
 
-    def _push(self, request: Request, node: int, end: float) -> str:
+    def _push(self, request: Request, node: int, end: float) -> str | None:
         base = self.base if request.since is None else None
         order = Order(request.round, request.client, request.evaluate, request.since, self.terms, request.down, base)
         patience = max(1.0, end - self.clock.now()) + GRACE
         message = Message(pack_order(order), node, TRAIN, ttl=patience, group_id=str(request.round))
-        return next(iter(self.grid.push_messages([message])))
+        return next(iter(self.grid.push_messages([message])), None)
 
     def _collect(self, sent: dict[int, str], end: float) -> Iterator[Reply]:
         """Yield a reply for every order: what came, what is wrong with it, or that it did not come in time."""
@@ -155,10 +159,11 @@ class FlowerFleet:
     def _connected(self) -> dict[int, int]:
         names = {node.node_id: node.name for node in self.grid.get_nodes()}
         strangers = [node for node, name in names.items() if not name and node not in self._names]
-        for node, name in self._hear_names(strangers):
-            self._names[node] = name
-        told = {node: name or self._names.get(node, "") for node, name in names.items()}
-        return {self.client_of[name]: node for node, name in sorted(told.items()) if name in self.client_of}
+        self._names |= {node: name for node, name in self._hear_names(strangers) if name}
+        # Registered names come last, and so win: nobody takes another's by saying it.
+        said = {name: node for node, name in self._names.items() if node in names}
+        registered = {name: node for node, name in names.items() if name}
+        return {self.client_of[name]: node for name, node in {**said, **registered}.items() if name in self.client_of}
 
     def _hear_names(self, nodes: list[int]) -> Iterator[tuple[int, str]]:
         """Ask nodes for their names: those of a simulation, or of a fleet without keys, are not registered by name."""

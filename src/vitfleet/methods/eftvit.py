@@ -175,6 +175,11 @@ class FeatureStore(Gathering):
         features, labels, scales = (tensors.get(name) for name in ("features", "labels", "scales"))
         if features is None or labels is None:
             raise RefusalError("its message holds no features and labels")
+        strange = sorted(set(tensors) - {"features", "labels", *(["scales"] if self.params.values == "int8" else [])})
+        if strange:
+            raise RefusalError(f"it sent {strange[0]!r}, which is no part of features")
+        if labels.dim() != 1 or labels.dtype != torch.int16:
+            raise RefusalError(f"its labels are {labels.dtype} {tuple(labels.shape)}, not a row of torch.int16")
         wanted = (len(labels), self.setting.tokens, self.setting.width)
         if tuple(features.shape) != wanted:
             raise RefusalError(f"its features are of shape {tuple(features.shape)}, not {wanted}")

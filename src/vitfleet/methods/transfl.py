@@ -18,7 +18,7 @@ from vitfleet.config.schema import AggregateConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregate import WeightedMean
-from vitfleet.methods.base import Answer, Gathering, Job, Method, Setting, Work, tally
+from vitfleet.methods.base import Answer, Gathering, Job, Method, RefusalError, Setting, Work, tally
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.train.objective import Fit, Objective, Step
 
@@ -104,6 +104,19 @@ class LayerMean(WeightedMean):
         super().__init__(server, config)
         self.anatomy = anatomy
         self.round = round
+
+    def add(self, client: int, up: Message) -> None:
+        """Fold in one client's layers; what it says of them goes into the records and must be of the model's form."""
+        depth = self.anatomy.depth
+        heads = self.anatomy.attention[0].heads if self.anatomy.attention else 0
+        for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
+            told = up.numbers.get(name)
+            if told is not None and not (isinstance(told, list) and len(told) == length):
+                raise RefusalError(f"what it sent as {name!r} is not {length} numbers")
+        layers = up.numbers.get("layers", [])
+        if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
+            raise RefusalError(f"it says it sent the layers {layers}, of {depth}")
+        super().add(client, up)
 
     def finish(self) -> State:
         """Return the server's state with the means in it and the moved layers marked."""

@@ -1,0 +1,60 @@
+"""The commands of a fleet: what they make, and what they say when something is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Command
+from vitfleet.data.own import Form, load_own
+
+DIGITS = tuple(str(digit) for digit in range(10))
+
+
+def test_keys_for_every_device(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "certs", "fleet", "--host", "fleet.example.org", "--names", "kitchen, garden")
+    assert result.returncode == 0, result.stderr
+    for name in ("kitchen", "garden"):
+        assert f"device {name}: give it fleet/ca.crt and fleet/nodes/{name}" in result.stdout
+        assert (tmp_path / "fleet" / "nodes" / name).is_file()
+
+
+def test_every_client_gets_its_images(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "deal", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
+    assert result.returncode == 0, result.stderr
+    form = Form(DIGITS, 1, 8, 0.2, 0.0)
+    assert sum(len(load_own(tmp_path / "shards" / name, form).train) for name in ("a", "b", "c")) == 100
+
+
+def test_without_keys_the_remedy_is_named(vitfleet: Command, tmp_path: Path) -> None:
+    server = vitfleet(tmp_path, "server", "digits", "--certs", "nowhere")
+    assert server.returncode == 2
+    assert "ca.crt: is not there; `vitfleet certs" in server.stderr
+    assert not (tmp_path / "runs").exists()
+    client = vitfleet(tmp_path, "client", "--server", "127.0.0.1", "--data", ".", "--name", "a", "--certs", "nowhere")
+    assert client.returncode == 2
+    assert "ca.crt: is not there; copy it from the server" in client.stderr
+
+
+def test_without_encryption_there_is_a_warning(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "client", "--server", "127.0.0.1", "--data", "gone", "--name", "a", "--insecure")
+    assert "warning: --insecure: nothing is encrypted" in result.stderr
+    assert result.returncode == 2
+    assert "--data gone: no such file or folder" in result.stderr
+
+
+def test_a_fleet_of_devices_needs_a_server(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "run", "digits", "-o", "fleet.kind=flower")
+    assert result.returncode == 2
+    assert "fleet.kind = 'flower': is started with `vitfleet server`" in result.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_fleet_in_trouble_is_told_in_its_configuration(vitfleet: Command, tmp_path: Path) -> None:
+    for override, said in {
+        "fleet.spare=1": "needs fleet.kind = flower",
+        "fleet.min_replies=6": "must be between 1 and fleet.per_round = 5",
+        'fleet.names=["a"]': "needs fleet.kind = flower",
+    }.items():
+        result = vitfleet(tmp_path, "run", "digits", "-o", override)
+        assert result.returncode == 2
+        assert said in result.stderr
