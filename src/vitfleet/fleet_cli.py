@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -125,7 +124,7 @@ def client(
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
     from vitfleet.deploy.certs import Certs
-    from vitfleet.deploy.processes import client_command, environment
+    from vitfleet.deploy.processes import client_command, stay
 
     known = Certs(certs.resolve())
     if insecure:
@@ -135,12 +134,14 @@ def client(
     if not data.exists():
         raise UserError(f"--data {data}: no such file or folder")
     home = (state or Path.home() / ".vitfleet" / name).resolve()
-    (home / "flower").mkdir(parents=True, exist_ok=True)
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     command = client_command(address, name, data.resolve(), home, None if insecure else known, machine)
-    # The device is Flower's SuperNode from here on.
-    os.execvpe(command[0], command, environment(home / "flower"))
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        stay(command, home / "flower", lambda text: _say(complaints, text))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def _serve(held: RunFolder, door: Door) -> None:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from vitfleet.config.schema import Config
+from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
 from vitfleet.data.own import Form, load_own
@@ -21,7 +20,6 @@ from vitfleet.data.partition import deal_images
 from vitfleet.data.sources import load
 from vitfleet.fleet.device import Device
 from vitfleet.fleet.envelope import Terms, pack_reply, unpack_order
-from vitfleet.train.machine import Machine
 
 # Flower's processes say this of themselves; its messages cannot be made without.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
@@ -111,7 +109,7 @@ class Devices:
             form = Form(tuple(terms.classes), terms.channels, terms.side, config.data.test_share, 0.0)
             return load_own(self.data / name, form)
 
-        return Device(images, self.state / name, Machine(torch.device("cpu"), bf16=False))
+        return Device(images, self.state / name, MachineConfig(device="cpu", threads=1))
 
     def answer(self, client: int, message: Message) -> RecordDict | Error | None:
         return pack_reply(self.device(client).answer(unpack_order(message.content)))

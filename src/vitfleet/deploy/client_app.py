@@ -18,7 +18,6 @@ from vitfleet.data.sources import load
 from vitfleet.errors import UserError
 from vitfleet.fleet.device import Device
 from vitfleet.fleet.envelope import WORDS, Terms, pack_reply, unpack_order
-from vitfleet.train.machine import Machine, set_up
 
 SIMULATED = "partition-id"  # what Flower's simulation tells a node of itself
 app = ClientApp()
@@ -29,8 +28,7 @@ def train(message: Message, context: Context) -> Message:
     """Do what the server asks."""
     words = context.node_config
     given = {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
-    machine = set_up(MachineConfig.model_validate(given))
-    device = (simulated if _is_simulated(context) else real)(context, machine)
+    device = (simulated if _is_simulated(context) else real)(context, MachineConfig.model_validate(given))
     return Message(pack_reply(device.answer(unpack_order(message.content))), reply_to=message)
 
 
@@ -41,7 +39,7 @@ def hello(message: Message, context: Context) -> Message:
     return Message(RecordDict({WORDS: ConfigRecord({"name": name})}), reply_to=message)
 
 
-def real(context: Context, machine: Machine) -> Device:
+def real(context: Context, machine: MachineConfig) -> Device:
     """Return a device with its own folder of images."""
     state = Path(_word(context, "state"))
 
@@ -52,7 +50,7 @@ def real(context: Context, machine: Machine) -> Device:
     return Device(images, state, machine)
 
 
-def simulated(context: Context, machine: Machine) -> Device:
+def simulated(context: Context, machine: MachineConfig) -> Device:
     """Return a device of Flower's simulation: its images are dealt from the run's own set, on the same machine."""
     folder = Path(str(context.run_config.get("folder", "")))
     if not (folder / "config.json").exists():

@@ -15,12 +15,12 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -44,6 +44,7 @@ for command in json.load(sys.stdin):
 LINK = "fleet"  # what the connection to our SuperLink is called
 START_PATIENCE = 60.0
 STOP_PATIENCE = 10.0
+RESTART_PAUSE = 15.0
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -213,7 +214,7 @@ def _process(command: list[str], home: Path, log: str) -> Iterator[subprocess.Po
             stdout=file,
             stderr=file,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
         )
         try:
             yield process
@@ -221,9 +222,31 @@ def _process(command: list[str], home: Path, log: str) -> Iterator[subprocess.Po
             stop(process)
 
 
-def _die_with_parent() -> None:
-    """Ask the system to end this process when the one that started it is gone, even if that was killed outright."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent() -> None:
+    """Ask the system to kill this process when the one that started it is gone, even if that was killed outright.
+
+    Whoever comes next must find the port and the run's folder free. Elsewhere than on Linux, see to it yourself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stay(command: list[str], home: Path, say: Callable[[str], None]) -> NoReturn:
+    """Run a device's SuperNode, and run it again whenever it ends: only a signal to us ends both.
+
+    It ends, for instance, when the SuperLink believes that it is still there: for a minute after it was killed.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    while True:
+        process = subprocess.Popen(command, env=environment(home), preexec_fn=die_with_parent)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+        say(f"Flower's SuperNode ended (code {code}); it is started again in {RESTART_PAUSE:g} seconds")
+        time.sleep(RESTART_PAUSE)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

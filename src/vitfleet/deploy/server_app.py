@@ -9,7 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
-from vitfleet.deploy.processes import COMPLAINT
+from vitfleet.deploy.processes import COMPLAINT, die_with_parent
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.conduct import conduct
@@ -51,6 +51,7 @@ def open_folder(folder: str, preset: str, overrides: str) -> RunFolder:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Conduct a run's remaining rounds."""
+    die_with_parent()
     words = context.run_config
     held = open_folder(str(words["folder"]), str(words["preset"]), str(words["overrides"]))
     try:

@@ -15,22 +15,23 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from vitfleet.config.load import validate
-from vitfleet.config.schema import Config
-from vitfleet.data.images import DataSet, Shard
+from vitfleet.config.schema import Config, MachineConfig
+from vitfleet.data.images import DataSet, ImageSet, Shard
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Reply, Verdict
 from vitfleet.fleet.envelope import Order, Terms
 from vitfleet.fleet.inline import diverged
-from vitfleet.fleet.kit import Kit, make_kit
+from vitfleet.fleet.kit import make_kit, make_net
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Job
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
 from vitfleet.train.judge import Judge
-from vitfleet.train.machine import Machine
+from vitfleet.train.machine import set_up
 from vitfleet.wire import Kind, decode, encode
 
 Images = Callable[[Config, Terms], DataSet]
@@ -89,11 +90,13 @@ class Device:
         Returns the device's images under a run's terms.
     root
         Where it keeps what it keeps.
+    machine
+        What it computes on, as its owner says: a run does not decide that.
     """
 
     images: Images
     root: Path
-    machine: Machine
+    machine: MachineConfig
 
     def answer(self, order: Order) -> Reply:
         """Do what an order asks; what the device's owner must mend is a failure that says so."""
@@ -111,36 +114,37 @@ class Device:
         if base is None or (order.since is not None and own is None):
             return Reply(order.client, None, failure=f"it has lost what it kept of round {order.since}", lost=True)
         config = validate(json.loads(order.terms.config))
-        data = self.images(config, order.terms).to(self.machine.device)
-        kit = make_kit(config, len(order.terms.classes), order.terms.channels, order.terms.side, self.machine)
+        classes = len(order.terms.classes)
+        net = make_net(config, classes, order.terms.channels, order.terms.side)
+        machine = set_up(self.machine, net.width)
+        kit = make_kit(config, net, classes, machine)
+        data = self.images(config, order.terms).to(machine.device)
         job = Job(
             order.round,
             order.client,
-            self._on_device(order.down),
-            self._on_device(base).tensors,
-            self._state_on_device(own),
+            Message(_on(machine.device, order.down.tensors), order.down.numbers),
+            _on(machine.device, base.tensors),
+            # A state with nothing in it says that the client keeps nothing.
+            State(_on(machine.device, own.tensors), own.numbers) if own and (own.tensors or own.numbers) else None,
             data.train.labels.cpu(),
         )
-        shard = Shard(data.train, torch.arange(len(data.train), device=self.machine.device))
+        shard = Shard(data.train, torch.arange(len(data.train), device=machine.device))
         answer = drive(kit.method.work(job), kit.trainer, shard, Place(config.seed, order.round, order.client))
         failure = diverged(answer)
         if failure is not None:
             return Reply(order.client, None, failure=failure)
         keep.keep(order.round, answer.own, order.since)
-        verdict = self._judge(kit, config, data, answer.model) if order.evaluate else None
-        return Reply(order.client, answer.up, verdict)
+        judge = Judge(net, kit.trainer.preprocess, machine, config.eval.batch_size)
+        return Reply(order.client, answer.up, verdict_of(judge, answer.model, data.test) if order.evaluate else None)
 
-    def _judge(self, kit: Kit, config: Config, data: DataSet, model: Tensors) -> Verdict:
-        if not len(data.test):
-            return Verdict(0, 0)
-        judge = Judge(kit.net, kit.trainer.preprocess, self.machine, config.eval.batch_size)
-        right, _ = judge.answer(model, data.test)
-        return Verdict(int(right.sum()), len(data.test))
 
-    def _on_device(self, message: Message) -> Message:
-        return Message({name: one.to(self.machine.device) for name, one in message.tensors.items()}, message.numbers)
+def verdict_of(judge: Judge, model: Tensors, test: ImageSet) -> Verdict:
+    """Try a model out on a device's test images, of which there may be none."""
+    if not len(test):
+        return Verdict(0, 0)
+    right, _ = judge.answer(model, test)
+    return Verdict(int(right.sum()), len(test))
 
-    def _state_on_device(self, state: State | None) -> State | None:
-        if state is None or not (state.tensors or state.numbers):
-            return None
-        return State({name: one.to(self.machine.device) for name, one in state.tensors.items()}, state.numbers)
+
+def _on(device: torch.device, tensors: Tensors) -> dict[str, Tensor]:
+    return {name: one.to(device) for name, one in tensors.items()}
