@@ -26,6 +26,7 @@ import httpx
 
 from vitfleet.deploy.certs import Certs
 from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
 
 # Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
 SETTINGS = {
@@ -72,12 +73,14 @@ def open_door(door: Door, names: Sequence[str]) -> Iterator[None]:
     In this order: a device that comes before its key is known is sent away for good.
     """
     door.home.mkdir(parents=True, exist_ok=True)
+    if not (door.home / "superlink.db").exists():  # a new one knows nobody
+        (door.home / "registered.json").unlink(missing_ok=True)
     inner = free_port()
     with _process(superlink_command(door, inner), door.home, "superlink.log") as link:
         await_health(door, inner, link)
         (door.home / "config.toml").write_text(connection(door, inner))
         if door.certs is not None:
-            register(door, names)
+            register(door, door.certs, names)
         with _process(gate_command(door, inner), door.home, "gate.log") as gate:
             _await_port(door, gate)
             yield
@@ -124,13 +127,16 @@ def connection(door: Door, inner: int) -> str:
     return f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "127.0.0.1:{inner}"\n{security}\n'
 
 
-def register(door: Door, names: Sequence[str]) -> None:
-    """Tell the SuperLink the devices' public keys; those it knows already it keeps."""
-    assert door.certs is not None
-    known = {node["name"] for node in flwr(door, ["supernode", "list", LINK])[0]["nodes"]}
-    keys = {name: str(door.certs.node_public_key(name)) for name in names if name not in known}
-    if keys:
-        flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
+def register(door: Door, certs: Certs, names: Sequence[str]) -> None:
+    """Tell the SuperLink the devices' public keys, but for those it was told before: its database keeps them."""
+    told = door.home / "registered.json"
+    known: dict[str, str] = json.loads(told.read_text()) if told.exists() else {}
+    keys = {name: certs.node_public_key(name) for name in names}
+    new = {name: path for name, path in keys.items() if known.get(name) != path.read_text()}
+    if new:
+        flwr(door, *(["supernode", "register", str(path), LINK, "--name", name] for name, path in new.items()))
+        known |= {name: path.read_text() for name, path in new.items()}
+        write_atomically(told, json.dumps(known).encode())
 
 
 def start_run(door: Door, folder: Path, *options: str) -> int:

@@ -80,9 +80,7 @@ def in_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply
     incoming = iter(replies)
     for client in clients:
         while client not in early:
-            reply = next(incoming, None)
-            if reply is None:
-                early[client] = Reply(client, None, failure="no reply")
-            else:
-                early[reply.client] = reply
+            reply = next(incoming, None) or Reply(client, None, failure="no reply")
+            early[reply.client] = reply
+            del reply  # a message may be large: nobody but its user holds it while the next one comes
         yield early.pop(client)

@@ -127,6 +127,7 @@ class FlowerFleet:
                 del pending[client]
                 usable += reply.up is not None
                 yield reply
+                del reply  # before the next one is pulled
             pause = FIRST_PAUSE if came else min(2 * pause, LONGEST_PAUSE)
             if pending and not came:
                 self.clock.sleep(pause)

@@ -104,6 +104,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             taken.append(reply.client)
             right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
             entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
+            del reply  # before the next one comes
     session.server, set_aside = _close(session, gathering, round, taken)
     session.heard |= {client: round for client in taken if client not in set_aside}
     entries = [_without(entry, set_aside.get(entry.client)) for entry in entries]
