@@ -11,12 +11,16 @@ from vitfleet.message import Message, State
 
 @dataclass(frozen=True)
 class Request:
-    """What a client is asked: the server's message for one round, and whether to try its model out afterwards."""
+    """What a client is asked: the server's message for one round, and whether to try its model out afterwards.
+
+    ``stage`` is the place in its stream of tasks, from 0; where there is no stream, always 0.
+    """
 
     round: int
     client: int
     down: Message
     evaluate: bool = False
+    stage: int = 0
 
 
 @dataclass(frozen=True)

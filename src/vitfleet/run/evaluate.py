@@ -23,11 +23,20 @@ from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.machine import Machine
+from vitfleet.train.objective import within_task
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures models on the test images, whole (never masked), in large batches on the device."""
+    """Measures models on the test images, whole (never masked), in large batches on the device.
+
+    Attributes
+    ----------
+    deal, stages
+        The test images of every client, stage after stage of its stream of tasks (one, where there is none).
+    tasks
+        The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
+    """
 
     net: Net
     preprocess: Preprocess
@@ -36,6 +45,8 @@ class Evaluator:
     machine: Machine
     config: EvalConfig
     seed: int
+    stages: int = 1
+    tasks: Tensor | None = None
 
     def common(
         self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
@@ -60,13 +71,17 @@ class Evaluator:
         accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
         return accuracy, loss if math.isfinite(loss) else None, len(measured)
 
-    def judge(self, client: int, model: Tensors) -> Verdict:
-        """Try a client's own model out on its own test images."""
-        index = self.deal.of(client)
+    def judge(self, client: int, stage: int, model: Tensors) -> Verdict:
+        """Try a client's own model out on its own test images of a stage."""
+        index = self.images_of(client, stage)
         if not len(index):
             return Verdict(0, 0)
         right, _ = self.answer(model, index)
         return Verdict(int(right.sum()), len(index))
+
+    def images_of(self, client: int, stage: int) -> NDArray[np.int64]:
+        """Return a client's test images of a stage."""
+        return self.deal.of(client * self.stages + stage)
 
     @torch.inference_mode()
     def answer(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
@@ -79,13 +94,13 @@ class Evaluator:
             images = self.preprocess(self.test.images[part])
             labels = self.test.labels[part]
             with self.machine.autocast():
-                logits = self.net(weights, images)
+                logits = within_task(self.net(weights, images), labels, self.tasks)
             right.append(logits.argmax(dim=1) == labels)
             losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
         return torch.cat(right).float(), torch.cat(losses)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.deal.clients)
+        candidates = np.arange(self.deal.clients // self.stages)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()

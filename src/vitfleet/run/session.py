@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from vitfleet.config.schema import Config, FilePartition, MachineConfig
+from vitfleet.config.schema import Config, FilePartition, MachineConfig, TasksConfig
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.manifest import save as save_partition
 from vitfleet.data.partition import Partition, make_partition
 from vitfleet.data.sources import load as load_data
+from vitfleet.data.tasks import SUMMARY_FILE, Streams, make_streams
+from vitfleet.data.tasks import load as load_streams
+from vitfleet.data.tasks import save as save_streams
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
@@ -25,7 +28,7 @@ from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.costs import client_flops
 from vitfleet.run.evaluate import Evaluator
-from vitfleet.run.records import ClientCosts
+from vitfleet.run.records import ClientCosts, TaskRecord, read_records
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
@@ -39,7 +42,7 @@ class Session:
     config: Config
     folder: Path
     data: DataSet
-    partition: Partition
+    partition: Partition | Streams
     machine: Machine
     net: Net
     method: Method[Any]
@@ -53,6 +56,7 @@ class Session:
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     heard: dict[int, int] = field(default_factory=dict)
+    learned: list[TaskRecord] = field(default_factory=list)
 
     def refine(self, server: State, round: int) -> State:
         """Let the server train, if its method does; it has no images of its own."""
@@ -89,21 +93,35 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
     )
     machine = _machine(config, folder, net.width)
     data, net = data.to(machine.device), net.to(machine.device)
-    partition = _partition(config, data, folder)
-    setting = Setting.of(net, config.train, config.rounds, config.seed, len(data.classes), machine.device)
+    partition = (
+        _streams(config.data.tasks, config, data, folder) if config.data.tasks else _partition(config, data, folder)
+    )
+    stages = partition.stages if isinstance(partition, Streams) else 1
+    setting = Setting.of(net, config.train, config.rounds, config.seed, len(data.classes), machine.device, stages)
     method = make_method(config.method, setting)
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
     checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
+    tasks: torch.Tensor | None = None
+    if isinstance(partition, Streams) and config.data.tasks and config.data.tasks.incremental == "task":
+        tasks = torch.from_numpy(partition.task_of_class).to(machine.device)
     trainer = Trainer(
-        net, preprocess_for(net, machine.device), config.train, config.data.augment, config.rounds, machine
+        net,
+        preprocess_for(net, machine.device),
+        config.train,
+        config.data.augment,
+        config.schedule_rounds,
+        machine,
+        tasks,
     )
 
-    def shard(client: int) -> Shard:
-        return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
+    def shard(client: int, stage: int) -> Shard:
+        return Shard(data.train, torch.from_numpy(partition.train.of(client * stages + stage)).to(machine.device))
 
-    evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed)
+    evaluator = Evaluator(
+        net, trainer.preprocess, data.test, partition.test, machine, config.eval, config.seed, stages, tasks
+    )
     fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=checkpoints.client)
     session = Session(
         config=config,
@@ -127,6 +145,9 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE) -> 
         session.round = latest.round
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)
+        session.learned = [
+            record.learned for record in read_records(folder) if record.learned and record.round <= latest.round
+        ]
     return session
 
 
@@ -165,6 +186,16 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
             folder,
         )
     return partition
+
+
+def _streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) -> Streams:
+    """Deal the tasks; a run that goes on takes the deal it began with."""
+    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
+    if (folder / SUMMARY_FILE).exists():
+        return load_streams(folder, train_labels, test_labels)
+    streams = make_streams(tasks, config.fleet.clients, config.seed, train_labels, test_labels, len(data.classes))
+    save_streams(streams, tasks, train_labels, test_labels, folder)
+    return streams
 
 
 def _state_on(device: torch.device, state: State) -> State:
