@@ -6,9 +6,9 @@ samples, a layer count) are checked by the room that knows them, with the same k
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vitfleet.config.base import Table
 from vitfleet.config.methods import AGemConfig, FedAvgConfig, FedVitConfig, GemConfig, MethodConfig
@@ -232,9 +232,19 @@ class Config(Table):
         """Return how many tasks lie behind a client in a round; 0 where there are none."""
         return self.data.tasks.stage(round) if self.data.tasks else 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rounds_of_tasks(cls, tree: Any) -> Any:
+        """Let the rounds of a run of tasks follow from them, where they are left out."""
+        data = tree.get("data") if isinstance(tree, dict) and "rounds" not in tree else None
+        try:
+            tasks = DataConfig.model_validate(data or {}).tasks
+        except ValidationError:  # it will be complained of in its own place
+            return tree
+        return {**tree, "rounds": tasks.rounds} if tasks else tree
+
     @model_validator(mode="after")
-    def _rounds_of_tasks(self) -> Config:
-        """Let the rounds of a run of tasks follow from them."""
+    def _tasks_fit(self) -> Config:
         tasks = self.data.tasks
         if tasks is None:
             if isinstance(self.method, GemConfig | AGemConfig | FedVitConfig):
@@ -243,8 +253,6 @@ class Config(Table):
                     "-o data.tasks.count=5 -o data.tasks.classes=2"
                 )
             return self
-        if "rounds" not in self.model_fields_set:
-            return self.model_copy(update={"rounds": tasks.rounds})
         if self.rounds != tasks.rounds:
             raise ValueError(
                 f"rounds = {self.rounds}: must be {tasks.rounds}, data.tasks.count × data.tasks.rounds_per_task, "
