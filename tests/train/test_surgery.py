@@ -206,7 +206,7 @@ def test_lifted_over_clients_it_is_the_same(k: int) -> None:
 
 def a_step() -> Step:
     nothing = torch.empty(0)
-    return Step(nothing, nothing, nothing, {}, {}, nothing, 0)
+    return Step(nothing, nothing, nothing, {}, {}, nothing, torch.tensor(0))
 
 
 def test_the_integrator_counts_what_it_does() -> None:
