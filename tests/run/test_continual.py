@@ -17,7 +17,7 @@ from vitfleet.errors import UserError
 from vitfleet.methods.knowledge import read
 from vitfleet.progress import SILENCE
 from vitfleet.run.compare import Member, begin, shards_differ
-from vitfleet.run.conduct import conduct
+from vitfleet.run.conduct import conduct, play_round
 from vitfleet.run.continual import Rows, answers, as_matrix, as_rows, figures, shares, try_out
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
@@ -217,6 +217,27 @@ def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
     rates = [record.lr for record in read_records(tmp_path)]
     assert rates[:3] == rates[3:]
     assert rates[0] > rates[1] > rates[2]
+
+
+def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
+    """Memories of unequal sizes, parts that some clients lack, the ranking, the rotation: lifted over the clients."""
+    keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
+    alone, together = (open_session(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
+    for round in range(1, 9):
+        one, other = play_round(alone, round), play_round(together, round)
+        told = [[entry.numbers.get("integrated") for entry in record.clients] for record in (one, other)]
+        assert told[0] == told[1]
+    assert any(told[0])
+    for name, tensor in alone.server.tensors.items():
+        torch.testing.assert_close(together.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
+def test_what_a_client_costs_is_known(name: str, tmp_path: Path) -> None:
+    config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
+    costs = open_session(config, tmp_path).costs()
+    assert costs.trainable_params == costs.params
+    assert costs.train_gflops > costs.forward_gflops > 0
 
 
 def test_rounds_follow_from_the_tasks() -> None:
