@@ -113,7 +113,7 @@ class FedRepConfig(Table):
     """Head epochs with the body frozen, then body epochs with the head frozen; the body is averaged (FedRep)."""
 
     name: Literal["fedrep"] = "fedrep"
-    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest the body")
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
 
 
 class MemoryTable(Table):
@@ -143,7 +143,7 @@ class FedVitConfig(MemoryTable):
     """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
 
     name: Literal["fedvit"] = "fedvit"
-    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest the body")
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
     k: int = Field(10, ge=1, description="stored tasks that are integrated: the most dissimilar ones")
     rank_every: int = Field(1, ge=1, description="steps that a ranking of the stored tasks serves")
     tune_epochs: int = Field(1, ge=0, description="epochs of fine tuning after an aggregation")
