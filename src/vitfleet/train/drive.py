@@ -13,8 +13,8 @@ from vitfleet.train.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
 SERVER = -2  # the server's place among the clients, for what it draws itself
-# A client joins a group if it has at least this share of the largest one's steps an epoch (the rest is padding), or lacks
-# no more than a few: groups that are always the same are worth more than those.
+# A client joins a group if it has at least this share of the largest one's steps an epoch (the rest is padding), or
+# lacks no more than a few: groups that are always the same are worth more than those.
 ALIKE = 0.5
 FEW_STEPS = 8
 
