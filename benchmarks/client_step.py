@@ -59,7 +59,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         )
         server: State = method.start(weights)
         down, base = method.instruct(server, 1, 0, None), method.base(weights).tensors
-        job = Job(1, 0, down, base, None, shard.images.labels.cpu())
+        job = Job(1, 0, down, base, None, shard)
         trainer.fit(next(method.work(job)), shard, Place(0, 1, 0))
 
     def seconds(samples: int) -> float:

@@ -28,6 +28,11 @@ CLASSES = 5
 SIDE = 8
 ROUNDS = 10
 
+NO_IMAGES = Shard(
+    ImageSet(torch.empty(0, 1, SIDE, SIDE, dtype=torch.uint8), torch.empty(0, dtype=torch.long)),
+    torch.empty(0, dtype=torch.long),
+)
+
 MakeTrainer: TypeAlias = Callable[..., Trainer]
 MakeSetting: TypeAlias = Callable[..., Setting]
 MakeFleet: TypeAlias = Callable[..., InlineFleet]
@@ -94,7 +99,7 @@ def make_setting(tiny_net: Net) -> MakeSetting:
     return make
 
 
-def _judge(client: int, model: Tensors) -> Verdict:
+def _judge(client: int, stage: int, model: Tensors) -> Verdict:
     """Say something of a client that depends on the client alone."""
     return Verdict(client, 10)
 
@@ -115,7 +120,7 @@ def make_fleet() -> MakeFleet:
             method=method,
             trainer=trainer,
             seed=seed,
-            shard=shard,
+            shard=lambda client, stage: shard(client),
             judge=_judge,
             base=base or {},
             stored=(owned or {}).get,

@@ -29,6 +29,11 @@ class Purpose(StrEnum):
     MASK = "mask"
     LAYERS = "layers"
     RECORD = "record"
+    TASKS = "tasks"
+    TASK_ORDER = "task-order"
+    TASK_CLASSES = "task-classes"
+    TASK_SAMPLES = "task-samples"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True)

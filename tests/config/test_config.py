@@ -29,6 +29,7 @@ from vitfleet.config.schema import (
     ModelConfig,
     ShardsPartition,
     SourcePartition,
+    TasksConfig,
     TrainConfig,
 )
 from vitfleet.errors import ConfigError, UserError
@@ -444,7 +445,8 @@ def test_the_defaults_of_every_method_survive() -> None:
     for method in get_args(Config.model_fields["method"].annotation):
         if any(field.is_required() for field in method.model_fields.values()):
             continue
-        config = Config(method=method())
+        # Some train the head for a few epochs first, some want tasks.
+        config = Config(method=method(), train=TrainConfig(epochs=3), data=DataConfig(tasks=TasksConfig()))
         assert Config.model_validate(json.loads(config.model_dump_json())) == config
 
 

@@ -417,6 +417,18 @@ def test_core50_layout(tmp_path: Path, inner: str) -> None:
     assert len(data.train) == len(data.test) == 18
 
 
+def test_core50_as_tasks_has_a_class_for_every_object_of_a_session(tmp_path: Path) -> None:
+    for session, label in ((10, 2), (2, 1), (2, 10)):
+        for frame in range(5):
+            name = f"C_{session:02d}_{label:02d}_{frame:03d}.png"
+            put(tmp_path / "core50" / f"s{session}" / f"o{label}" / name, picture(frame))
+    put(tmp_path / "core50" / "s2" / "o1" / "C_02_01_009.png", picture(9))
+    data = load(DataConfig(name="core50_sessions", dir=str(tmp_path)))
+    assert data.classes == ("s2/o1", "s2/o10", "s10/o2")  # session after session
+    assert torch.bincount(data.train.labels).tolist() == [5, 4, 4]
+    assert torch.bincount(data.test.labels).tolist() == [1, 1, 1]
+
+
 def test_core50_without_its_test_sessions(tmp_path: Path) -> None:
     put(tmp_path / "core50" / "s1" / "o1" / "C_01_01_000.png", picture(1))
     with pytest.raises(DataError, match="test sessions s3, s7, s10 are missing"):

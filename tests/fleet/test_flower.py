@@ -11,6 +11,7 @@ from loopback import Answer, Devices, deal
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
 from vitfleet.methods.registry import METHODS
 from vitfleet.run.conduct import conduct
 from vitfleet.run.records import RoundRecord
@@ -21,6 +22,7 @@ OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "transfl": ("method.k=1",),
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5"),
     "fed-prompt": ("method.prompts=2",),
+    "fedrep": ("train.epochs=2",),
 }
 
 
@@ -56,7 +58,16 @@ def same(session: Session, other: Session) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # measured on clients' own models: inline only
+
+
+def test_a_run_of_tasks_is_refused(tiny_config: MakeConfig) -> None:
+    tasks = ("data.tasks.count=2", "data.tasks.classes=2", "data.tasks.per_client=[1,2]")
+    with pytest.raises(UserError, match=r"fleet.kind = flower: data.tasks.count = 2 .* needs fleet.kind = inline"):
+        tiny_config("method.name=fedvit", *tasks, "fleet.kind=flower")
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - TASK_AFTER_TASK))
 def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(f"method.name={name}", *OVERRIDES.get(name, ()), "eval.clients=0", "data.augment.flip=true")
     deal(config, tmp_path / "data")

@@ -156,7 +156,7 @@ def test_models_are_tried_out_where_that_is_asked_for(
 ) -> None:
     tried: dict[int, Tensors] = {}
 
-    def judge(client: int, model: Tensors) -> Verdict:
+    def judge(client: int, stage: int, model: Tensors) -> Verdict:
         tried[client] = model
         return Verdict(3, 4)
 

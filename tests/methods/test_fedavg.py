@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
@@ -107,7 +107,7 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
     method = FedAvg(FedAvgConfig(), make_setting(epochs=2))
     server = method.start(tiny_net.initial_weights())
     down = method.instruct(server, round=1, client=4, since=None)
-    work = method.work(Job(1, 4, down, base={}, own=None, labels=torch.empty(0, dtype=torch.long)))
+    work = method.work(Job(1, 4, down, base={}, own=None, shard=NO_IMAGES))
     fit = next(work)
     assert fit.epochs == 2
     assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
@@ -134,7 +134,7 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
         fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), epochs=1)
         alone[client] = trainer.fit(fit, shard, Place(0, 1, client)).weights
         down = method.instruct(server, round=1, client=client, since=None)
-        work = method.work(Job(1, client, down, base={}, own=None, labels=torch.empty(0, dtype=torch.long)))
+        work = method.work(Job(1, client, down, base={}, own=None, shard=NO_IMAGES))
         gathering.add(client, finish(work, trainer.fit(next(work), shard, Place(0, 1, client))).up)
     after = gathering.finish()
     for name in tiny_net.anatomy.shapes:

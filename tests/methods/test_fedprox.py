@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conftest import MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, FedProxConfig
 from vitfleet.message import Tensors
 from vitfleet.methods import Job
@@ -20,14 +20,13 @@ from vitfleet.train.cohort import Place
 from vitfleet.train.objective import Fit, Fitted, Step
 
 PLACE = Place(0, 1, 0)
-NO_LABELS = torch.empty(0, dtype=torch.long)
 
 
 def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
     """Return the training that the client half asks for in its first round."""
     server = method.start(net.initial_weights())
     down = method.instruct(server, round=1, client=0, since=None)
-    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None, NO_LABELS)))
+    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None, NO_IMAGES)))
 
 
 def distance(left: Tensors, right: Tensors) -> float:
@@ -135,5 +134,5 @@ def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Ne
     method = FedProx(FedProxConfig(), make_setting())
     server = method.start({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
     down = method.instruct(server, round=5, client=0, since=2)
-    fit = next(method.work(Job(5, 0, down, {}, None, NO_LABELS)))
+    fit = next(method.work(Job(5, 0, down, {}, None, NO_IMAGES)))
     assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.anatomy.shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import StandaloneConfig
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Request
@@ -15,8 +15,6 @@ from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
 from vitfleet.train.cohort import Place
 from vitfleet.train.objective import Fit, Objective
-
-NO_LABELS = torch.empty(0, dtype=torch.long)
 
 
 @pytest.fixture
@@ -48,8 +46,8 @@ def test_replies_change_nothing(method: Standalone) -> None:
 def test_a_client_goes_on_from_its_own_weights(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
     own = State({name: weight + 1 for name, weight in initial.items()})
-    first = next(method.work(Job(1, 0, Message(), initial, None, NO_LABELS)))
-    later = next(method.work(Job(2, 0, Message(), initial, own, NO_LABELS)))
+    first = next(method.work(Job(1, 0, Message(), initial, None, NO_IMAGES)))
+    later = next(method.work(Job(2, 0, Message(), initial, own, NO_IMAGES)))
     assert same(first.weights, initial)
     assert same(later.weights, own.tensors)
     assert (first.epochs, tuple(first.objective.trains)) == (2, tuple(tiny_net.anatomy.shapes))

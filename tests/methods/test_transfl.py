@@ -225,7 +225,7 @@ def test_the_papers_message_sizes() -> None:
     methods = (FedAvg(FedAvgConfig(), setting), 18.2002), (TransFL(config.method, setting), 9.1621)
     for method, mebibytes in methods:
         down = method.instruct(method.start(net.initial_weights()), 1, 0, None)
-        answer = drive(method.work(Job(1, 0, down, {}, None, shard.images.labels)), trainer, shard, Place(0, 1, 0))
+        answer = drive(method.work(Job(1, 0, down, {}, None, shard)), trainer, shard, Place(0, 1, 0))
         sent = encode(answer.up)
         payload = payload_size(answer.up)
         assert round(payload / 2**20, 4) == mebibytes

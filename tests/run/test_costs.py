@@ -58,6 +58,17 @@ def test_a_frozen_layer_costs_less_than_one_that_trains_and_more_than_none() -> 
     assert bias == pytest.approx(2 * full / 3, rel=0.02)
 
 
+def test_body_and_head_epochs_are_averaged() -> None:
+    """One epoch of head tuning and four of the body, which cost nearly what full training does."""
+    config = Config.model_validate({"method": {"name": "fedrep", "head_epochs": 1}, "train": {"epochs": 5}})
+    with torch.device("meta"):
+        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
+    setting = Setting.of(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
+    found = client_flops(make_method(config.method, setting), net, 0.0)
+    head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
+    assert found.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [

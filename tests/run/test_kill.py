@@ -241,6 +241,24 @@ def test_killed_while_a_clients_state_is_written(runner: MakeRunner, undisturbed
     assert_equal_runs(killed, undisturbed("method.name=standalone"))
 
 
+def test_killed_in_the_middle_of_the_third_task(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    settings = (
+        "method.name=fedvit",
+        "train.epochs=3",
+        "data.tasks.count=5",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[2, 2]",
+        "data.tasks.share=[0.3, 0.5]",
+        "data.tasks.rounds_per_task=3",
+        "rounds=15",
+    )
+    killed = runner("killed", *settings, pause=0.03)
+    assert killed.kill_at(lambda: killed.round() == 7), killed.log()
+    assert killed.round() < 9, "the third task is over"
+    killed.finish()
+    assert_equal_runs(killed, undisturbed(*settings))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])

@@ -277,7 +277,9 @@ def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_i
         return sorted(sorted(place for place, _ in group) for group in found)
 
     assert grouped(client(40), client(30), client(20)) == [[0, 1, 2]]
-    assert grouped(client(40), client(10), client(30), client(9)) == [[0, 2], [1, 3]]  # too much padding together
+    some = client(40), client(10), client(30), client(9)
+    assert grouped(*some, batch=1) == [[0, 2], [1, 3]]  # too much padding together
+    assert grouped(*some, batch=8) == [[0, 1, 2, 3]]  # a few steps more or less
     assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # a step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # who has nothing needs no company

@@ -103,6 +103,52 @@ class EftVitConfig(Table):
     )
 
 
+class FedPerConfig(Table):
+    """FedAvg under the rule that the body is shared and the head is each client's own (FedPer)."""
+
+    name: Literal["fedper"] = "fedper"
+
+
+class FedRepConfig(Table):
+    """Head epochs with the body frozen, then body epochs with the head frozen; the body is averaged (FedRep)."""
+
+    name: Literal["fedrep"] = "fedrep"
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
+
+
+class MemoryTable(Table):
+    """What methods that store samples of learned tasks have in common."""
+
+    rho: float = Field(0.1, gt=0, le=1, description="share ρ of a task's samples, of every class, that is stored")
+    memory_bytes: int | None = Field(
+        None, ge=1, description="most bytes stored a client; the tasks are cut to a common size; null: no limit"
+    )
+    check: bool = Field(False, description="verify at every step that the angle to no stored task is obtuse")
+
+
+class GemConfig(MemoryTable):
+    """Gradient episodic memory: no step against the gradient of a stored task (GEM)."""
+
+    name: Literal["gem"] = "gem"
+    margin: float = Field(0.0, ge=0, description="least weight of each stored task once one is violated (GEM: 0.5)")
+
+
+class AGemConfig(MemoryTable):
+    """No step against the gradient of all stored tasks together (A-GEM)."""
+
+    name: Literal["a-gem"] = "a-gem"
+
+
+class FedVitConfig(MemoryTable):
+    """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
+
+    name: Literal["fedvit"] = "fedvit"
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
+    k: int = Field(10, ge=1, description="stored tasks that are integrated: the most dissimilar ones")
+    rank_every: int = Field(1, ge=1, description="steps that a ranking of the stored tasks serves")
+    tune_epochs: int = Field(1, ge=0, description="epochs of fine tuning after an aggregation")
+
+
 MethodConfig = Annotated[
     StandaloneConfig
     | FedAvgConfig
@@ -114,6 +160,11 @@ MethodConfig = Annotated[
     | FedPromptConfig
     | FedLoraConfig
     | FedBfptConfig
-    | EftVitConfig,
+    | EftVitConfig
+    | FedPerConfig
+    | FedRepConfig
+    | GemConfig
+    | AGemConfig
+    | FedVitConfig,
     Field(discriminator="name"),
 ]

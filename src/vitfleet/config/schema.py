@@ -6,12 +6,12 @@ samples, a layer count) are checked by the room that knows them, with the same k
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vitfleet.config.base import Table
-from vitfleet.config.methods import FedAvgConfig, MethodConfig
+from vitfleet.config.methods import AGemConfig, FedAvgConfig, FedVitConfig, GemConfig, MethodConfig
 
 
 class IidPartition(Table):
@@ -62,6 +62,47 @@ PartitionConfig = Annotated[
 ]
 
 
+class TasksConfig(Table):
+    """A stream of tasks: the classes are parted into tasks, and every client learns one task after the other."""
+
+    count: int = Field(10, ge=1, description="tasks; a table data.tasks makes a run one of task after task")
+    classes: int = Field(10, ge=1, description="classes of a task")
+    rounds_per_task: int = Field(
+        10, ge=1, description="rounds of a task; the schedule of the rate begins anew with each"
+    )
+    per_client: tuple[int, int] = Field(
+        (2, 5), strict=False, description="least and most classes of a task that a client holds"
+    )
+    share: tuple[float, float] = Field(
+        (0.05, 0.1), strict=False, description="least and largest share of a class's images that a client holds"
+    )
+    split: Literal["random", "listed"] = Field(
+        "random", description="whether classes are put into tasks at random or as the data lists them"
+    )
+    order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
+    incremental: Literal["task", "class"] = Field(
+        "task", description="whether an image's task is known, or its class is looked for among all"
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> TasksConfig:
+        for key, (least, most), limit in (("per_client", self.per_client, self.classes), ("share", self.share, 1)):
+            if not 0 < least <= most <= limit:
+                raise ValueError(
+                    f"data.tasks.{key} = [{least}, {most}]: must be the least and the most, above 0 and at most {limit}"
+                )
+        return self
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all tasks together."""
+        return self.count * self.rounds_per_task
+
+    def stage(self, round: int) -> int:
+        """Return how many tasks lie behind a client in a round (both of them counted as everywhere: rounds from 1)."""
+        return (round - 1) // self.rounds_per_task
+
+
 class AugmentConfig(Table):
     """What is done to a training image, on the device, batched. All off by default."""
 
@@ -85,6 +126,7 @@ class DataConfig(Table):
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="use only this many training images (and a fifth of it to test)")
     partition: PartitionConfig = DirichletPartition()
+    tasks: TasksConfig | None = None
     augment: AugmentConfig = AugmentConfig()
 
 
@@ -116,7 +158,7 @@ class TrainConfig(Table):
     lr: float = Field(1e-3, gt=0, description="largest learning rate of the schedule")
     weight_decay: float = Field(0.05, ge=0, description="on every weight that trains")
     momentum: float = Field(0.9, ge=0, lt=1, description="for sgd")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="over the rounds of the run")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="over the rounds of the run, or of a task")
     warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
     clip: float | None = Field(None, gt=0, description="largest norm of a step's gradient")
     mask_ratio: float = Field(0.0, ge=0, lt=1, description="share of an image's patches dropped at every step")
@@ -222,7 +264,9 @@ class Config(Table):
 
     title: str = Field("", description="one line for `vitfleet presets` and the report")
     seed: int = Field(0, ge=0, description="addresses every draw of the run")
-    rounds: int = Field(10, ge=1, description="rounds of the whole run; the schedule runs over them")
+    rounds: int = Field(
+        10, ge=1, description="rounds of the whole run; the schedule runs over them (data.tasks: follows from it)"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     method: MethodConfig = FedAvgConfig()
@@ -232,12 +276,64 @@ class Config(Table):
     eval: EvalConfig = EvalConfig()
     machine: MachineConfig = MachineConfig()
 
+    @property
+    def schedule_rounds(self) -> int:
+        """Rounds over which the learning rate's schedule runs: those of a task, or all."""
+        return self.data.tasks.rounds_per_task if self.data.tasks else self.rounds
+
+    def stage(self, round: int) -> int:
+        """Return how many tasks lie behind a client in a round; 0 where there are none."""
+        return self.data.tasks.stage(round) if self.data.tasks else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rounds_of_tasks(cls, tree: Any) -> Any:
+        """Let the rounds of a run of tasks follow from them, where they are left out."""
+        data = tree.get("data") if isinstance(tree, dict) and "rounds" not in tree else None
+        try:
+            tasks = DataConfig.model_validate(data or {}).tasks
+        except ValidationError:  # it will be complained of in its own place
+            return tree
+        return {**tree, "rounds": tasks.rounds} if tasks else tree
+
+    @model_validator(mode="after")
+    def _tasks_fit(self) -> Config:
+        tasks = self.data.tasks
+        if tasks is None:
+            if isinstance(self.method, GemConfig | AGemConfig | FedVitConfig):
+                raise ValueError(
+                    f"method.name = {self.method.name}: learns task after task; add a table data.tasks, for example "
+                    "-o data.tasks.count=5 -o data.tasks.classes=2"
+                )
+            return self
+        if self.rounds != tasks.rounds:
+            raise ValueError(
+                f"rounds = {self.rounds}: must be {tasks.rounds}, data.tasks.count × data.tasks.rounds_per_task, "
+                "or be left out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _head_epochs_leave_some(self) -> Config:
+        head_epochs = getattr(self.method, "head_epochs", 0)
+        if head_epochs >= self.train.epochs:
+            raise ValueError(
+                f"method.head_epochs = {head_epochs}: must be below train.epochs = {self.train.epochs}, "
+                "the rest of which trains the body"
+            )
+        return self
+
     @model_validator(mode="after")
     def _devices_can_follow(self) -> Config:
         """Let a server go back one round at most: a device keeps what it had before a round and after it."""
         if self.fleet.kind == "flower" and self.machine.checkpoint_every != 1:
             raise ValueError(
                 f"machine.checkpoint_every = {self.machine.checkpoint_every}: must be 1 with fleet.kind = flower"
+            )
+        if self.fleet.kind == "flower" and self.data.tasks is not None:
+            raise ValueError(
+                f"fleet.kind = flower: data.tasks.count = {self.data.tasks.count} tasks are measured on the clients' "
+                "own models, which a device does not show; such a run needs fleet.kind = inline"
             )
         return self
 

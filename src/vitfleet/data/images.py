@@ -72,3 +72,8 @@ class Shard:
 
     def __len__(self) -> int:
         return self.index.shape[0]
+
+    @property
+    def labels(self) -> Tensor:
+        """Their labels, in the shard's order."""
+        return self.images.labels[self.index]

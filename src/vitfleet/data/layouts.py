@@ -106,6 +106,18 @@ def core50(root: Path) -> Found:
     return Found(classes, _encode(train, classes, sessions, root), _encode(test, classes, sessions, root))
 
 
+def core50_sessions(root: Path) -> Found:
+    """Read the same as tasks: an object in a session is a class of its own, session after session; no test split.
+
+    It is how FedViT's comparison counts CORe50: 11 tasks of 50 classes.
+    """
+    objects = [(number, label) for number in range(1, CORE50_SESSIONS + 1) for label in range(1, CORE50_OBJECTS + 1)]
+    places = {f"s{number}/o{label}": root / f"s{number}" / f"o{label}" for number, label in objects}
+    classes = tuple(name for name, place in places.items() if place.is_dir())
+    every = [_Picture(path, name) for name in classes for path in images(places[name])]
+    return Found(classes, _encode(every, classes, (), root), None)
+
+
 def images(folder: Path) -> list[Path]:
     """Return the image files directly in a folder, sorted by name."""
     return sorted(

@@ -57,6 +57,7 @@ class Known:
 
 
 DIGITS = Known("digits", channels=1)
+CORE50_HOME = "download core50_128x128.zip from CORe50's home page and unpack it"
 KNOWN = (
     Known("cifar10", "uoft-cs/cifar10"),
     Known("cifar100", "uoft-cs/cifar100"),
@@ -70,7 +71,8 @@ KNOWN = (
         superclasses=True,
     ),
     Known("miniimagenet", "timm/mini-imagenet"),
-    Known("core50", home="download core50_128x128.zip from CORe50's home page and unpack it"),
+    Known("core50", home=CORE50_HOME),
+    Known("core50_sessions", folders=("core50",), home=CORE50_HOME),
     DIGITS,
     Known("fashion_mnist", "zalando-datasets/fashion_mnist", channels=1),
 )
@@ -220,10 +222,10 @@ def _remedy(known: Known, directory: str | None) -> str:
 
 
 def _read(root: Path, known: Known) -> Found:
-    if known.name == "core50":
+    if known.name.startswith("core50"):
         for inner in (root, root / "core50_128x128"):
             if layouts.is_core50(inner):
-                return layouts.core50(inner)
+                return layouts.core50(inner) if known.name == "core50" else layouts.core50_sessions(inner)
     if tables.holds_parquet(root):
         return tables.parquet(root, known.source_columns)
     if root.is_file():

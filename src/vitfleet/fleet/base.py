@@ -15,6 +15,8 @@ class Request:
 
     Attributes
     ----------
+    stage
+        The place in its stream of tasks, from 0; where there is no stream, always 0.
     since
         The last round whose reply the server took from this client; ``None``: a newcomer, who is given the
         method's base too. What a client keeps counts as of that round: a round whose reply was late, lost or
@@ -25,6 +27,7 @@ class Request:
     client: int
     down: Message
     evaluate: bool = False
+    stage: int = 0
     since: int | None = None
 
 

@@ -119,6 +119,7 @@ class Device:
         machine = set_up(self.machine, net.width)
         kit = make_kit(config, net, classes, machine)
         data = self.images(config, order.terms).to(machine.device)
+        shard = Shard(data.train, torch.arange(len(data.train), device=machine.device))
         job = Job(
             order.round,
             order.client,
@@ -126,9 +127,8 @@ class Device:
             _on(machine.device, base.tensors),
             # A state with nothing in it says that the client keeps nothing.
             State(_on(machine.device, own.tensors), own.numbers) if own and (own.tensors or own.numbers) else None,
-            data.train.labels.cpu(),
+            shard,
         )
-        shard = Shard(data.train, torch.arange(len(data.train), device=machine.device))
         answer = drive(kit.method.work(job), kit.trainer, shard, Place(config.seed, order.round, order.client))
         failure = diverged(answer)
         if failure is not None:

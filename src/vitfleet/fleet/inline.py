@@ -24,9 +24,9 @@ class InlineFleet:
     Parameters
     ----------
     shard
-        Returns a client's images.
+        Returns a client's images at a stage of its stream of tasks (0 where there is none).
     judge
-        Tries a client's own model out on its own test images.
+        Tries a client's own model out on its own test images of a stage.
     base
         What every client was given once; one copy serves all.
     stored
@@ -38,8 +38,8 @@ class InlineFleet:
         method: Method[Any],
         trainer: Trainer,
         seed: int,
-        shard: Callable[[int], Shard],
-        judge: Callable[[int, Tensors], Verdict],
+        shard: Callable[[int, int], Shard],
+        judge: Callable[[int, int, Tensors], Verdict],
         base: Tensors,
         stored: Callable[[int], State | None],
     ) -> None:
@@ -63,13 +63,13 @@ class InlineFleet:
                     yield Reply(request.client, None, failure=failure)
                     continue
                 self._keep(request.client, answer.own)
-                verdict = self.judge(request.client, answer.model) if request.evaluate else None
+                verdict = self.judge(request.client, request.stage, answer.model) if request.evaluate else None
                 yield Reply(request.client, answer.up, verdict)
 
     def _half(self, request: Request) -> Half[Answer]:
-        shard = self.shard(request.client)
-        labels = shard.images.labels[shard.index].cpu()
-        job = Job(request.round, request.client, request.down, self.base, self.own(request.client), labels)
+        shard = self.shard(request.client, request.stage)
+        own = self.own(request.client)
+        job = Job(request.round, request.client, request.down, self.base, own, shard, request.stage)
         return Half(self.method.work(job), shard, Place(self.seed, request.round, request.client))
 
     def own(self, client: int) -> State | None:

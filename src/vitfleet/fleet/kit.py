@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from vitfleet.config.schema import Config
 from vitfleet.methods import Method, Setting, adapt, make_method
 from vitfleet.models.net import Net
@@ -28,10 +30,20 @@ def make_net(config: Config, classes: int, channels: int, side: int) -> Net:
     return build(config.model, classes, channels, side, config.seed, partial(adapt, config.method))
 
 
-def make_kit(config: Config, net: Net, classes: int, machine: Machine) -> Kit:
-    """Make what a machine needs to train a run's model."""
+def make_kit(
+    config: Config, net: Net, classes: int, machine: Machine, stages: int = 1, tasks: Tensor | None = None
+) -> Kit:
+    """Make what a machine needs to train a run's model.
+
+    Parameters
+    ----------
+    stages, tasks
+        Of a run of tasks: how many there are, and the task of each class where an image's task is known.
+    """
     net = net.to(machine.device)
-    setting = Setting.of(net, config.train, config.rounds, config.seed, classes, machine.device, config.aggregate)
+    setting = Setting.of(
+        net, config.train, config.rounds, config.seed, classes, machine.device, stages, config.aggregate
+    )
     preprocess = preprocess_for(net, machine.device)
-    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.rounds, machine)
+    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, tasks)
     return Kit(net, make_method(config.method, setting), trainer)

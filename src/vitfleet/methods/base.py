@@ -19,10 +19,11 @@ from types import MappingProxyType
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.schema import AggregateConfig, TrainConfig
+from vitfleet.data.images import Shard
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
@@ -39,6 +40,8 @@ class Setting:
         Tokens of a training image after masking, class token included, and the numbers in each.
     device
         Where training happens.
+    stages
+        Tasks that every client learns, one after the other.
     """
 
     anatomy: Anatomy
@@ -49,6 +52,7 @@ class Setting:
     tokens: int
     width: int
     device: torch.device
+    stages: int = 1
     aggregate: AggregateConfig = field(default_factory=AggregateConfig)
 
     @classmethod
@@ -60,11 +64,13 @@ class Setting:
         seed: int,
         classes: int,
         device: torch.device,
+        stages: int = 1,
         aggregate: AggregateConfig | None = None,
     ) -> Setting:
         """Return the setting of a model in a run."""
         tokens = net.prefix + net.kept(train.mask_ratio)
-        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, aggregate or AggregateConfig())
+        rules = aggregate or AggregateConfig()
+        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, stages, rules)
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,10 @@ class Job:
         What every client was given once, at its first contact: see :meth:`Method.base`.
     own
         The client's own state, as it left it; ``None`` before its first round.
-    labels
-        The labels of the client's images, on the host.
+    shard
+        The client's images, at this stage of its stream of tasks.
+    stage
+        How many tasks lie behind it; 0 where there is no stream.
     """
 
     round: int
@@ -88,7 +96,8 @@ class Job:
     down: Message
     base: Tensors
     own: State | None
-    labels: Tensor
+    shard: Shard
+    stage: int = 0
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class EftVit(Method[EftVitConfig]):
         epochs = self.setting.train.epochs
         received = {**(job.base if job.own is None else job.own.tensors), **job.down.tensors}
         rng = Address(self.setting.seed, Purpose.RECORD, job.round, job.client).generator()
-        plan = draw_plan(job.labels.numpy(), epochs, self.params.threshold, rng)
+        plan = draw_plan(job.shard.labels.cpu().numpy(), epochs, self.params.threshold, rng)
         objective = Objective(self.trains, observer=Recorder(self.params.values), split=self.params.local_layers)
         fitted = yield Fit(received, objective, epochs, sums=empty_record(plan, self.params.values, self.setting))
         model = {**received, **fitted.weights}

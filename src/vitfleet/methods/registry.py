@@ -11,7 +11,11 @@ from vitfleet.methods.base import Method, Setting
 from vitfleet.methods.eftvit import EftVit
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.fedbfpt import FedBfpt
+from vitfleet.methods.fedper import FedPer
 from vitfleet.methods.fedprox import FedProx
+from vitfleet.methods.fedrep import FedRep
+from vitfleet.methods.fedvit import FedVit
+from vitfleet.methods.gem import AGem, Gem
 from vitfleet.methods.standalone import Standalone
 from vitfleet.methods.transfl import TransFL
 from vitfleet.methods.tuning import FedBias, FedFull, FedHead, FedLora, FedPrompt
@@ -30,6 +34,11 @@ METHODS: dict[str, type[Method[Any]]] = {
         FedLora,
         FedBfpt,
         EftVit,
+        FedPer,
+        FedRep,
+        Gem,
+        AGem,
+        FedVit,
     )
 }
 

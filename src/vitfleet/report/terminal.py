@@ -17,6 +17,7 @@ from vitfleet.run.compare import Row
 from vitfleet.run.records import RoundRecord
 
 SHOWN_ROUNDS = 8
+ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
 PLAIN_LINES = 20  # a long run says about this many lines into a pipe
 
 
@@ -89,6 +90,10 @@ class RoundDisplay:
             if entry.failure is not None:
                 text = f"round {record.round}: client {entry.client} left out, {entry.failure}"
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if record.learned is not None:
+            accuracy, lost = _share(record.learned.average_accuracy), _share(record.learned.forgetting)
+            text = f"task {record.learned.task} learned: average accuracy {accuracy}, forgetting {lost}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         if self.live is not None:
             self.live.update(self._picture())
         elif record.round == self.rounds or record.round % max(1, self.rounds // PLAIN_LINES) == 0:
@@ -116,12 +121,16 @@ def _cells(record: RoundRecord) -> list[str]:
     accuracy = record.accuracy
     return [
         str(record.round),
-        f"{accuracy.global_:.1%}" if accuracy and accuracy.global_ is not None else "–",
-        f"{accuracy.local:.1%}" if accuracy and accuracy.local is not None else "–",
+        _share(record.learned.average_accuracy if record.learned else accuracy.global_ if accuracy else None),
+        _share(accuracy.local if accuracy else None),
         "–" if record.loss is None else f"{record.loss:.3f}",
         human_bytes(sum(entry.up_bytes for entry in record.clients)),
         human_bytes(sum(entry.down_bytes for entry in record.clients)),
     ]
+
+
+def _share(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
 
 
 def human_bytes(count: float) -> str:
@@ -135,6 +144,8 @@ def human_bytes(count: float) -> str:
 
 def compare_table(rows: Sequence[Row]) -> Table:
     """Return a comparison as a table, a row a configuration."""
+    if all("continual" in summary for row in rows for summary in row.summaries):
+        return continual_table(rows)
     caption = (
         "accuracy: common test set · at home: clients' own models and test images · up, down: a client's message · "
         "trained, GFLOP: a client's parameters, and operations a sample"
@@ -157,11 +168,33 @@ def compare_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _percent(row: Row, key: str) -> str:
-    mean, spread = row.mean("accuracy", key), row.spread("accuracy", key)
+def continual_table(rows: Sequence[Row]) -> Table:
+    """Return a comparison of runs of tasks as a table: what was learned, what forgotten."""
+    caption = (
+        "accuracy: mean over all tasks after the last, clients' own models and test images · "
+        "backward, forward: transfer · up, down: a client's message"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in ("accuracy", "forgetting", "backward", "forward", "up", "down", "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        figures = ("average_accuracy", "forgetting", "backward_transfer", "forward_transfer")
+        table.add_row(
+            row.name,
+            *(_percent(row, figure, "continual", 1) for figure in figures),
+            human_bytes(row.mean("message", "up_bytes") or 0),
+            human_bytes(row.mean("message", "down_bytes") or 0),
+            f"{row.mean('total', 'seconds'):.0f} s",
+        )
+    return table
+
+
+def _percent(row: Row, key: str, table: str = "accuracy", scale: float = 100) -> str:
+    mean, spread = row.mean(table, key), row.spread(table, key)
     if mean is None:
         return "–"
-    return f"{mean:.1%}" if spread is None else f"{100 * mean:.1f} ± {100 * spread:.1f} %"
+    return f"{scale * mean:.1f}{'' if spread is None else f' ± {scale * spread:.1f}'} %"
 
 
 def _common(accuracy: dict[str, Any]) -> str:
@@ -176,15 +209,38 @@ def _local(accuracy: dict[str, Any]) -> str:
     return f"{accuracy['local']:.2%}, mean of {accuracy['local_clients']} clients"
 
 
+def _accuracies(summary: dict[str, Any]) -> dict[str, str]:
+    """Return the rows on accuracy: of a run of tasks, what was learned and what forgotten, in percent already."""
+    accuracy, continual = summary["accuracy"], summary.get("continual")
+    if continual is None:
+        return {
+            "accuracy, common test set": _common(accuracy),
+            "accuracy, clients at home": _local(accuracy),
+        }
+    names = {
+        "average_accuracy": "average accuracy, all tasks",
+        "forgetting": "forgetting",
+        "backward_transfer": "transfer, backward",
+        "forward_transfer": "transfer, forward",
+    }
+    rows = {title: f"{continual[name]:.2f} %" for name, title in names.items() if continual[name] is not None}
+    steps = continual.get("steps", {})
+    if steps.get("integrated"):
+        rows["steps that were integrated"] = f"{steps['integrated']}, {steps['rotated']} of them rotated"
+    odd = {kind: sum(count for name, count in steps.items() if name.endswith(kind)) for kind in ODD}
+    if any(odd.values()):
+        rows["steps out of the ordinary"] = ", ".join(f"{count} {kind}" for kind, count in odd.items())
+    return rows
+
+
 def summary_table(summary: dict[str, Any], title: str) -> Table:
     """Return a run's summary as a table."""
     table = Table(title=title or None, title_justify="left", show_header=False)
-    accuracy, message, total, client = (summary[key] for key in ("accuracy", "message", "total", "client"))
+    message, total, client = (summary[key] for key in ("message", "total", "client"))
     rows = {
         "method": summary["method"],
         "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s",
-        "accuracy, common test set": _common(accuracy),
-        "accuracy, clients at home": _local(accuracy),
+        **_accuracies(summary),
         "a client's message up": human_bytes(message["up_bytes"]),
         "a client's message down": human_bytes(message["down_bytes"]),
         "all messages up / down": f"{human_bytes(total['up_bytes'])} / {human_bytes(total['down_bytes'])}",

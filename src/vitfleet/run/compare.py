@@ -12,6 +12,7 @@ from typing import Any
 
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config
+from vitfleet.data import manifest, tasks
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import next_free
@@ -93,9 +94,14 @@ def shards_differ(path: Path) -> bool:
     """Whether runs of one seed were dealt different images: then their accuracies do not compare."""
     deals: dict[int, set[str]] = {}
     for member in members_of(path):
-        manifest = json.loads((member.folder(path) / "partition.json").read_text())
-        deals.setdefault(member.config.seed, set()).add(manifest["sha256"])
+        deal = json.loads((member.folder(path) / _deal_of(member.config)).read_text())
+        deals.setdefault(member.config.seed, set()).add(deal["sha256"])
     return any(len(found) > 1 for found in deals.values())
+
+
+def _deal_of(config: Config) -> str:
+    """Return the name of the file that says what a run's clients hold."""
+    return tasks.SUMMARY_FILE if config.data.tasks else manifest.SUMMARY_FILE
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from vitfleet.message import Message, State
 from vitfleet.methods.base import Gathering, RefusalError
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.randomness import Address, Purpose
+from vitfleet.run import continual
 from vitfleet.run.curves import Curves
 from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
 from vitfleet.run.session import Session
@@ -67,7 +68,7 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
         timings.close()
         curves.close()
     _save_model(session)
-    return summarize(folder, config, session.costs())
+    return summarize(folder, config, session.costs(), continual.summary(folder, config))
 
 
 def play_round(session: Session, round: int, progress: Progress = SILENCE) -> RoundRecord:
@@ -82,7 +83,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             since = session.heard.get(client)
             down = method.instruct(server, round, client, since)
             down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
-            yield Request(round, client, down, due, since)
+            yield Request(round, client, down, due, config.stage(round), since)
 
     gathering = method.gather(server, round)
     entries: list[ClientRecord] = []
@@ -113,12 +114,13 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     session.total_down_bytes += sum(entry.down_bytes for entry in entries)
     return RoundRecord(
         round,
-        learning_rate(config.train, round, config.rounds),
+        learning_rate(config.train, round, config.schedule_rounds),
         _mean_loss(entries),
         _accuracy(session, round, entries) if due else None,
         entries,
         session.total_up_bytes,
         session.total_down_bytes,
+        continual.after_round(session, round, progress),
     )
 
 
@@ -163,9 +165,12 @@ def _number(value: object) -> float:
 
 
 def _accuracy(session: Session, round: int, entries: list[ClientRecord]) -> Accuracy:
-    common = session.evaluator.common(session.method, round, session.server, session.base.tensors, session.fleet.own)
     at_home = [entry.accuracy for entry in entries if entry.accuracy is not None]
-    return Accuracy(*common, sum(at_home) / len(at_home) if at_home else None)
+    local = sum(at_home) / len(at_home) if at_home else None
+    if session.config.data.tasks:
+        return Accuracy(None, None, 0, local)
+    common = session.evaluator.common(session.method, round, session.server, session.base.tensors, session.fleet.own)
+    return Accuracy(*common, local)
 
 
 def _save_model(session: Session) -> None:

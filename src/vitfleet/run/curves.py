@@ -32,6 +32,9 @@ class Curves:
             scalars["accuracy/global"] = record.accuracy.global_
             scalars["accuracy/local"] = record.accuracy.local
             scalars["test/loss"] = record.accuracy.loss
+        if record.learned is not None:
+            scalars["continual/average_accuracy"] = record.learned.average_accuracy
+            scalars["continual/forgetting"] = record.learned.forgetting
         if self._writer is None:
             return
         for name, value in scalars.items():

@@ -27,7 +27,15 @@ from vitfleet.train.machine import Machine
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures models on the test images, whole (never masked), in large batches on the device."""
+    """Measures models on the test images, whole (never masked), in large batches on the device.
+
+    Attributes
+    ----------
+    deal, stages
+        The test images of every client, stage after stage of its stream of tasks (one, where there is none).
+    tasks
+        The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
+    """
 
     net: Net
     preprocess: Preprocess
@@ -36,6 +44,8 @@ class Evaluator:
     machine: Machine
     config: EvalConfig
     seed: int
+    stages: int = 1
+    tasks: Tensor | None = None
 
     def common(
         self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
@@ -62,22 +72,26 @@ class Evaluator:
         accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
         return accuracy, loss if math.isfinite(loss) else None, len(measured)
 
-    def judge(self, client: int, model: Tensors) -> Verdict:
-        """Try a client's own model out on its own test images."""
-        index = self.deal.of(client)
+    def judge(self, client: int, stage: int, model: Tensors) -> Verdict:
+        """Try a client's own model out on its own test images of a stage."""
+        index = self.images_of(client, stage)
         if not len(index):
             return Verdict(0, 0)
         right, _ = self.answer(model, index)
         return Verdict(int(right.sum()), len(index))
 
+    def images_of(self, client: int, stage: int) -> NDArray[np.int64]:
+        """Return a client's test images of a stage."""
+        return self.deal.of(client * self.stages + stage)
+
     def answer(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is named rightly (0 or 1) and its cross-entropy."""
-        judge = Judge(self.net, self.preprocess, self.machine, self.config.batch_size)
+        judge = Judge(self.net, self.preprocess, self.machine, self.config.batch_size, self.tasks)
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
         return judge.answer(weights, self.test, chosen)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.deal.clients)
+        candidates = np.arange(self.deal.clients // self.stages)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()

@@ -61,7 +61,8 @@ class RunFolder:
 
     def discard(self) -> None:
         """Take back a folder whose run could not even be set up, so that its name is free again."""
-        for name in ("config.json", "about.json", "partition.json", "partition.safetensors", "machine.json", ".lock"):
+        deals = [f"{name}.{kind}" for name in ("partition", "tasks") for kind in ("json", "safetensors")]
+        for name in ("config.json", "about.json", *deals, "machine.json", ".lock"):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()

@@ -52,8 +52,8 @@ class Accuracy:
     Attributes
     ----------
     global_
-        On the common test set: the server's model, or the mean over ``models`` clients' where it has none;
-        ``None`` where nobody may look at those.
+        On the common test set: the server's model, or the mean over ``models`` clients' where it has none.
+        ``None`` where nobody may look at those, and in a run of tasks: there the record's ``learned`` counts.
     loss
         Mean cross-entropy there; ``None`` where it is not finite.
     models
@@ -70,8 +70,37 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class TaskRecord:
+    """How every client's model does once a task is learned; shares 0…1.
+
+    Attributes
+    ----------
+    task
+        Tasks learned so far, m.
+    matrix
+        For each client a_{m,1}, a_{m,2}, … on its own test images of its first, second, … task: those learned, and the
+        next one, which is not; ``None`` where it has no test images.
+    initial
+        The same for the untrained model, of all tasks; kept with the first task only.
+    average_accuracy, forgetting, backward_transfer, forward_transfer
+        Means over the clients: see :mod:`vitfleet.run.continual`. Only the first is known after one task.
+    """
+
+    task: int
+    matrix: list[list[float | None]]
+    initial: list[list[float | None]] | None
+    average_accuracy: float | None
+    forgetting: float | None = None
+    backward_transfer: float | None = None
+    forward_transfer: float | None = None
+
+
+@dataclass(frozen=True)
 class RoundRecord:
-    """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1."""
+    """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1.
+
+    ``learned`` is there in the last round of a task.
+    """
 
     round: int
     lr: float
@@ -80,6 +109,7 @@ class RoundRecord:
     clients: list[ClientRecord]
     total_up_bytes: int
     total_down_bytes: int
+    learned: TaskRecord | None = None
 
     def line(self) -> str:
         """Return the record as one line of JSON."""
@@ -91,7 +121,13 @@ class RoundRecord:
         tree = json.loads(line)
         accuracy = tree.pop("accuracy")
         clients = [ClientRecord(**client) for client in tree.pop("clients")]
-        return cls(**tree, accuracy=Accuracy(**accuracy) if accuracy else None, clients=clients)
+        learned = tree.pop("learned", None)
+        return cls(
+            **tree,
+            accuracy=Accuracy(**accuracy) if accuracy else None,
+            clients=clients,
+            learned=TaskRecord(**learned) if learned else None,
+        )
 
 
 class LineFile:
@@ -152,8 +188,16 @@ class ClientCosts:
     train_gflops: float
 
 
-def summarize(folder: Path, config: Config, costs: ClientCosts) -> dict[str, Any]:
-    """Sum a run up from its records and write ``summary.json``."""
+def summarize(
+    folder: Path, config: Config, costs: ClientCosts, continual: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Sum a run up from its records and write ``summary.json``.
+
+    Parameters
+    ----------
+    continual
+        What is to be said of a run of tasks besides.
+    """
     rounds = participations = up_bytes = down_bytes = failures = 0
     best: float | None = None
     last: Accuracy | None = None
@@ -170,7 +214,7 @@ def summarize(folder: Path, config: Config, costs: ClientCosts) -> dict[str, Any
             last = record.accuracy
             best = best if last.global_ is None else max(best or 0.0, last.global_)
     each = max(1, participations)
-    summary = {
+    summary: dict[str, Any] = {
         "method": config.method.name,
         "seed": config.seed,
         "rounds": rounds,
@@ -190,6 +234,7 @@ def summarize(folder: Path, config: Config, costs: ClientCosts) -> dict[str, Any
             "failures": failures,
         },
         "client": asdict(costs),
+        **({"continual": continual} if continual else {}),
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
     return summary

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vitfleet.config.schema import Config, FilePartition, MachineConfig
+from vitfleet.config.schema import Config, FilePartition, MachineConfig, TasksConfig
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.manifest import Deal
 from vitfleet.data.manifest import save as save_partition
 from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load as load_data
+from vitfleet.data.tasks import SUMMARY_FILE, Streams, make_streams
+from vitfleet.data.tasks import load as load_streams
+from vitfleet.data.tasks import save as save_streams
 from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
@@ -28,7 +31,7 @@ from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.costs import client_flops
 from vitfleet.run.evaluate import Evaluator
-from vitfleet.run.records import ClientCosts
+from vitfleet.run.records import ClientCosts, TaskRecord, read_records
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
@@ -45,7 +48,7 @@ class Session:
     config: Config
     folder: Path
     data: DataSet
-    partition: Partition
+    partition: Partition | Streams
     machine: Machine
     net: Net
     method: Method[Any]
@@ -59,6 +62,7 @@ class Session:
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     heard: dict[int, int] = field(default_factory=dict)
+    learned: list[TaskRecord] = field(default_factory=list)
 
     def refine(self, server: State, round: int) -> State:
         """Let the server train, if its method does; it has no images of its own."""
@@ -97,20 +101,26 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
     net = make_net(config, len(data.classes), data.train.channels, data.train.side)
     machine = _machine(config, folder, net.width)
     data = data.to(machine.device)
-    partition = _partition(config, data, folder) if grid is None else _nobodys(config)
-    kit = make_kit(config, net, len(data.classes), machine)
+    partition = _deal(config, data, folder) if grid is None else _nobodys(config)
+    stages = partition.stages if isinstance(partition, Streams) else 1
+    tasks: torch.Tensor | None = None
+    if isinstance(partition, Streams) and config.data.tasks and config.data.tasks.incremental == "task":
+        tasks = torch.from_numpy(partition.task_of_class).to(machine.device)
+    kit = make_kit(config, net, len(data.classes), machine, stages, tasks)
     net, method, trainer = kit.net, kit.method, kit.trainer
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
     checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
 
-    def shard(client: int) -> Shard:
-        return Shard(data.train, torch.from_numpy(partition.train.of(client)).to(machine.device))
+    def shard(client: int, stage: int) -> Shard:
+        return Shard(data.train, torch.from_numpy(partition.train.of(client * stages + stage)).to(machine.device))
 
     # Nobody looks into a device: where the server has no model, there is none to try out on the common images.
     evaluation = config.eval if grid is None else config.eval.model_copy(update={"clients": 0})
-    evaluator = Evaluator(net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed)
+    evaluator = Evaluator(
+        net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, stages, tasks
+    )
     fleet: Fleet
     if grid is None:
         stored = checkpoints.client
@@ -141,6 +151,9 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
         session.round = latest.round
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)
+        session.learned = [
+            record.learned for record in read_records(folder) if record.learned and record.round <= latest.round
+        ]
     return session
 
 
@@ -152,6 +165,12 @@ def _machine(config: Config, folder: Path, width: int) -> Machine:
     machine = set_up(config.machine, width)
     write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
+
+
+def _deal(config: Config, data: DataSet, folder: Path) -> Partition | Streams:
+    """Deal the images, or the tasks."""
+    tasks = config.data.tasks
+    return _streams(tasks, config, data, folder) if tasks else _partition(config, data, folder)
 
 
 def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
@@ -169,6 +188,16 @@ def _partition(config: Config, data: DataSet, folder: Path) -> Partition:
             folder,
         )
     return partition
+
+
+def _streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) -> Streams:
+    """Deal the tasks; a run that goes on takes the deal it began with."""
+    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
+    if (folder / SUMMARY_FILE).exists():
+        return load_streams(folder, train_labels, test_labels)
+    streams = make_streams(tasks, config.fleet.clients, config.seed, train_labels, test_labels, len(data.classes))
+    save_streams(streams, tasks, train_labels, test_labels, folder)
+    return streams
 
 
 def _nobodys(config: Config) -> Partition:

@@ -21,10 +21,11 @@ from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Fitted, References, Step, within_task
+from vitfleet.train.objective import Fit, Fitted, Memory, References, Step, within_task
 from vitfleet.train.optim import Optimizer
 from vitfleet.train.stack import Stack, cut_back, lift, stack
 
+STORED_AT_ONCE = 8
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
 
 
@@ -101,7 +102,7 @@ def bring_together(group: Sequence[Assignment], net: Net) -> Given:
     """Stack what the clients of a group are given; one client's tensors get no axis."""
     fits = [one.fit for one in group]
     trains = net.anatomy.trainable(fits[0].objective.trains)
-    memories = [{} if fit.memory is None else vars(fit.memory) for fit in fits]
+    memories = [{} if fit.memory is None else vars(_evened(fit.memory)) for fit in fits]
     if len(group) == 1:
         fit = fits[0]
         # Running statistics are written in place by the forward pass, sums by observers: never somebody else's.
@@ -119,6 +120,18 @@ def bring_together(group: Sequence[Assignment], net: Net) -> Given:
         stack([fit.sums for fit in fits], share=False),
         stack([{} if fit.elsewhere is None else trains.take(fit.elsewhere) for fit in fits], share=False),
         stack(memories, share=False),
+    )
+
+
+def _evened(memory: Memory) -> Memory:
+    """Return a memory whose parts are a multiple of some samples wide, so that shapes recur from round to round."""
+    missing = -memory.share.shape[1] % STORED_AT_ONCE
+    if not missing:
+        return memory
+    return Memory(
+        F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),
+        F.pad(memory.labels, (0, missing)),
+        F.pad(memory.share, (0, missing)),
     )
 
 

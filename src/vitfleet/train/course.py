@@ -11,7 +11,7 @@ import torch
 from vitfleet.data.batches import Visits
 from vitfleet.train.cohort import Assignment, Cohort, Engine, Given
 
-KEPT = 6  # captured courses that are kept for another cohort of their form
+KEPT = 10  # captured courses that are kept for another cohort of their form
 
 
 class Course(Protocol):

@@ -13,7 +13,10 @@ from vitfleet.train.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
 SERVER = -2  # the server's place among the clients, for what it draws itself
-ALIKE = 0.5  # a client joins a group if it has at least this share of the largest one's steps: the rest is padding
+# A client joins a group if it has at least this share of the largest one's steps an epoch (the rest is padding), or
+# lacks no more than a few: groups that are always the same are worth more than those.
+ALIKE = 0.5
+FEW_STEPS = 8
 
 
 @dataclass
@@ -74,11 +77,14 @@ def _may_join(first: Assignment, other: Assignment, trainer: Trainer) -> bool:
     if first is other:
         return True
     one, two = first.fit, other.fit
-    size = trainer.config.batch_size
+
+    def steps(whose: Assignment) -> int:
+        return -(-len(whose) // trainer.config.batch_size)
+
     return (
         trainer.net.stackable
         and len(other) > 0
-        and -(-len(other) // size) >= ALIKE * -(-len(first) // size)
+        and (steps(other) >= ALIKE * steps(first) or steps(other) >= steps(first) - FEW_STEPS)
         and one.features is None
         and two.features is None
         and first.shard.images is other.shard.images

@@ -13,16 +13,24 @@ from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine
+from vitfleet.train.objective import within_task
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Tries models out, on the device."""
+    """Tries models out, on the device.
+
+    Attributes
+    ----------
+    tasks
+        The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
+    """
 
     net: Net
     preprocess: Preprocess
     machine: Machine
     batch_size: int
+    tasks: Tensor | None = None
 
     @torch.inference_mode()
     def answer(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -34,7 +42,7 @@ class Judge:
             pixels = self.preprocess(images.images[part])
             labels = images.labels[part]
             with self.machine.autocast():
-                logits = self.net(weights, pixels)
+                logits = within_task(self.net(weights, pixels), labels, self.tasks)
             right.append(logits.argmax(dim=1) == labels)
             losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
         return torch.cat(right).float(), torch.cat(losses)

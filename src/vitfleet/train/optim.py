@@ -17,9 +17,11 @@ EPSILON = 1e-8
 def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
     """Return the learning rate of a round (counted from 1).
 
-    A client sees few steps a round, so the schedule runs over the rounds of the whole run: linear up over
-    ``warmup_rounds``, then half a cosine towards (never reaching) zero. It is constant within a round.
+    A client sees few steps a round, so the schedule runs over rounds: linear up over ``warmup_rounds``, then half a
+    cosine towards (never reaching) zero. It is constant within a round. ``rounds`` are those of the whole run, or of
+    one task: after them it begins anew.
     """
+    round = (round - 1) % rounds + 1
     if round <= config.warmup_rounds:
         return config.lr * round / (config.warmup_rounds + 1)
     if config.schedule == "constant":

@@ -1,0 +1,168 @@
+"""What FedViT's integration costs: a body step with k stored tasks against a plain one, and where its time goes.
+
+Example::
+
+    python benchmarks/fedvit_step.py --clients 8 --k 10 --stored 13
+
+FedViT's six-layer ViT on random images, trained through the trainer as a run does it (clients stacked and captured in
+a graph on a GPU). Four trainings differ by one thing each: plain; with the gradients of k stored tasks, which are not
+used; with the integrator on them; with two tasks more than k, ranked at every step. A time is the median over
+repetitions of the difference of a long and a short training by the steps between them: what is not a step cancels
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import Tensors
+from vitfleet.models.zoo import build
+from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.machine import set_up
+from vitfleet.train.objective import Fit, Memory, Objective, References, Step
+from vitfleet.train.surgery import Integrator, MostDissimilar, products, solve
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+CLASSES = 100
+SIDE = 32
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """Takes the references and leaves the gradient as it is."""
+
+    counts: tuple[str, ...] = ()
+
+    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+        return gradients, {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=1, help="trained together")
+    parser.add_argument("--k", type=int, default=10, help="stored tasks that are integrated")
+    parser.add_argument("--stored", type=int, default=32, help="samples of each stored task")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=192)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+
+    machine = replace(set_up(MachineConfig(device=args.device)), cohort=args.clients)
+    net = build(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
+    net = net.to(machine.device)
+    config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
+    tasks = (torch.arange(CLASSES) // 10).to(machine.device)
+    trainer = Trainer(net, preprocess_for(net, machine.device), config, AugmentConfig(), 10, machine, tasks)
+    weights = [
+        {name: one.to(machine.device) for name, one in net.initial_weights().items()} for _ in range(args.clients)
+    ]
+    longest = (args.steps + 1) * args.batch
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (longest, 3, SIDE, SIDE), generator=random, dtype=torch.uint8)
+    images = ImageSet(pixels, torch.randint(0, CLASSES, (longest,), generator=random)).to(machine.device)
+
+    def stored(parts: int) -> Memory:
+        index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
+        share = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
+        return Memory(images.images[index], images.labels[index], share)
+
+    def seconds(objective: Objective, memories: list[Memory | None], steps: int) -> float:
+        shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))
+        group = [
+            Assignment(Fit(own, objective, 1, memory=memory), shard, Place(0, 1, client))
+            for client, (own, memory) in enumerate(zip(weights, memories, strict=True))
+        ]
+        started = time.perf_counter()
+        trainer.fit_together(group)
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    body = net.anatomy.body
+    trainings = {
+        "plain": (Objective(body), 0),
+        "k gradients restored": (Objective(body, transform=Untouched()), args.k),
+        "and integrated": (Objective(body, transform=Integrator()), args.k),
+        "k + 2 ranked and integrated": (
+            Objective(body, transform=Integrator(), chooser=MostDissimilar(args.k)),
+            args.k + 2,
+        ),
+    }
+    memories = {
+        name: [stored(parts) if parts else None for _ in range(args.clients)] for name, (_, parts) in trainings.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in trainings}
+    for repetition in range(args.repeat + 1):  # in turns, so that a busy moment does not fall on one of them alone
+        for name, (objective, _) in trainings.items():
+            long, short = (seconds(objective, memories[name], count) for count in (args.steps + 1, 1))
+            if repetition:  # the first warms up, and captures what is captured
+                times[name].append((long - short) / args.steps)
+    steps = {name: statistics.median(taken) for name, taken in times.items()}
+
+    qp = time_of_solve(args.clients, args.k, net.anatomy.count(body), machine.device, args.repeat)
+    plain, whole = steps["plain"], steps["and integrated"]
+    surgery = whole - steps["k gradients restored"]
+    # Beside the sorting, a ranking restores two gradients more: they are not its own cost.
+    ranked = steps["k + 2 ranked and integrated"]
+    gradient = (steps["k gradients restored"] - plain) / args.k
+    print(
+        f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
+        f"samples a stored task; {machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}\n"
+    )
+    print("| step | ms | × plain |")
+    print("|---|---|---|")
+    for name, taken in steps.items():
+        print(f"| {name} | {1e3 * taken:.2f} | {taken / plain:.2f} |")
+    print(
+        f"\nintegrated / plain: {whole / plain:.2f}, allowed {args.k + 1.5}; of an integrated step the integrator takes"
+        f" {surgery / whole:.1%}, the QP alone {qp / whole:.1%} ({1e3 * qp:.2f} ms); of a ranked one the ranking takes"
+        f" {max(0.0, ranked - whole - 2 * gradient) / ranked:.1%}"
+    )
+
+
+def time_of_solve(clients: int, k: int, parameters: int, device: torch.device, repeat: int) -> float:
+    """Time the quadratic programme by itself; captured in a graph where steps are."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
+    own = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
+    gram, slack, size = torch.vmap(lambda one, many: products({"w": one}, {"w": many}))(own, rows)
+    lifted = torch.vmap(lambda a, b, c: solve(a, b, c).v)
+
+    def once() -> None:
+        lifted(gram, slack, size)
+
+    if device.type != "cuda":
+        return statistics.median(_timed(once, device) for _ in range(repeat))
+    for _ in range(3):
+        once()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return statistics.median(_timed(graph.replay, device) for _ in range(10 * repeat))
+
+
+def _timed(work: object, device: torch.device) -> float:
+    assert callable(work)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

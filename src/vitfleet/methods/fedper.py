@@ -1,0 +1,24 @@
+"""FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
+
+FedAvg of the body; body and head train together, the head stays each client's own. It is FedAvg under the rule by which
+FedViT's comparison is made: body shared, heads local.
+"""
+
+from __future__ import annotations
+
+from vitfleet.config.methods import FedPerConfig
+from vitfleet.message import Tensors
+from vitfleet.methods.base import Job
+from vitfleet.methods.body import Learned, Learning, SharedBody
+from vitfleet.train.objective import Fit, Objective
+
+
+class FedPer(SharedBody[FedPerConfig]):
+    """Federated averaging of the body."""
+
+    name = "fedper"
+
+    def learn(self, job: Job, weights: Tensors) -> Learning:
+        """Train everything at once."""
+        fitted = yield Fit(weights, Objective(self.trains), self.setting.train.epochs)
+        return Learned({**weights, **fitted.weights}, fitted)

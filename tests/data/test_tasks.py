@@ -1,0 +1,128 @@
+"""Streams of tasks: who learns what, when, from which images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitfleet.config.schema import TasksConfig
+from vitfleet.data.manifest import Ints
+from vitfleet.data.tasks import ARRAYS_FILE, NO_TASK, Streams, load, make_streams, save
+from vitfleet.errors import ConfigError, DataError
+
+CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8
+TRAIN_LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), TRAIN))
+TEST_LABELS = np.random.default_rng(1).permutation(np.repeat(np.arange(CLASSES), TEST))
+CONFIG = TasksConfig(count=5, classes=5, per_client=(2, 4), share=(0.05, 0.1))
+
+
+def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) -> Streams:
+    return make_streams(config, clients, seed, TRAIN_LABELS, TEST_LABELS, CLASSES)
+
+
+def held(streams: Streams, client: int, stage: int) -> tuple[Ints, Ints]:
+    place = streams.place(client, stage)
+    return streams.train.of(place), streams.test.of(place)
+
+
+def test_classes_are_parted_into_tasks() -> None:
+    tasks = make().task_of_class
+    assert np.bincount(tasks[tasks != NO_TASK]).tolist() == [5] * 5
+    assert (tasks == NO_TASK).sum() == 5
+    assert not np.array_equal(tasks, make(seed=1).task_of_class)
+    listed = make(CONFIG.model_copy(update={"split": "listed"})).task_of_class
+    assert listed.tolist() == [*np.repeat(np.arange(5), 5), *[NO_TASK] * 5]
+
+
+def test_every_client_learns_every_task_in_its_own_order() -> None:
+    order = make().order
+    assert all(sorted(row) == list(range(5)) for row in order.tolist())
+    assert len({tuple(row) for row in order.tolist()}) > 1
+    common = make(CONFIG.model_copy(update={"order": "common"})).order
+    assert len({tuple(row) for row in common.tolist()}) == 1
+
+
+def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
+    streams = make()
+    class_counts, shares = set(), []
+    for client in range(CLIENTS):
+        for stage in range(streams.stages):
+            train, test = held(streams, client, stage)
+            classes, counts = np.unique(TRAIN_LABELS[train], return_counts=True)
+            assert set(streams.task_of_class[classes]) == {streams.order[client, stage]}
+            class_counts.add(len(classes))
+            shares += (counts / TRAIN).tolist()
+            assert len(set(train.tolist())) == len(train)
+            # Its test images are all those of its classes, and of no other.
+            assert np.array_equal(np.sort(test), np.flatnonzero(np.isin(TEST_LABELS, classes)))
+    assert class_counts == {2, 3, 4}
+    assert min(shares) >= 0.05
+    assert max(shares) <= 0.1
+    assert 0.06 < np.mean(shares) < 0.09
+
+
+def test_counts_are_those_of_all_stages() -> None:
+    streams = make()
+    for client in range(CLIENTS):
+        images = np.concatenate([held(streams, client, stage)[0] for stage in range(streams.stages)])
+        assert np.array_equal(streams.counts[client], np.bincount(TRAIN_LABELS[images], minlength=CLASSES))
+
+
+def test_clients_draw_on_their_own() -> None:
+    """Neither the number of clients nor the order of the tasks changes what a client holds of a task."""
+    few, many = make(clients=3), make(clients=9)
+    common = make(CONFIG.model_copy(update={"order": "common"}))
+    for client in range(3):
+        for stage in range(few.stages):
+            train, _ = held(few, client, stage)
+            assert np.array_equal(train, held(many, client, stage)[0])
+            there = int(np.flatnonzero(common.order[client] == few.order[client, stage])[0])
+            assert np.array_equal(train, held(common, client, there)[0])
+    assert not np.array_equal(held(few, 0, 0)[0], held(make(seed=1, clients=3), 0, 0)[0])
+
+
+def test_a_small_class_gives_at_least_one_image_and_an_empty_one_none() -> None:
+    labels = np.array([0, 0, 1, 1, 1, 3])
+    config = TasksConfig(count=2, classes=2, per_client=(2, 2), share=(0.05, 0.05), split="listed")
+    streams = make_streams(config, 1, 0, labels, labels, 4)
+    sizes = {int(streams.order[0, stage]): len(held(streams, 0, stage)[0]) for stage in range(2)}
+    assert sizes == {0: 2, 1: 1}
+
+
+def test_too_many_tasks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tasks\.count = 7: .* need 35 classes, the data has 30"):
+        make(TasksConfig(count=7, classes=5))
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"classes": 3}, r"data\.tasks\.per_client = \[2, 5\]: .* at most 3"),
+        ({"per_client": (4, 3)}, r"per_client = \[4, 3\]"),
+        ({"per_client": (0, 3)}, r"per_client = \[0, 3\]"),
+        ({"share": (0.5, 1.2)}, r"share = \[0.5, 1.2\]: .* at most 1"),
+    ],
+)
+def test_bounds_are_checked(table: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        TasksConfig.model_validate(table)
+
+
+def test_saved_and_read_back_they_are_the_same(tmp_path: Path) -> None:
+    streams = make()
+    save(streams, CONFIG, TRAIN_LABELS, TEST_LABELS, tmp_path)
+    again = load(tmp_path, TRAIN_LABELS, TEST_LABELS)
+    assert again.fingerprint() == streams.fingerprint() != make(seed=1).fingerprint()
+    assert np.array_equal(again.counts, streams.counts)
+    assert np.array_equal(held(again, 3, 2)[0], held(streams, 3, 2)[0])
+    with pytest.raises(DataError, match="made for other images"):
+        load(tmp_path, TRAIN_LABELS[::-1], TEST_LABELS)
+    file = tmp_path / ARRAYS_FILE
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0xFF  # in the counts' last number
+    data[-9000] ^= 0xFF
+    file.write_bytes(bytes(data))
+    with pytest.raises(DataError, match="damaged"):
+        load(tmp_path, TRAIN_LABELS, TEST_LABELS)

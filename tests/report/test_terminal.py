@@ -1,0 +1,62 @@
+"""What a run of tasks looks like in a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from vitfleet.report.terminal import RoundDisplay, compare_table, summary_table
+from vitfleet.run.compare import Row
+from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
+
+
+def shown(what: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def summary(accuracy: float, **steps: int) -> dict[str, Any]:
+    figures = {"forgetting": 4.25, "backward_transfer": -3.5, "forward_transfer": None}
+    return {
+        "method": "fedvit",
+        "rounds": 10,
+        "accuracy": {"global": None, "local": 0.5, "local_clients": 3, "best": None},
+        "message": {"up_bytes": 2048, "down_bytes": 1024},
+        "total": {"up_bytes": 1, "down_bytes": 1, "seconds": 3.0, "participations": 4, "failures": 0},
+        "client": {"params": 10, "trainable_params": 10, "forward_gflops": 0.1, "train_gflops": 0.3},
+        "continual": {"average_accuracy": accuracy, **figures, "matrix": [], "by_task": {}, "steps": steps},
+    }
+
+
+def test_a_summary_of_tasks_says_what_was_learned_and_what_forgotten() -> None:
+    text = shown(summary_table(summary(61.239, integrated=40, rotated=30, degenerate=0, tuning_degenerate=0), ""))
+    assert "61.24 %" in text
+    assert "4.25 %" in text
+    assert "40, 30 of them rotated" in text
+    assert "forward" not in text, "it is not known"
+    assert "out of the ordinary" not in text
+
+
+def test_what_an_integrator_warns_of_is_never_silent() -> None:
+    odd = summary(60.0, integrated=40, rotated=30, degenerate=2, tuning_degenerate=1, unsolved=4)
+    assert "3 degenerate, 4 unsolved" in shown(summary_table(odd, ""))
+
+
+def test_a_comparison_of_tasks_is_of_accuracy_and_forgetting() -> None:
+    text = shown(compare_table([Row("mine", [summary(60.0), summary(64.0)]), Row("other", [summary(50.0)])]))
+    assert "62.0 ± 2.8 %" in text
+    assert "50.0 %" in text
+    assert "forgetting" in text
+
+
+def test_a_learned_task_is_announced() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    learned = TaskRecord(2, [[0.5]], None, average_accuracy=0.625, forgetting=0.04)
+    record = RoundRecord(4, 0.1, 1.0, Accuracy(None, None, 0, 0.7), [], 0, 0, learned)
+    RoundDisplay(console, rounds=10, done=0).round_done(record, 1.0)
+    assert isinstance(console.file, io.StringIO)
+    assert "task 2 learned: average accuracy 62.5%, forgetting 4.0%" in console.file.getvalue()

@@ -1,0 +1,297 @@
+"""A run of tasks: its figures on a matrix by hand, what it records, and that it survives being stopped in a task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from vitfleet.config import load_config
+from vitfleet.config.schema import Config
+from vitfleet.data.tasks import Streams
+from vitfleet.errors import UserError
+from vitfleet.methods.knowledge import read
+from vitfleet.progress import SILENCE
+from vitfleet.run.compare import Member, begin, shards_differ
+from vitfleet.run.conduct import conduct, play_round
+from vitfleet.run.continual import Rows, answers, as_matrix, as_rows, figures, shares, try_out
+from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.session import Session, open_session
+
+TINY = (
+    "data.tasks.rounds_per_task=2",
+    "model.dim=16",
+    "model.depth=2",
+    "model.heads=2",
+    "model.patch_size=4",
+    "train.epochs=2",
+    "method.head_epochs=1",
+    "fleet.clients=4",
+    "fleet.per_round=3",
+    "machine.device=cpu",
+)
+WITHOUT_HEAD_EPOCHS = tuple(key for key in TINY if not key.startswith("method."))
+
+
+def tiny(*overrides: str) -> Config:
+    return load_config("fedvit-digits", [*TINY, *overrides])
+
+
+class Nobody:
+    """Hears of rounds and says nothing."""
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        pass
+
+
+# The figures
+
+
+def row(*values: float) -> NDArray[np.float64]:
+    return np.array([values])
+
+
+def test_figures_of_a_matrix_by_hand() -> None:
+    nan = np.nan
+    # After task 1, 2, 3: accuracy on task 1, 2, 3; beside it the next, which is not learned yet.
+    matrix = np.array([[[0.9, 0.4, nan], [0.7, 0.8, 0.6], [0.8, 0.5, 1.0]]])
+    initial = row(0.5, 0.5, 0.5)
+    accuracy, forgetting, backward, forward = figures(matrix, initial)
+    assert accuracy == pytest.approx((0.8 + 0.5 + 1.0) / 3)
+    # The first was once 0.9 and is 0.8, the second was 0.8 and is 0.5.
+    assert forgetting == pytest.approx((0.1 + 0.3) / 2)
+    assert backward == pytest.approx((0.8 - 0.9 + 0.5 - 0.8) / 2)
+    assert forward == pytest.approx((0.4 - 0.5 + 0.6 - 0.5) / 2)
+    accuracy, forgetting, *_ = figures(matrix[:, :2], initial)
+    assert accuracy == pytest.approx(0.75)
+    assert forgetting == pytest.approx(0.2)
+    accuracy, *others = figures(matrix[:, :1], initial)
+    assert accuracy == pytest.approx(0.9)
+    assert others == [None, None, None]
+
+
+def test_forgetting_is_measured_against_the_best_ever_after_learning_and_may_be_negative() -> None:
+    better = np.array([[[0.5, 1.0], [0.6, 0.7]]])
+    assert figures(better, row(0, 0))[1] == pytest.approx(-0.1)
+    # The best is in the middle; what was guessed before a task was learned does not count.
+    middle = np.array([[[0.5, 0.99, 0], [0.8, 0.6, 0], [0.7, 0.6, 0.9]]])
+    assert figures(middle, row(0, 0, 0))[1] == pytest.approx((0.1 + 0.0) / 2)
+
+
+def test_figures_are_means_over_clients_of_what_was_measured() -> None:
+    nan = np.nan
+    matrix = np.array([[[0.9, nan], [0.5, 0.7]], [[nan, nan], [nan, 0.4]]])
+    accuracy, forgetting, backward, forward = figures(matrix, np.full((2, 2), 0.5))
+    assert accuracy == pytest.approx((0.6 + 0.4) / 2)
+    assert forgetting == pytest.approx(0.4)
+    assert backward == pytest.approx(-0.4)
+    assert forward is None
+
+
+def test_rows_become_a_matrix() -> None:
+    after_one: Rows = [[0.1, None], [0.2, 0.3]]
+    after_two: Rows = [[0.4, 0.5, 0.6], [0.7, 0.8, 0.9]]
+    matrix = as_matrix([after_one, after_two], 3)
+    assert matrix.shape == (2, 2, 3)
+    np.testing.assert_array_equal(matrix[0], [[0.1, np.nan, np.nan], [0.4, 0.5, 0.6]])
+    np.testing.assert_array_equal(as_rows(after_one, 2)[1], [0.2, 0.3])
+
+
+# The run
+
+
+def streams_of(session: Session) -> Streams:
+    assert isinstance(session.partition, Streams)
+    return session.partition
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    """Return a FedViT session over five tasks, at its end."""
+    folder = tmp_path_factory.mktemp("fedvit")
+    session = open_session(tiny(), folder)
+    conduct(session, Nobody())
+    return session
+
+
+def test_what_is_recorded_at_the_end_of_each_task(played: Session) -> None:
+    records = list(read_records(played.folder))
+    assert [record.round for record in records if record.learned] == [2, 4, 6, 8, 10]
+    learned = [record.learned for record in records if record.learned]
+    assert learned == played.learned
+    assert [one.task for one in learned] == [1, 2, 3, 4, 5]
+    assert [[len(row) for row in one.matrix] for one in learned] == [[m] * 4 for m in (2, 3, 4, 5, 5)]
+    assert [one.initial is None for one in learned] == [False, True, True, True, True]
+    assert learned[0].forgetting is None
+    assert all(one.forgetting is not None and one.forward_transfer is not None for one in learned[1:])
+
+
+def test_the_summary_is_in_percent_and_follows_from_the_records(played: Session) -> None:
+    summary = json.loads((played.folder / "summary.json").read_text())["continual"]
+    last = played.learned[-1]
+    assert last.average_accuracy is not None
+    assert summary["average_accuracy"] == pytest.approx(100 * last.average_accuracy)
+    assert summary["forgetting"] == summary["by_task"]["forgetting"][-1]
+    column = [row[1] for row in last.matrix if row[1] is not None]
+    assert summary["matrix"][4][1] == pytest.approx(100 * sum(column) / len(column))
+    assert summary["matrix"][0][2:] == [None, None, None]
+    assert summary["steps"]["integrated"] > 0
+    assert summary["steps"]["unsolved"] == 0
+
+
+def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: Session) -> None:
+    """Count again, image by image and one at a time, among the classes of the image's task."""
+    assert played.evaluator.tasks is not None
+    for client in range(4):
+        state = played.fleet.own(client)
+        assert state is not None
+        weights = {name: state.tensors[name] for name in played.net.anatomy.shapes}
+        for stage in (0, 3):
+            index = played.evaluator.images_of(client, stage)
+            right = 0
+            for image in index.tolist():
+                pixels, label = played.data.test.images[image : image + 1], int(played.data.test.labels[image])
+                logits = played.net(weights, played.trainer.preprocess(pixels))[0]
+                rivals = torch.nonzero(played.evaluator.tasks == played.evaluator.tasks[label]).flatten()
+                right += int(rivals[logits[rivals].argmax()]) == label
+            assert played.learned[-1].matrix[client][stage] == pytest.approx(right / len(index))
+
+
+def test_both_ways_to_try_a_model_out_agree(played: Session) -> None:
+    model = played.method.model(played.server, played.base.tensors, played.fleet.own(1))
+    everything, _ = played.evaluator.answer(model)
+    assert answers(played.evaluator, model, 1, 5) == pytest.approx(shares(played.evaluator, everything, 1, 5))
+    assert try_out(played, 3, SILENCE)[1] == pytest.approx(answers(played.evaluator, model, 1, 3))
+
+
+def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: Session) -> None:
+    asked: dict[int, set[int]] = {}
+    for record in read_records(played.folder):
+        for entry in record.clients:
+            asked.setdefault(entry.client, set()).add((record.round - 1) // 2)
+    for client, stages in asked.items():
+        state = played.fleet.own(client)
+        assert state is not None
+        known = read(state.tensors)
+        assert set(known) == stages
+        for stage, stored in known.items():
+            task = streams_of(played).order[client, stage]
+            assert played.evaluator.tasks is not None
+            assert set(played.evaluator.tasks[stored.labels.long()].tolist()) == {task}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper", "gem", "a-gem", "standalone", "transfl", "eftvit"])
+def test_every_method_learns_tasks_of_the_same_deal(method: str, played: Session, tmp_path: Path) -> None:
+    extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
+    config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
+    session = open_session(config, tmp_path)
+    summary = conduct(session, Nobody())
+    assert summary["rounds"] == 4
+    assert 0 <= summary["continual"]["average_accuracy"] <= 100
+    assert len(summary["continual"]["matrix"]) == 2
+    assert summary["accuracy"]["global"] is None
+    # What a client holds of a task depends on the seed alone, not on the method or the number of tasks.
+    for client in range(4):
+        mine, theirs = streams_of(session), streams_of(played)
+        there = theirs.order[client].tolist().index(int(mine.order[client, 0]))
+        assert np.array_equal(mine.train.of(client * 2), theirs.train.of(client * 5 + there))
+
+
+def test_where_tasks_are_not_known_any_class_can_win(tmp_path: Path) -> None:
+    config = tiny("data.tasks.incremental=class", "data.tasks.count=2")
+    session = open_session(config, tmp_path)
+    assert session.trainer.tasks is None
+    assert session.evaluator.tasks is None
+    initial, _ = session.evaluator.answer(session.net.initial_weights())
+    assert float(initial.mean()) < 0.3, "a tenth is guessed, not a half"
+    assert conduct(session, Nobody())["continual"]["average_accuracy"] > 0
+
+
+def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
+    config = tiny("train.schedule=cosine", "data.tasks.count=2", "data.tasks.rounds_per_task=3")
+    conduct(open_session(config, tmp_path), Nobody())
+    rates = [record.lr for record in read_records(tmp_path)]
+    assert rates[:3] == rates[3:]
+    assert rates[0] > rates[1] > rates[2]
+
+
+def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
+    """Memories of unequal sizes, parts that some clients lack, the ranking, the rotation: lifted over the clients."""
+    keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
+    alone, together = (open_session(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
+    for round in range(1, 9):
+        one, other = play_round(alone, round), play_round(together, round)
+        told = [[entry.numbers.get("integrated") for entry in record.clients] for record in (one, other)]
+        assert told[0] == told[1]
+    assert any(told[0])
+    for name, tensor in alone.server.tensors.items():
+        torch.testing.assert_close(together.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
+def test_what_a_client_costs_is_known(name: str, tmp_path: Path) -> None:
+    config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
+    costs = open_session(config, tmp_path).costs()
+    assert costs.trainable_params == costs.params
+    assert costs.train_gflops > costs.forward_gflops > 0
+
+
+def test_rounds_follow_from_the_tasks() -> None:
+    assert tiny().rounds == 10
+    assert tiny("rounds=10").rounds == 10
+    with pytest.raises(UserError, match=r"rounds = 7: must be 10, data\.tasks\.count × data\.tasks\.rounds_per_task"):
+        tiny("rounds=7")
+    with pytest.raises(UserError, match=r"method\.name = fedvit: learns task after task; add a table data\.tasks"):
+        load_config("digits", ["method.name=fedvit", "train.epochs=6"])
+
+
+def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
+    configs = [
+        load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"]) for name in ("gem", "fedavg")
+    ]
+    members = [Member(config.method.name, config) for config in configs]
+    path = begin(members, tmp_path / "both", "vitfleet compare")
+    for member in members:
+        open_session(member.config, member.folder(path))
+    assert not shards_differ(path)
+
+
+class Stops:
+    """Interrupts a run after some round."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        if record.round == self.round:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["fedvit", "a-gem"])
+def test_stopped_in_the_middle_of_task_three_it_goes_on_bit_for_bit(
+    method: str, played: Session, tmp_path: Path
+) -> None:
+    overrides = () if method == "fedvit" else (f"method.name={method}",)
+    keys = TINY if method == "fedvit" else WITHOUT_HEAD_EPOCHS
+    config = load_config("fedvit-digits", [*keys, *overrides])
+    if method == "fedvit":
+        straight = played.folder
+    else:
+        straight = tmp_path / "straight"
+        conduct(open_session(config, straight), Nobody())
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        conduct(open_session(config, stopped), Stops(5))
+    resumed = open_session(config, stopped)
+    assert (resumed.round, len(resumed.learned)) == (5, 2)
+    conduct(resumed, Nobody())
+    names = ["records.jsonl", *(str(path.relative_to(straight)) for path in straight.glob("checkpoint/*.safetensors"))]
+    assert len(names) > 4, "memories and heads are among them"
+    for name in names:
+        assert (stopped / name).read_bytes() == (straight / name).read_bytes(), name
+    left, right = (json.loads((folder / "summary.json").read_text())["continual"] for folder in (stopped, straight))
+    assert left == right
