@@ -62,9 +62,14 @@ TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # measured on clients' own models:
 
 
 def test_a_run_of_tasks_is_refused(tiny_config: MakeConfig) -> None:
-    tasks = ("data.tasks.count=2", "data.tasks.classes=2", "data.tasks.per_client=[1,2]")
+    tasks = (
+        "data.tasks.count=2",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[1,2]",
+        "data.tasks.rounds_per_task=1",
+    )
     with pytest.raises(UserError, match=r"fleet.kind = flower: data.tasks.count = 2 .* needs fleet.kind = inline"):
-        tiny_config("method.name=fedvit", *tasks, "fleet.kind=flower")
+        tiny_config("method.name=gem", *tasks, "rounds=2", "fleet.kind=flower")
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - TASK_AFTER_TASK))
