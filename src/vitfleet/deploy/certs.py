@@ -54,7 +54,7 @@ class Certs:
 
     @property
     def home(self) -> Path:
-        """What Flower's processes on the server keep, the SuperLink's database among it."""
+        """What Flower's processes on the server write: logs, the app."""
         return self.folder / "flower"
 
     def node_key(self, name: str) -> Path:

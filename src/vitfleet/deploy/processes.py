@@ -26,7 +26,6 @@ import httpx
 
 from vitfleet.deploy.certs import Certs
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
 
 # Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
 SETTINGS = {
@@ -73,8 +72,6 @@ def open_door(door: Door, names: Sequence[str]) -> Iterator[None]:
     In this order: a device that comes before its key is known is sent away for good.
     """
     door.home.mkdir(parents=True, exist_ok=True)
-    if not (door.home / "superlink.db").exists():  # a new one knows nobody
-        (door.home / "registered.json").unlink(missing_ok=True)
     inner = free_port()
     with _process(superlink_command(door, inner), door.home, "superlink.log") as link:
         await_health(door, inner, link)
@@ -90,7 +87,7 @@ def superlink_command(door: Door, inner: int) -> list[str]:
     """Return the command that starts the SuperLink, on this machine's own loopback only."""
     certs = door.certs
     command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(inner)]
-    command += ["--database", str(door.home / "superlink.db"), "--disable-runtime-dependency-installation"]
+    command += ["--disable-runtime-dependency-installation"]
     if certs is None:
         return [*command, "--insecure"]
     command += ["--ssl-ca-certfile", str(certs.ca), "--ssl-certfile", str(certs.server)]
@@ -128,15 +125,9 @@ def connection(door: Door, inner: int) -> str:
 
 
 def register(door: Door, certs: Certs, names: Sequence[str]) -> None:
-    """Tell the SuperLink the devices' public keys, but for those it was told before: its database keeps them."""
-    told = door.home / "registered.json"
-    known: dict[str, str] = json.loads(told.read_text()) if told.exists() else {}
-    keys = {name: certs.node_public_key(name) for name in names}
-    new = {name: path for name, path in keys.items() if known.get(name) != path.read_text()}
-    if new:
-        flwr(door, *(["supernode", "register", str(path), LINK, "--name", name] for name, path in new.items()))
-        known |= {name: path.read_text() for name, path in new.items()}
-        write_atomically(told, json.dumps(known).encode())
+    """Tell the SuperLink the devices' public keys."""
+    keys = {name: str(certs.node_public_key(name)) for name in names}
+    flwr(door, *(["supernode", "register", key, LINK, "--name", name] for name, key in keys.items()))
 
 
 def start_run(door: Door, folder: Path, *options: str) -> int:
@@ -240,7 +231,8 @@ def die_with_parent() -> None:
 def stay(command: list[str], home: Path, say: Callable[[str], None]) -> NoReturn:
     """Run a device's SuperNode, and run it again whenever it ends: only a signal to us ends both.
 
-    It ends, for instance, when the SuperLink believes that it is still there: for a minute after it was killed.
+    It ends when a new SuperLink does not know its number, and when the old one believes that it is still there: for a
+    minute after it was killed.
     """
     home.mkdir(parents=True, exist_ok=True)
     while True:
