@@ -100,7 +100,7 @@ def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
                     method.instruct(server, 1, client, None),
                     base,
                     None,
-                    task.images.labels[shard.index].cpu(),
+                    shard,
                 )
                 halves.append(Half(method.work(job), shard, Place(SEED, 1, client)))
             drive_together(halves, trainer)

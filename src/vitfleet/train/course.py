@@ -81,7 +81,6 @@ class GraphCourse:
     def _capture(self, kind: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # A graph that nobody needs any more must not be taken apart by a garbage collection in the middle of this.
-        gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:

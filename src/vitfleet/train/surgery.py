@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitfleet.message import Tensors
 from vitfleet.train.objective import References, Step
@@ -30,6 +31,7 @@ DEPENDENT = 1e-12  # a row whose squared distance from the span of those taken u
 SOLVED = 1e-8  # what counts as solved
 VANISHED = 1e-7  # a turned gradient this much shorter than g is all rounding: it is none
 ACUTE = -1e-6  # the least cosine that the check lets pass
+PIECE = 8192  # numbers of a gradient that are multiplied at once
 COUNTS = ("integrated", "rotated", "degenerate", "unsolved")  # steps, of what is told here: see Turned
 TUNING = "tuning_"  # what the same counts are called by where it is the fine tuning that is meant
 OBTUSE = "obtuse"  # and those that the check, where it is on, found wrong
@@ -177,8 +179,8 @@ def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float
     vanished = broken & (left <= VANISHED**2 * size)
     applied: dict[str, Tensor] = {}
     for name, own in gradients.items():
-        rows = references[name].flatten(1)
-        moved = own.double() + (v @ rows.double()).reshape(own.shape)
+        weights = v.view(-1, *(1,) * own.dim())
+        moved = own + (weights * references[name]).sum(0)  # in v's float64
         applied[name] = torch.where(broken, torch.where(vanished, 0, moved).to(own.dtype), own)
     odd = (present & (lengths == 0)).any() | (size == 0) | (broken & solution.dependent) | vanished
     return Turned(applied, broken.float(), odd.float(), (broken & ~solution.solved).float())
@@ -187,16 +189,17 @@ def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float
 def products(gradients: Tensors, references: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Return the inner products of the references, those with the gradient, and its squared length, in float64.
 
-    They are summed tensor by tensor, so that no second copy of all references is ever made, and in float64: what a GPU
-    does to float32 products (TF32) would spoil the angles.
+    In float64: what a GPU does to float32 products (TF32) would spoil the angles. Few rows of millions of numbers are
+    no shape for a matrix product, whose work would fall to a handful of a GPU's processors; so they are cut into
+    pieces, every piece is multiplied on its own, and the products are summed.
     """
-    grams, slacks, sizes = [], [], []
-    for name, own in gradients.items():
-        rows, one = references[name].flatten(1).double(), own.flatten().double()
-        grams.append(rows @ rows.T)
-        slacks.append(rows @ one)
-        sizes.append(one @ one)
-    return torch.stack(grams).sum(0), torch.stack(slacks).sum(0), torch.stack(sizes).sum(0)
+    together = torch.cat(
+        [torch.cat([references[name], own[None]]).flatten(1) for name, own in gradients.items()], dim=1
+    )
+    padded = F.pad(together, (0, -together.shape[1] % PIECE))
+    pieces = padded.reshape(len(together), -1, PIECE).transpose(0, 1).double()
+    gram = (pieces @ pieces.mT).sum(0)
+    return gram[:-1, :-1], gram[:-1, -1], gram[-1, -1]
 
 
 def obtuse(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
