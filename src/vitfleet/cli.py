@@ -120,6 +120,37 @@ def resume(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The report's folder; default: the run's own, of several a new one in runs/.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep the page up to date until its runs are finished.")
+    ] = False,
+) -> None:
+    """Make one HTML page of runs and comparisons, which opens offline, and every figure of it as SVG and PNG.
+
+    Examples
+    --------
+    * `vitfleet report runs/compare-001`
+    * `vitfleet report runs/a runs/b --out runs/both`
+    * `vitfleet report --watch runs/a`, while `vitfleet run` goes on in another terminal
+    """
+    from vitfleet.report.terminal import TerminalProgress
+    from vitfleet.report.write import watch_report, write_report
+
+    if not watch:
+        _say(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
+        return
+    try:
+        written = watch_report(runs, out, lambda page: _say(console, f"live report: {page} (Ctrl-C ends it)"))
+    except KeyboardInterrupt:
+        return
+    _say(console, f"report: {written.page}")
+
+
+@app.command()
 def presets() -> None:
     """List the shipped configurations."""
     from vitfleet.config import presets as shipped
@@ -178,7 +209,7 @@ def _load(source: str, override: list[str], seed: int | None, data_dir: str | No
 
 def _compare(path: Path) -> None:
     """Play what is left of a comparison and show its table."""
-    from vitfleet.run.compare import members_of, rows_of, shards_differ
+    from vitfleet.run.compare import command_of, members_of, rows_of, shards_differ
     from vitfleet.run.folder import create, reopen
 
     for member in members_of(path):
@@ -188,14 +219,16 @@ def _compare(path: Path) -> None:
         if (folder / "config.json").exists():
             _play(reopen(folder), comparison=path)
         else:
-            command = ["vitfleet", *sys.argv[1:]]
+            command = shlex.split(command_of(path))
             _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
-    from vitfleet.report.terminal import compare_table
+    from vitfleet.report.terminal import TerminalProgress, compare_table
+    from vitfleet.report.write import write_report
 
     console.print(compare_table(rows_of(path)))
     if shards_differ(path):
         _say(complaints, "note: these runs were not dealt the same images, so their accuracies do not compare")
     _say(console, f"comparison folder: {path}")
+    _say(console, f"report: {write_report([path], progress=TerminalProgress(console)).page}")
 
 
 def _show(summary: dict[str, Any], held: RunFolder) -> None:

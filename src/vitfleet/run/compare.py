@@ -56,6 +56,12 @@ def members_of(path: Path) -> list[Member]:
     return [Member(one["name"], validate(one["config"])) for one in tree["members"]]
 
 
+def command_of(path: Path) -> str:
+    """Return the command that asked for a comparison."""
+    command: str = json.loads((path / MANIFEST).read_text())["command"]
+    return command
+
+
 @dataclass(frozen=True)
 class Row:
     """One configuration of a comparison, over its seeds."""

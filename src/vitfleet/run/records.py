@@ -29,6 +29,11 @@ class ClientRecord:
         What its message said of itself.
     right, tested
         Its own model on its own test images, in rounds that are evaluated.
+    gflops
+        Operations of its training, forward and backward, in billions.
+    began, ended
+        When it was asked and when its answer was in, in virtual seconds since the run began, where the fleet has
+        devices.
     """
 
     client: int
@@ -38,6 +43,9 @@ class ClientRecord:
     right: int | None = None
     tested: int | None = None
     failure: str | None = None
+    gflops: float | None = None
+    began: float | None = None
+    ended: float | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -99,7 +107,8 @@ class TaskRecord:
 class RoundRecord:
     """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1.
 
-    ``learned`` is there in the last round of a task.
+    ``learned`` is there in the last round of a task, ``virtual_seconds``, the virtual clock at the round's end, where
+    the fleet has devices.
     """
 
     round: int
@@ -110,6 +119,7 @@ class RoundRecord:
     total_up_bytes: int
     total_down_bytes: int
     learned: TaskRecord | None = None
+    virtual_seconds: float | None = None
 
     def line(self) -> str:
         """Return the record as one line of JSON."""
