@@ -59,7 +59,7 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
                 entries.append(ClientRecord(client, 10**6, 10**6, numbers, 5, 10, began=began, ended=ended))
             accuracy = Accuracy(top * float(1 - 1 / round + rng.random() / 50), 1 / round, 1, float(rng.random()))
             bytes = 10**7 * round
-            record = RoundRecord(round, 1e-3, 1 / round, accuracy, entries, bytes, bytes, 600.0 * round)
+            record = RoundRecord(round, 1e-3, 1 / round, accuracy, entries, bytes, bytes, virtual_seconds=600.0 * round)
             file.write(record.line() + "\n")
     summarize(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
 

@@ -142,6 +142,7 @@ TINY = (
     "train.batch_size=16",
     "fleet.clients=6",
     "fleet.per_round=3",
+    "fleet.devices={}",
     "machine.device=cpu",
     "machine.threads=1",
 )

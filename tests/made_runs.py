@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from vitfleet.config.load import validate
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, summarize
+from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, TaskRecord, summarize
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6
+LEARNED = (TaskRecord(1, [[0.9, 0.1]], [[0.1, 0.1]], 0.9), TaskRecord(2, [[0.7, 0.8]], None, 0.75, 0.2))
 CLASSES = 4
 
 
@@ -29,7 +31,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         played: int = 5,
         rounds: int = 5,
         devices: bool = True,
-        continual: dict[str, Any] | None = None,
+        tasks: int = 0,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -49,11 +51,12 @@ def make_run(tmp_path: Path) -> MakeRun:
             (folder / "devices.json").write_text(json.dumps({"clients": kinds}))
         with (folder / "records.jsonl").open("w") as file:
             for round in range(1, played + 1):
-                file.write(_record(round, seed, method, devices).line() + "\n")
+                record = _record(round, seed, method, devices)
+                learned = LEARNED[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
+                file.write(replace(record, learned=learned).line() + "\n")
         if played == rounds:
-            summary = summarize(folder, config, ClientCosts(100, 50, 1.0, 3.0))
-            if continual is not None:
-                (folder / "summary.json").write_text(json.dumps({**summary, "continual": continual}))
+            continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
+            summarize(folder, config, ClientCosts(100, 50, 1.0, 3.0), continual if tasks else None)
         return folder
 
     return make
@@ -74,4 +77,4 @@ def _record(round: int, seed: int, method: str, devices: bool) -> RoundRecord:
         entries.append(ClientRecord(client, 2000, 1000, numbers, failure=late, began=began, ended=ended))
     accuracy = Accuracy(0.1 * round + 0.01 * seed, 2.0 / round, 1, 0.05 * round)
     clock = 3600.0 * round if devices else None
-    return RoundRecord(round, 1e-3, 1 / round, accuracy, entries, 3000 * round, 6000 * round, clock)
+    return RoundRecord(round, 1e-3, 1 / round, accuracy, entries, 3000 * round, 6000 * round, virtual_seconds=clock)

@@ -12,7 +12,6 @@ from vitfleet.report.page import render, report_figures
 from vitfleet.report.runs import read_groups
 from vitfleet.report.write import report_folder, watch_report, write_report
 
-MATRIX = {"matrix": [[0.9, None], [0.7, 0.8]], "average_accuracy": 0.75, "forgetting": 0.2}
 WIDTHS = (390, 1440)
 
 
@@ -82,7 +81,7 @@ def test_in_a_real_browser(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [
         make_run("a", seed=0),
         make_run("b", seed=1),
-        make_run("c", method="transfl", continual=MATRIX),
+        make_run("c", method="transfl", tasks=2),
         make_run("d", method="eftvit"),
     ]
     page = tmp_path / "report.html"

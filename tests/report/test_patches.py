@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from conftest import MakeConfig
-from vitfleet.data.batches import draw_epoch
+from vitfleet.data.batches import draw_epoch, visit
 from vitfleet.report.patches import contact_sheet, draw_patches
 from vitfleet.run.session import open_session
 
@@ -29,10 +29,10 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
     client = int(session.partition.counts.sum(axis=1).argmax())
     samples = len(session.partition.train.of(client))
     kept = session.net.kept(0.5)
-    device = session.machine.device
     side = session.data.train.side
-    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, session.net.patches, kept, device)
-    assert drawn.keep is not None
+    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, session.net.patches, kept)
+    batch = visit([drawn], samples, kept, session.machine.device, many=False).step(0, many=False)
+    assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))
     grid = round(session.net.patches**0.5)
     tile = (sheet.shape[0] - 6) // 2
@@ -44,7 +44,7 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
         for column in range(grid)
         if (first[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] == 128).all()
     }
-    assert grey == set(range(grid * grid)) - set(drawn.keep[0].tolist())
+    assert grey == set(range(grid * grid)) - set(batch.keep[0].tolist())
 
 
 def test_whole_images_need_no_picture(tiny_config: MakeConfig, tmp_path: Path) -> None:

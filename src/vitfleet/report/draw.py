@@ -38,7 +38,7 @@ def draw_files(figure: Figure, folder: Path) -> list[Path]:
 
 def _sheets(figure: Figure) -> Iterator[tuple[str, View | None]]:
     if isinstance(figure, Lines) and len(figure.views) > 1:
-        yield from ((f"{figure.id}-by-{view.name}", view) for view in figure.views)
+        yield from ((f"{figure.id}-by-{view.name.replace(' ', '-')}", view) for view in figure.views)
     else:
         yield figure.id, figure.views[0] if isinstance(figure, Lines) else None
 

@@ -14,7 +14,7 @@ from vitfleet.report.runs import Group, RunView, devices_of
 from vitfleet.run.records import RoundRecord
 
 MEGABYTE = 1e6
-HOUR = 3600.0
+_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 CLIENT_ROWS = 200  # a figure has no more rows than this: in a larger fleet neighbours are averaged
 
 Reading = Callable[[RoundRecord], float | None]
@@ -23,18 +23,21 @@ Reading = Callable[[RoundRecord], float | None]
 def common_figures(groups: Sequence[Group]) -> list[Figure]:
     """Return the figures that compare the configurations."""
     figures: list[Figure] = []
+    axes = _axes(groups)
 
     def curves(id: str, title: str, label: str, value: Reading, percent: bool = False, note: str = "") -> None:
-        views = [view for axis in _AXES if (view := _view(groups, axis, value)) is not None]
+        views = [view for axis in axes if (view := _view(groups, axis, value)) is not None]
         if views:
             figures.append(Lines(id, title, label, views, percent, note))
 
     curves("accuracy", "Accuracy on the common test set", "accuracy", _global, percent=True)
+    curves("learned", "Average accuracy on the tasks learned", "accuracy", _learned, percent=True)
+    curves("forgetting", "Forgetting of tasks learned before", "share", _forgotten, percent=True)
     curves("local", "Accuracy of clients' own models at home", "accuracy", _local, percent=True)
     curves("test-loss", "Loss on the common test set", "cross-entropy", _test_loss)
     curves("train-loss", "Training loss of the clients", "loss", lambda record: record.loss)
     for id, title, value in (("up", "Bytes up, a round", _up), ("down", "Bytes down, a round", _down)):
-        view = _view(groups, _AXES[0], value)
+        view = _view(groups, _ROUNDS, value)
         if view is not None:
             note = "All of a round's clients together. The first contact with a client brings it the initial model."
             figures.append(Lines(f"bytes-{id}", title, "MB", [view], note=note if id == "down" else ""))
@@ -81,6 +84,14 @@ def _local(record: RoundRecord) -> float | None:
     return record.accuracy.local if record.accuracy else None
 
 
+def _learned(record: RoundRecord) -> float | None:
+    return record.learned.average_accuracy if record.learned else None
+
+
+def _forgotten(record: RoundRecord) -> float | None:
+    return record.learned.forgetting if record.learned else None
+
+
 def _test_loss(record: RoundRecord) -> float | None:
     return record.accuracy.loss if record.accuracy else None
 
@@ -97,18 +108,30 @@ def _megabytes(record: RoundRecord) -> float:
     return (record.total_up_bytes + record.total_down_bytes) / MEGABYTE
 
 
-def _hours(record: RoundRecord) -> float | None:
-    return None if record.virtual_seconds is None else record.virtual_seconds / HOUR
+Axis = tuple[str, str, Reading]
+_ROUNDS: Axis = ("rounds", "round", lambda record: record.round)
 
 
-_AXES: tuple[tuple[str, str, Reading], ...] = (
-    ("rounds", "round", lambda record: record.round),
-    ("megabytes", "MB up and down, all clients", _megabytes),
-    ("hours", "virtual hours", _hours),
-)
+def _axes(groups: Sequence[Group]) -> list[Axis]:
+    seconds, unit = _clock_unit([run for group in groups for run in group.runs])
+
+    def clock(record: RoundRecord) -> float | None:
+        return None if record.virtual_seconds is None else record.virtual_seconds / seconds
+
+    return [
+        _ROUNDS,
+        ("megabytes", "MB up and down, all clients", _megabytes),
+        ("virtual time", f"virtual {unit}", clock),
+    ]
 
 
-def _view(groups: Sequence[Group], axis: tuple[str, str, Reading], value: Reading) -> View | None:
+def _clock_unit(runs: Sequence[RunView]) -> tuple[float, str]:
+    """Return the unit in which the longest of these runs reads well."""
+    longest = max((record.virtual_seconds or 0.0 for run in runs for record in run.records), default=0.0)
+    return next((size, name) for size, name in _UNITS if longest >= 3 * size or size == 1)
+
+
+def _view(groups: Sequence[Group], axis: Axis, value: Reading) -> View | None:
     """Return every configuration's curve over an axis; ``None`` where no run has both."""
     name, label, place = axis
     series = [one for style, group in enumerate(groups) if (one := _curve(group, style, place, value)) is not None]
@@ -198,41 +221,34 @@ def _patches(run: RunView, id: str) -> Figure | None:
 
 
 def _tasks(run: RunView, id: str) -> Figure | None:
-    """Return the accuracy on every learned task after every task, if the run learned task after task."""
-    matrix = ((run.summary or {}).get("continual") or {}).get("matrix")
-    if not matrix:
+    """Return the accuracy on every task after every task, if the run learned task after task."""
+    continual = (run.summary or {}).get("continual")
+    if not continual:
         return None
-    width = max(len(row) for row in matrix)
+    matrix = continual["matrix"]
     return Heat(
         id=f"{id}-tasks",
         title="Accuracy on each task, after each task",
-        values=[[*row, *[None] * (width - len(row))] for row in matrix],
+        values=[[None if one is None else one / 100 for one in row] for row in matrix],
         row_label="after task",
         column_label="on task",
         rows=[str(task + 1) for task in range(len(matrix))],
-        columns=[str(task + 1) for task in range(width)],
+        columns=[str(task + 1) for task in range(len(matrix[0]))],
         percent=True,
+        note="Mean over clients, each on its own order of tasks; right of the diagonal a task that is yet to come.",
     )
 
 
 def _forgetting(run: RunView, id: str) -> Figure | None:
     """Return average accuracy and forgetting after every task."""
-    matrix = ((run.summary or {}).get("continual") or {}).get("matrix")
-    if not matrix:
+    learned = [record.learned for record in run.records if record.learned]
+    if not learned:
         return None
-    after = list(range(1, len(matrix) + 1))
-    learned = [[value for value in row[: m + 1] if value is not None] for m, row in enumerate(matrix)]
-    average = [statistics.mean(row) if row else None for row in learned]
-    forgotten: list[float | None] = [None]
-    for m in range(1, len(matrix)):
-        drops = [
-            max(earlier) - now
-            for task in range(m)
-            if (now := matrix[m][task]) is not None
-            and (earlier := [matrix[k][task] for k in range(task, m) if matrix[k][task] is not None])
-        ]
-        forgotten.append(statistics.mean(drops) if drops else None)
-    series = [Series("average accuracy", 0, after, average), Series("forgetting", 1, after, forgotten)]
+    after = [one.task for one in learned]
+    series = [
+        Series("average accuracy", 0, after, [one.average_accuracy for one in learned]),
+        Series("forgetting", 1, after, [one.forgetting for one in learned]),
+    ]
     return Lines(
         f"{id}-forgetting", "Average accuracy and forgetting", "share", [View("tasks", "tasks learned", series)], True
     )
@@ -244,13 +260,14 @@ def _timeline(run: RunView, id: str) -> Figure | None:
     clients = sorted({entry.client for record in run.records for entry in record.clients if entry.ended is not None})
     if not clients:
         return None
+    seconds, unit = _clock_unit([run])
     place = {client: row for row, client in enumerate(clients)}
     for record in run.records:
         for entry in record.clients:
             if entry.began is not None and entry.ended is not None:
-                hours = entry.began / HOUR, entry.ended / HOUR
-                spans.append((place[entry.client], *hours, entry.failure is None))
+                when = entry.began / seconds, entry.ended / seconds
+                spans.append((place[entry.client], *when, entry.failure is None))
     devices = devices_of(run)
     names = [f"{client} {devices[client]}" if devices else str(client) for client in clients]
-    note = "Waiting, receiving, training and sending; pale: the answer was not used."
-    return Spans(f"{id}-timeline", "Who was busy when", "virtual hours", names, spans, note)
+    note = "Receiving, training and sending; pale: the answer was not used."
+    return Spans(f"{id}-timeline", "Who was busy when", f"virtual {unit}", names, spans, note)

@@ -287,7 +287,7 @@
       const shape = { x: x(from), y: area.top + row * step + step * 0.15, height: step * 0.7, rx: 1.5, class: "mark" };
       const look = { width: Math.max(1, x(to) - x(from) - 0.5), fill: colour(0), "fill-opacity": used ? 1 : 0.3 };
       const one = svg("rect", { ...shape, ...look }, area.picture);
-      svg("title", {}, one, `${figure.rows[row]}: ${number(from)} to ${number(to)} h${used ? "" : ", not used"}`);
+      svg("title", {}, one, `${figure.rows[row]}: ${number(from)} to ${number(to)}${used ? "" : ", not used"}`);
     }
   }
 

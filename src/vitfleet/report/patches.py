@@ -23,7 +23,8 @@ def draw_patches(session: Session) -> None:
     if not config.train.mask_ratio:
         return
     client = int(session.partition.counts.sum(axis=1).argmax())
-    mine = torch.from_numpy(session.partition.train.of(client))
+    mine = torch.from_numpy(session.partition.train.of(client * session.evaluator.stages))  # of the first task
+    kept = net.kept(config.train.mask_ratio)
     draws = draw_epoch(
         config.seed,
         1,
@@ -33,13 +34,13 @@ def draw_patches(session: Session) -> None:
         side=session.data.train.side,
         augment=AugmentConfig(),
         patches=net.patches,
-        kept=net.kept(config.train.mask_ratio),
-        device=torch.device("cpu"),
+        kept=kept,
     )
-    assert draws.keep is not None
-    chosen = mine[draws.order[:SHOWN]].to(session.data.train.images.device)
+    assert draws.noise is not None
+    keep = draws.noise[:SHOWN].argsort(axis=1, kind="stable")[:, :kept]
+    chosen = mine[torch.from_numpy(draws.order[:SHOWN])].to(session.data.train.images.device)
     pixels = session.data.train.images[chosen].cpu().numpy().transpose(0, 2, 3, 1)
-    sheet = contact_sheet(pixels, draws.keep[:SHOWN].numpy(), round(net.patches**0.5))
+    sheet = contact_sheet(pixels, keep, round(net.patches**0.5))
     Image.fromarray(sheet).save(session.folder / "patches.png", optimize=True)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vitfleet.report.runs import Group
-from vitfleet.report.terminal import human_bytes
+from vitfleet.report.terminal import human_bytes, human_seconds
 
 
 @dataclass(frozen=True)
@@ -34,24 +33,20 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds:.0f} s"
-
-
 _QUANTITIES = (
     _Quantity("accuracy, %", "on the common test set, after the last round", ("accuracy", "global"), _percent, True),
     _Quantity("at home, %", "clients' own models on their own test images", ("accuracy", "local"), _percent, True),
-    _Quantity("tasks, %", "mean accuracy over learned tasks", ("continual", "average_accuracy"), _percent, True),
-    _Quantity("forgetting, %", "lost of tasks learned before", ("continual", "forgetting"), _percent, False),
+    _Quantity("tasks, %", "mean accuracy over learned tasks", ("continual", "average_accuracy"), "{:.1f}".format, True),
+    _Quantity("forgetting, %", "lost of tasks learned before", ("continual", "forgetting"), "{:.1f}".format, False),
     _Quantity("up", "a client's message to the server", ("message", "up_bytes"), human_bytes, False),
     _Quantity("down", "the server's message to a client", ("message", "down_bytes"), human_bytes, False),
     _Quantity("trained", "parameters that a client trains", ("client", "trainable_params"), "{:,.0f}".format, False),
     _Quantity("GFLOP", "a sample, forward and backward", ("client", "train_gflops"), "{:.3g}".format, False),
     _Quantity("memory", "a client's peak while it trains", ("client", "peak_memory_bytes"), human_bytes, False),
     _Quantity(
-        "virtual time", "of the whole run, on the fleet's devices", ("total", "virtual_seconds"), _duration, False
+        "virtual time", "of the whole run, on the fleet's devices", ("total", "virtual_seconds"), human_seconds, False
     ),
-    _Quantity("time", "of the whole run, here", ("total", "seconds"), _duration, False),
+    _Quantity("time", "of the whole run, here", ("total", "seconds"), human_seconds, False),
 )
 
 
@@ -73,15 +68,9 @@ def _values(group: Group, path: tuple[str, str]) -> list[float]:
     """Return a figure of each finished run; none unless every finished run has it."""
     table, key = path
     summaries = [run.summary for run in group.runs if run.summary is not None]
-    values = [_scalar((summary.get(table) or {}).get(key)) for summary in summaries]
+    values = [(summary.get(table) or {}).get(key) for summary in summaries]
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
-
-
-def _scalar(value: Any) -> float | None:
-    if isinstance(value, list):  # after every task: the last says it
-        value = value[-1] if value else None
-    return None if value is None else float(value)
 
 
 def _cell(values: list[float], quantity: _Quantity) -> str:
