@@ -4,7 +4,9 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from made_runs import MakeRun
 from vitfleet.errors import UserError
@@ -128,3 +130,16 @@ def test_a_large_fleet_is_condensed(make_run: MakeRun) -> None:
     total = sum(sum(value or 0 for value in row) for row in heat.values) * 5  # five neighbours a row
     assert total == pytest.approx(sum(sum(row) for row in manifest["counts"]))
     assert heat.note.startswith("1,000 clients, sorted by their dominant class; a row is the mean")
+
+
+def test_what_clients_of_tasks_hold_is_shown_too(make_run: MakeRun) -> None:
+    run = make_run("a", tasks=2)
+    (run / "partition.json").unlink()
+    assert partitions(read_groups([run])) == []
+    counts = np.arange(12).reshape(3, 4)
+    save_file({"counts": counts}, run / "tasks.safetensors")
+    (run / "tasks.json").write_text(json.dumps({"sha256": "x"}))
+    (heat,) = partitions(read_groups([run]))
+    assert isinstance(heat, Heat)
+    assert heat.values == counts.tolist()
+    assert heat.columns == ["0", "1", "2", "3"]

@@ -73,7 +73,7 @@
       if (whole && !Number.isInteger(Number(at.toFixed(6)))) continue;
       const anchor = x(at) > area.right - 14 ? "end" : "middle";
       const place = { x: x(at), y: area.bottom + 16, "text-anchor": anchor };
-      svg("text", place, area.picture, tickLabel(at, step, false));
+      svg("text", place, area.picture, tickLabel(at, whole ? Math.max(1, step) : step, false));
     }
     const middle = { x: (area.left + area.right) / 2, y: area.bottom + 33, "text-anchor": "middle" };
     svg("text", middle, area.picture, label);
@@ -387,4 +387,6 @@
   for (const [place, figures] of Object.entries(report.figures)) {
     for (const figure of figures) add(figure, document.getElementById(place));
   }
+  const dealt = document.getElementById("partitions");
+  if (!dealt.children.length) dealt.previousElementSibling.remove(); // nothing to head
 })();

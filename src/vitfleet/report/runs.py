@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from vitfleet.data import manifest, tasks
 from vitfleet.errors import UserError
 from vitfleet.report.layers import LayerMaps, layer_maps
 from vitfleet.run.compare import MANIFEST
@@ -29,7 +32,8 @@ class RunView:
     summary
         Its summary, once it is finished.
     partition
-        Its partition's manifest: who holds how many images of which class.
+        Who holds how many images of which class (``counts``, ``classes``), and what tells this deal from others
+        (``sha256``); of a run of tasks, over all of them.
     patches
         The picture of what its clients see of an image, if they see only a part: PNG in base64.
     """
@@ -104,7 +108,7 @@ def read_groups(paths: Sequence[Path]) -> list[Group]:
 
 def _read(path: Path, name: str | None) -> RunView:
     config = json.loads((path / "config.json").read_text())
-    summary, partition, patches = path / "summary.json", path / "partition.json", path / "patches.png"
+    summary, patches = path / "summary.json", path / "patches.png"
     return RunView(
         path=path,
         label=name or config["method"]["name"],
@@ -112,9 +116,21 @@ def _read(path: Path, name: str | None) -> RunView:
         about=json.loads((path / "about.json").read_text()) if (path / "about.json").exists() else {},
         records=list(read_records(path)),
         summary=json.loads(summary.read_text()) if summary.exists() else None,
-        partition=json.loads(partition.read_text()) if partition.exists() else None,
+        partition=_deal(path),
         patches=base64.b64encode(patches.read_bytes()).decode() if patches.exists() else None,
     )
+
+
+def _deal(path: Path) -> dict[str, Any] | None:
+    if (path / manifest.SUMMARY_FILE).exists():
+        deal: dict[str, Any] = json.loads((path / manifest.SUMMARY_FILE).read_text())
+        return deal
+    if not (path / tasks.SUMMARY_FILE).exists():
+        return None
+    with safe_open(path / tasks.ARRAYS_FILE, "numpy") as file:
+        counts = file.get_tensor("counts")
+    sha256 = json.loads((path / tasks.SUMMARY_FILE).read_text())["sha256"]
+    return {"sha256": sha256, "counts": counts.tolist(), "classes": [str(one) for one in range(counts.shape[1])]}
 
 
 def _identity(run: RunView) -> str:
