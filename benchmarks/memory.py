@@ -59,7 +59,7 @@ def measure(name: str, model: str, batch: int, device: str) -> dict[str, float]:
     def train(samples: int) -> None:
         shard = Shard(images, torch.arange(samples, device=machine.device))
         down = method.instruct(method.start(weights), 1, 0, None)
-        job = Job(1, 0, down, method.base(weights).tensors, None, torch.from_numpy(labels[:samples]))
+        job = Job(1, 0, down, method.base(weights).tensors, None, shard)
         trainer.fit(next(method.work(job)), shard, Place(0, 1, 0))
 
     train(1)
