@@ -24,6 +24,8 @@ from vitfleet.models.zoo import build
 from vitfleet.train.machine import Machine
 from vitfleet.train.trainer import Trainer, preprocess_for
 
+pytest_plugins = ["made_runs"]  # runs made by hand, for reports
+
 CLASSES = 5
 SIDE = 8
 ROUNDS = 10
@@ -140,6 +142,7 @@ TINY = (
     "train.batch_size=16",
     "fleet.clients=6",
     "fleet.per_round=3",
+    "fleet.devices={}",
     "machine.device=cpu",
     "machine.threads=1",
 )

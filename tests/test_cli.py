@@ -238,10 +238,10 @@ def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
     for name in ("digits", "transfl-digits", "eftvit-digits"):
         assert name in done.stdout
         assert (tmp_path / "both" / f"{name}-s0" / "summary.json").exists()
-    deals = {
-        (folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").iterdir() if folder.is_dir()
-    }
+    deals = {(folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").glob("*-s0")}
     assert len(deals) == 1
+    assert f"report: {Path('both') / 'report.html'}" in done.stdout
+    assert (tmp_path / "both" / "report.html").exists()
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4
     assert rows[0].startswith("name,method,seed,rounds,accuracy.global")
@@ -267,3 +267,35 @@ def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_pat
     wrong = vitfleet(tmp_path, "compare", "digits", "--seeds", "0;1")
     assert wrong.returncode == 2
     assert "--seeds 0;1: must be whole numbers" in wrong.stderr
+
+
+def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) -> None:
+    done = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg", "--method", "eftvit", "--json")
+    assert done.returncode == 0, done.stderr
+    methods = json.loads(done.stdout)["methods"]
+    assert set(methods) == {"fedavg", "eftvit"}
+    wanted = {
+        "forward_gmac",
+        "train_gflops",
+        "train_ratio_to_full",
+        "trainable_params",
+        "peak_memory_bytes",
+        "up_bytes",
+        "down_bytes",
+    }
+    assert wanted <= set(methods["fedavg"])
+    shown = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg")
+    assert "Raspberry Pi 4B, 2 GB" in shown.stdout
+    assert "207.6 KiB" in shown.stdout
+
+
+def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> None:
+    done = vitfleet(tmp_path, "run", "digits", "-o", "rounds=1", "-o", "data.limit=200", "--out", "one")
+    assert done.returncode == 0, done.stderr
+    reported = vitfleet(tmp_path, "report", "one")
+    assert reported.returncode == 0, reported.stderr
+    assert "report: one/report.html" in reported.stdout
+    assert (tmp_path / "one" / "figures" / "accuracy-by-rounds.svg").exists()
+    wrong = vitfleet(tmp_path, "report", "none")
+    assert wrong.returncode == 2
+    assert "none: holds neither a run nor a comparison" in wrong.stderr

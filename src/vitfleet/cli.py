@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
@@ -40,6 +41,7 @@ Overrides = Annotated[
 
 
 Out = Annotated[Path | None, typer.Option(help="The folder; default: the next free one in runs/.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON; all else goes to standard error.")]
 DataDir = Annotated[str | None, typer.Option(envvar="VITFLEET_DATA", help="Where data sets lie, one folder each.")]
 
 
@@ -52,6 +54,7 @@ def run(
     out: Out = None,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train one configuration; without one, compare FedAvg, TransFL and EFTViT on embedded digits in a minute.
 
@@ -66,20 +69,36 @@ def run(
     from vitfleet.run.folder import create
 
     if source is None:
-        compare(list(DEFAULT_COMPARISON), override, "0" if seed is None else str(seed), out, data_dir)
+        seeds = "0" if seed is None else str(seed)
+        compare(list(DEFAULT_COMPARISON), override, seeds, [], None, out, data_dir, as_json)
         return
+    _for_machines(as_json)
     config = _load(source, override, seed, data_dir)
     folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
-    _show(_play(folder, fresh=True), folder)
+    summary = _play(folder, fresh=True)
+    if as_json:
+        print(json.dumps({"folder": str(folder.path), **summary}))
+    _show(summary, folder)
 
 
 @app.command()
 def compare(
-    sources: Annotated[list[str], typer.Argument(metavar="PRESET|FILE…", help="What to compare, two or more.")],
+    sources: Annotated[list[str], typer.Argument(metavar="PRESET|FILE…", help="What to compare.")],
     override: Overrides = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2: each is a run of every configuration.")] = "0",
+    sweep: Annotated[
+        list[str],
+        typer.Option("-s", "--sweep", metavar="KEY=V,V,…", help="Run every configuration with each of these values."),
+    ] = [],  # noqa: B006
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="An accuracy, 0…1: who reaches it when? Default: the best that all of them reach.", min=0, max=1
+        ),
+    ] = None,
     out: Out = None,
     data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run several configurations on the same shards, one after the other, and end with one table.
 
@@ -88,18 +107,56 @@ def compare(
     Examples
     --------
     * `vitfleet compare digits transfl-digits eftvit-digits --seeds 0,1,2`
+    * `vitfleet compare transfl-digits -s method.k=1,2,3 --target 0.4`
     * `vitfleet compare mine.toml other.toml -o rounds=50 --out runs/both`
     """
-    from vitfleet.run.compare import Member, begin
+    from vitfleet.run.compare import Member, begin, sweep_of
 
+    _for_machines(as_json)
     if not all(seed.strip().isdigit() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers with commas between them, such as 0,1,2")
     members = [
-        Member(Path(source).stem, _load(source, override, int(seed), data_dir))
+        Member(f"{Path(source).stem} {called}".strip(), _load(source, [*override, *swept], int(seed), data_dir))
         for seed in seeds.split(",")
         for source in sources
+        for called, swept in sweep_of(sweep)
     ]
-    _compare(begin(members, out, shlex.join(["vitfleet", *sys.argv[1:]])))
+    _compare(begin(members, out, shlex.join(["vitfleet", *sys.argv[1:]]), target), as_json)
+
+
+@app.command()
+def cost(
+    source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="What would be run.")],
+    override: Overrides = [],  # noqa: B006
+    method: Annotated[
+        list[str], typer.Option("--method", help="Only this method; may be repeated. Default: all of them.")
+    ] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Say what a configuration would cost a client, without data and without training.
+
+    Operations, memory and bytes of every method, and how long a round takes on each kind of device.
+
+    Examples
+    --------
+    * `vitfleet cost eftvit-cifar100`
+    * `vitfleet cost transfl-cifar10 --method transfl --method fedavg --json`
+    * `vitfleet cost digits -o model.name=vit_tiny_patch16_224`
+    """
+    from dataclasses import asdict
+
+    from vitfleet.progress import SILENCE
+    from vitfleet.report.terminal import TerminalProgress, cost_table, device_table
+    from vitfleet.run.sheet import cost_sheets
+
+    config = _load(source, override, None, None)
+    sheets = list(cost_sheets(config, method, SILENCE if as_json else TerminalProgress(console)))
+    if as_json:
+        print(json.dumps({"methods": {sheet.method: asdict(sheet) for sheet in sheets}}, indent=2))
+        return
+    console.print(cost_table(sheets))
+    console.print()
+    console.print(device_table(sheets[0]))
 
 
 @app.command()
@@ -118,6 +175,37 @@ def resume(
         return
     held = reopen(folder)
     _show(_play(held), held)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The report's folder; default: the run's own, of several a new one in runs/.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep the page up to date until its runs are finished.")
+    ] = False,
+) -> None:
+    """Make one HTML page of runs and comparisons, which opens offline, and every figure of it as SVG and PNG.
+
+    Examples
+    --------
+    * `vitfleet report runs/compare-001`
+    * `vitfleet report runs/a runs/b --out runs/both`
+    * `vitfleet report --watch runs/a`, while `vitfleet run` goes on in another terminal
+    """
+    from vitfleet.report.terminal import TerminalProgress
+    from vitfleet.report.write import watch_report, write_report
+
+    if not watch:
+        _say(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
+        return
+    try:
+        written = watch_report(runs, out, lambda page: _say(console, f"live report: {page} (Ctrl-C ends it)"))
+    except KeyboardInterrupt:
+        return
+    _say(console, f"report: {written.page}")
 
 
 @app.command()
@@ -179,9 +267,9 @@ def _load(
     return load_config(source, override, {key: value for key, value in given.items() if value is not None})
 
 
-def _compare(path: Path) -> None:
+def _compare(path: Path, as_json: bool = False) -> None:
     """Play what is left of a comparison and show its table."""
-    from vitfleet.run.compare import members_of, rows_of, shards_differ
+    from vitfleet.run.compare import command_of, members_of, read_comparison, shards_differ
     from vitfleet.run.folder import create, reopen
 
     for member in members_of(path):
@@ -191,14 +279,23 @@ def _compare(path: Path) -> None:
         if (folder / "config.json").exists():
             _play(reopen(folder), comparison=path)
         else:
-            command = ["vitfleet", *sys.argv[1:]]
+            command = shlex.split(command_of(path))
             _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
-    from vitfleet.report.terminal import compare_table
+    from vitfleet.report.terminal import TerminalProgress, compare_table, costs_table
+    from vitfleet.report.write import write_report
 
-    console.print(compare_table(rows_of(path)))
+    comparison = read_comparison(path)
+    console.print(compare_table(comparison))
+    console.print()
+    console.print(costs_table(comparison.rows))
     if shards_differ(path):
         _say(complaints, "note: these runs were not dealt the same images, so their accuracies do not compare")
     _say(console, f"comparison folder: {path}")
+    written = write_report([path], progress=TerminalProgress(console))
+    _say(console, f"report: {written.page}")
+    if as_json:
+        tree = {"folder": str(path), "report": str(written.page), "target": comparison.target}
+        print(json.dumps({**tree, "runs": {row.name: row.summaries for row in comparison.rows}}))
 
 
 def _show(summary: dict[str, Any], held: RunFolder) -> None:
@@ -208,7 +305,7 @@ def _show(summary: dict[str, Any], held: RunFolder) -> None:
     _say(console, f"run folder: {held.path}")
     total = summary["total"]
     if total["failures"] == total["participations"]:
-        raise UserError("no client's training could be used: all of it diverged; a smaller train.lr may help")
+        raise UserError(f"no client's training could be used: {total['failure']}")
 
 
 def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) -> dict[str, Any]:
@@ -255,6 +352,11 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
             held.discard()
         raise
     return summary
+
+
+def _for_machines(as_json: bool) -> None:
+    """Leave standard output to the JSON that is asked for."""
+    console.stderr = as_json
 
 
 def _say(to: Console, text: str) -> None:

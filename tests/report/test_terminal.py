@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from vitfleet.report.terminal import RoundDisplay, compare_table, summary_table
-from vitfleet.run.compare import Row
+from vitfleet.run.compare import Comparison, Row
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
 
@@ -47,7 +47,9 @@ def test_what_an_integrator_warns_of_is_never_silent() -> None:
 
 
 def test_a_comparison_of_tasks_is_of_accuracy_and_forgetting() -> None:
-    text = shown(compare_table([Row("mine", [summary(60.0), summary(64.0)]), Row("other", [summary(50.0)])]))
+    text = shown(
+        compare_table(Comparison([Row("mine", [summary(60.0), summary(64.0)]), Row("other", [summary(50.0)])], None))
+    )
     assert "62.0 ± 2.8 %" in text
     assert "50.0 %" in text
     assert "forgetting" in text

@@ -17,7 +17,8 @@ from conftest import MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State
-from vitfleet.run.conduct import choose_clients, conduct
+from vitfleet.run.conduct import conduct
+from vitfleet.run.dispatch import choose_clients
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
 from vitfleet.train.cohort import Assignment
@@ -236,7 +237,7 @@ def test_the_others_mean_is_as_if_it_had_not_been_asked(
         diverged = play(config, tmp_path / "diverged").server
     (tmp_path / "alone").mkdir()
     session = open_session(config, tmp_path / "alone")
-    monkeypatch.setattr("vitfleet.run.conduct.choose_clients", lambda config, round: [0, 1, 2, 3, 5])
+    monkeypatch.setattr("vitfleet.run.dispatch.choose_clients", lambda config, round: [0, 1, 2, 3, 5])
     conduct(session, Heard())
     assert all(torch.equal(diverged.tensors[name], tensor) for name, tensor in session.server.tensors.items())
 
@@ -301,7 +302,7 @@ def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
     (tmp_path / "run").mkdir()
     session = open_session(config, tmp_path / "run")
     empty = [client for client in range(100) if len(session.partition.train.of(client)) == 0][:3]
-    monkeypatch.setattr("vitfleet.run.conduct.choose_clients", lambda config, round: empty)
+    monkeypatch.setattr("vitfleet.run.dispatch.choose_clients", lambda config, round: empty)
     conduct(session, Heard())
     initial = session.net.initial_weights()
     assert all(torch.equal(session.server.tensors[name], initial[name]) for name in initial)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import MakeConfig
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.methods import Setting, adapt, make_method
+from vitfleet.methods.registry import METHODS
 from vitfleet.models.zoo import build
-from vitfleet.run.costs import Flops, client_flops
+from vitfleet.run.conduct import play_round
+from vitfleet.run.costs import Flops, client_flops, typical_client
+from vitfleet.run.session import open_session
 
 DEPTH, WIDTH, CLASSES = 12, 768, 100
 
@@ -83,3 +88,47 @@ def test_other_families_are_counted_too(name: str, model: str) -> None:
     setting = Setting.of(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
     flops = client_flops(make_method(params, setting), net, 0.0)
     assert 0 < flops.forward <= flops.training
+
+
+def test_the_table_of_masked_forward_passes() -> None:
+    """What FACTS.md computes for ViT-B/16 at 224."""
+    expected = {0.0: 17.563, 0.25: 13.061, 0.5: 8.647, 0.6: 6.871, 0.75: 4.322, 0.9: 1.717}
+    found = {ratio: flops_of(ratio, name="fed-full").forward / 2e9 for ratio in expected}
+    assert found == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize(("layers", "millions"), [(1, 7.16), (2, 14.25), (3, 21.34), (4, 28.43), (6, 42.60)])
+def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -> None:
+    table = {"name": "eftvit", "local_layers": layers, "train_embedding": False}
+    params = Config.model_validate({"method": table}).method
+    with torch.device("meta"):
+        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
+    setting = Setting.of(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
+    assert net.anatomy.count(make_method(params, setting).trains) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_rehearsal_asks_and_sends_as_the_client_does(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"], "fedbfpt": ["method.local_layers=2"]}
+    of_tasks = ["data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}", "rounds=5"]
+    tasks = of_tasks if name in {"gem", "a-gem", "fedvit"} else []
+    session = open_session(tiny_config(*tasks, f"method.name={name}", "train.epochs=2", *keys.get(name, [])), tmp_path)
+    record = play_round(session, 1)
+    for entry in record.clients:
+        labels = session.labels(entry.client, 1)
+        rehearsal = session.costing.rehearse(1, entry.client, labels)
+        # The numbers beside the tensors are written with as many digits as they have.
+        assert session.costing.up_bytes(rehearsal) == pytest.approx(entry.up_bytes, abs=1000)
+        flops = session.costing.round_flops(rehearsal, len(labels))
+        assert entry.gflops == flops / 1e9
+        epochs = sum(fit.epochs for fit in rehearsal.fits)
+        scored = any(fit.score or fit.elsewhere for fit in rehearsal.fits)
+        plain = epochs * len(labels) * session.costing.average(rehearsal).training
+        assert flops > plain if scored else flops == pytest.approx(plain, rel=1e-6)
+    message, once = session.costing.down_bytes()
+    assert {entry.down_bytes for entry in record.clients} == {message + once}
+
+
+def test_typical_is_the_median_client() -> None:
+    assert typical_client([5, 0, 1, 9]) == 0
+    assert typical_client([0, 0]) == 0

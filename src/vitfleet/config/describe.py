@@ -79,6 +79,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
         return f"list of {_type(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return f"table of numbers by {_type(get_args(annotation)[0])}"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
     return names[annotation]
 

@@ -24,7 +24,7 @@ from vitfleet.errors import ConfigError, UserError
 Tree = dict[str, Any]
 
 # Tables whose other keys depend on one key; {dotted path of the table: the deciding key}.
-VARIANTS = {"method": "name", "data.partition": "kind"}
+VARIANTS = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind"}
 # Tables that start anew when one key changes: what stood beside it was meant for what it was before.
 FRESH = {**VARIANTS, "model": "name"}
 # Keys that name a file or folder.
@@ -174,6 +174,8 @@ def _without_tags(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], dic
     path: list[str] = []
     tags: dict[str, str] = {}
     for part in location:
+        if part == "[key]":  # pydantic's mark for a name in a table of names
+            continue
         table = ".".join(path)
         if table in VARIANTS and table not in tags:
             tags[table] = str(part)

@@ -41,7 +41,7 @@ def draw(counts: Ints, class_names: Sequence[str], path: Path) -> None:
 
     clients, classes = counts.shape
     labelled = clients <= LABELLED_CLIENTS
-    rows = counts.astype(np.float64) if labelled else _condense(counts[by_dominant_class(counts)], _ROWS)
+    rows = counts.astype(np.float64) if labelled else condense(counts[by_dominant_class(counts)], _ROWS)
     height = float(np.clip(1.6 + 0.26 * clients, 3.2, 9.0)) if labelled else 6.5
     width = float(np.clip(3.6 + 0.42 * classes, 6.0, 10.5))
 
@@ -82,7 +82,7 @@ def by_dominant_class(counts: Ints) -> Ints:
     return np.lexsort((-sizes, -counts.max(axis=1), dominant)).astype(np.int64)
 
 
-def _condense(counts: Ints, rows: int) -> NDArray[np.float64]:
+def condense(counts: Ints, rows: int) -> NDArray[np.float64]:
     """Average runs of neighbouring clients until there are at most ``rows``."""
     clients = counts.shape[0]
     starts = np.arange(0, clients, -(-clients // rows))

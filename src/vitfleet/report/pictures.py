@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vitfleet.report.layers import draw_layers, layer_maps
 from vitfleet.report.partition import draw
+from vitfleet.report.patches import draw_patches
 from vitfleet.run.records import read_records
 from vitfleet.run.session import Session
 
@@ -17,9 +18,10 @@ def can_draw() -> bool:
 
 
 def draw_partition(session: Session) -> None:
-    """Draw who holds what, once a run is set up."""
+    """Draw who holds what, and what of an image a client sees, once a run is set up."""
     if can_draw():
         draw(session.partition.counts, session.data.classes, session.folder / "partition.png")
+    draw_patches(session)
 
 
 def draw_rounds(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitfleet.fleet.devices import DEVICES
 from vitfleet.progress import Advance
-from vitfleet.run.compare import Row
+from vitfleet.run.compare import Comparison, Row
+from vitfleet.run.dispatch import TOO_LATE
 from vitfleet.run.records import RoundRecord
+from vitfleet.run.sheet import Sheet
 
 SHOWN_ROUNDS = 8
 ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
@@ -87,7 +90,8 @@ class RoundDisplay:
         self.recent = [*self.recent, (record, seconds)][-SHOWN_ROUNDS:]
         self.bar.update(self.rounds_task, completed=record.round)
         for entry in record.clients:
-            if entry.failure is not None:
+            # Who is late by schedule is in the records; only what is amiss is said aloud.
+            if entry.failure is not None and not entry.failure.startswith(TOO_LATE):
                 text = f"round {record.round}: client {entry.client} left out, {entry.failure}"
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         if record.learned is not None:
@@ -142,30 +146,114 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
 
 
-def compare_table(rows: Sequence[Row]) -> Table:
-    """Return a comparison as a table, a row a configuration."""
+def human_count(count: float) -> str:
+    """Say a large number for people: ``85.9 M``."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def human_seconds(seconds: float) -> str:
+    """Say a duration for people: ``2.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+
+
+def cost_table(sheets: Sequence[Sheet]) -> Table:
+    """Return what methods cost a client, a row a method."""
+    caption = (
+        "a sample: GMAC forward, GFLOP forward and backward, ratio to full training · up, down: a round's messages"
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in ("GMAC", "GFLOP", "ratio", "trained", "memory", "up", "down", "once"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for sheet in sheets:
+        table.add_row(
+            sheet.method,
+            f"{sheet.forward_gmac:#.3g}",
+            f"{sheet.train_gflops:#.3g}",
+            f"{sheet.train_ratio_to_full:.2f}",
+            human_count(sheet.trainable_params),
+            human_bytes(sheet.peak_memory_bytes),
+            human_bytes(sheet.up_bytes),
+            human_bytes(sheet.down_bytes),
+            human_bytes(sheet.first_bytes),
+        )
+    return table
+
+
+def device_table(sheet: Sheet) -> Table:
+    """Return what a method's round takes on each kind of device."""
+    title = f"{sheet.method}: a round of {sheet.samples:,} images, {sheet.round_gflops:,.3g} GFLOP"
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in ("a round takes", "memory", "MB a day"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, found in sheet.devices.items():
+        fits = "fits" if found["fits_memory"] else "too small"
+        day = f"{found['megabytes_a_day']:,.0f}" if found["fits_memory"] else "–"
+        table.add_row(DEVICES[name].title, human_seconds(found["round_seconds"]), fits, day)
+    return table
+
+
+def compare_table(comparison: Comparison) -> Table:
+    """Return what a comparison's configurations reached, a row each."""
+    rows, target = comparison.rows, comparison.target
     if all("continual" in summary for row in rows for summary in row.summaries):
         return continual_table(rows)
-    caption = (
-        "accuracy: common test set · at home: clients' own models and test images · up, down: a client's message · "
-        "trained, GFLOP: a client's parameters, and operations a sample"
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), caption=caption, caption_justify="left")
-    table.add_column("", no_wrap=True, style="bold")
-    for heading in ("accuracy", "at home", "up", "down", "trained", "GFLOP", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    virtual = any(row.mean("total", "virtual_seconds") is not None for row in rows)
+    caption = "accuracy: common test set · at home: clients' own models and test images"
+    headings = ["accuracy", "at home"]
+    if target is not None:
+        caption += (
+            f" · until {target:.0%} was reached: rounds, bytes of all clients{', virtual time' if virtual else ''}"
+        )
+        headings += [f"→ {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
+    table = _table(caption, headings)
+    for row in rows:
+        cells = [_percent(row, "global"), _percent(row, "local")]
+        if target is not None:
+            cells += [_say(row, "to_target", "rounds", "{:.3g}".format), _say(row, "to_target", "bytes", human_bytes)]
+            cells += [_say(row, "to_target", "virtual_seconds", human_seconds)] if virtual else []
+        table.add_row(row.name, *cells)
+    return table
+
+
+def costs_table(rows: Sequence[Row]) -> Table:
+    """Return what a comparison's configurations cost, a row each."""
+    virtual = any(row.mean("total", "virtual_seconds") is not None for row in rows)
+    caption = "a client's message up and down, its parameters that train, operations a sample, memory of a step"
+    if virtual:
+        caption += " · virtual: the whole run on the fleet's devices"
+    table = _table(caption, ["up", "down", "trained", "GFLOP", "memory", *(["virtual"] if virtual else []), "time"])
     for row in rows:
         table.add_row(
             row.name,
-            _percent(row, "global"),
-            _percent(row, "local"),
-            human_bytes(row.mean("message", "up_bytes") or 0),
-            human_bytes(row.mean("message", "down_bytes") or 0),
-            f"{row.mean('client', 'trainable_params'):,.0f}",
-            f"{row.mean('client', 'train_gflops'):.2g}",
-            f"{row.mean('total', 'seconds'):.0f} s",
+            _say(row, "message", "up_bytes", human_bytes),
+            _say(row, "message", "down_bytes", human_bytes),
+            _say(row, "client", "trainable_params", human_count),
+            _say(row, "client", "train_gflops", "{:.2g}".format),
+            _say(row, "client", "peak_memory_bytes", human_bytes),
+            *([_say(row, "total", "virtual_seconds", human_seconds)] if virtual else []),
+            _say(row, "total", "seconds", "{:.0f} s".format),
         )
     return table
+
+
+def _table(caption: str, headings: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _say(row: Row, table: str, key: str, write: Callable[[float], str]) -> str:
+    mean = row.mean(table, key)
+    return "–" if mean is None else write(mean)
 
 
 def continual_table(rows: Sequence[Row]) -> Table:
@@ -247,6 +335,10 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "parameters, trained on a client": f"{client['params']:,}, {client['trainable_params']:,}",
         "training on a client, a sample": f"{client['train_gflops']:.3g} GFLOPs",
     }
+    if client.get("peak_memory_bytes"):
+        rows["memory of training on a client"] = human_bytes(client["peak_memory_bytes"])
+    if total.get("virtual_seconds") is not None:
+        rows["virtual time on the fleet's devices"] = human_seconds(total["virtual_seconds"])
     if total["failures"]:
         rows["replies left out"] = f"{total['failures']} of {total['participations']}"
     for name, value in rows.items():

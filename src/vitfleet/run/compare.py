@@ -1,12 +1,13 @@
-"""A comparison: several configurations × seeds, each a run in a folder of its own below one folder."""
+"""A comparison: several configurations × sweeps × seeds, each a run in a folder of its own below one folder."""
 
 from __future__ import annotations
 
 import csv
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vitfleet.data import manifest, tasks
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import next_free
+from vitfleet.run.records import read_records
 
 MANIFEST = "compare.json"
 
@@ -32,7 +34,24 @@ class Member:
         return comparison / f"{self.name}-s{self.config.seed}"
 
 
-def begin(members: Sequence[Member], out: Path | None, command: str) -> Path:
+def sweep_of(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield every combination of swept values: what it is called, and the overrides that make it.
+
+    ``method.k=1,2`` and ``train.lr=1e-3,1e-4`` are four combinations, the first called ``k=1 lr=1e-3``. Without a sweep
+    there is one, without a name.
+    """
+    axes: list[list[tuple[str, str]]] = []
+    for text in texts:
+        key, sign, values = text.partition("=")
+        if not sign or not key.strip() or not all(value.strip() for value in values.split(",")):
+            raise UserError(f"-s {text}: must look like key=value,value,…, for example -s method.k=1,2,3")
+        axes.append([(key.strip(), value.strip()) for value in values.split(",")])
+    for combination in product(*axes):
+        called = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination)
+        yield called, [f"{key}={value}" for key, value in combination]
+
+
+def begin(members: Sequence[Member], out: Path | None, command: str, target: float | None = None) -> Path:
     """Make a comparison's folder and write down what it compares."""
     path = out or next_free(Path("runs"), "compare")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -44,6 +63,7 @@ def begin(members: Sequence[Member], out: Path | None, command: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     tree = {
         "command": command,
+        "target": target,
         "members": [{"name": one.name, "config": one.config.model_dump(mode="json")} for one in members],
     }
     write_atomically(path / MANIFEST, json.dumps(tree, indent=2).encode())
@@ -52,42 +72,90 @@ def begin(members: Sequence[Member], out: Path | None, command: str) -> Path:
 
 def members_of(path: Path) -> list[Member]:
     """Read back what a comparison compares."""
-    tree = json.loads((path / MANIFEST).read_text())
-    return [Member(one["name"], validate(one["config"])) for one in tree["members"]]
+    return [Member(one["name"], validate(one["config"])) for one in _manifest(path)["members"]]
+
+
+def command_of(path: Path) -> str:
+    """Return the command that asked for a comparison."""
+    command: str = _manifest(path)["command"]
+    return command
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    return tree
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of a comparison, over its seeds."""
+    """One configuration of a comparison, over its seeds: the summaries of its runs.
+
+    Every summary has a table ``to_target`` besides: the first round that reached the target, the bytes of all clients
+    until then, and, where the fleet has devices, the virtual seconds; ``None`` where it was not reached.
+    """
 
     name: str
     summaries: list[dict[str, Any]]
 
     def mean(self, table: str, key: str) -> float | None:
         """Return the mean of a figure of the summaries; ``None`` where one lacks it."""
-        values = [summary[table][key] for summary in self.summaries]
-        return None if None in values else statistics.mean(values)
+        return self._over(statistics.mean, table, key)
 
     def spread(self, table: str, key: str) -> float | None:
         """Return its standard deviation over the seeds; ``None`` for a single one."""
-        values = [summary[table][key] for summary in self.summaries]
-        return None if None in values or len(values) < 2 else statistics.stdev(values)
+        return self._over(statistics.stdev, table, key) if len(self.summaries) > 1 else None
+
+    def _over(self, figure: Callable[[list[float]], float], table: str, key: str) -> float | None:
+        values = [summary[table].get(key) for summary in self.summaries]
+        return None if None in values else figure(values)
 
 
-def rows_of(path: Path) -> list[Row]:
-    """Gather a finished comparison's summaries and write them as ``compare.csv``."""
-    rows: dict[str, Row] = {}
+@dataclass(frozen=True)
+class Comparison:
+    """A finished comparison: its rows, and the accuracy that their ``to_target`` is about."""
+
+    rows: list[Row]
+    target: float | None
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Gather a finished comparison's summaries and write them as ``compare.csv``.
+
+    Where no target was asked for, it is the best that all of the runs reached, in whole per cent.
+    """
     members = members_of(path)
-    for member in members:
-        summary = json.loads((member.folder(path) / "summary.json").read_text())
+    folders = [member.folder(path) for member in members]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    best = [summary["accuracy"]["best"] for summary in summaries]
+    common = None if None in best else int(100 * min(best)) / 100
+    asked = _manifest(path).get("target")
+    target = common if asked is None else float(asked)
+    rows: dict[str, Row] = {}
+    for member, folder, summary in zip(members, folders, summaries, strict=True):
+        summary["to_target"] = reach(folder, target)
         rows.setdefault(member.name, Row(member.name, [])).summaries.append(summary)
-    with (path / "compare.csv").open("w", newline="") as file:
+    _write_csv(path / "compare.csv", list(rows.values()))
+    return Comparison(list(rows.values()), target)
+
+
+def reach(folder: Path, target: float | None) -> dict[str, float | None]:
+    """Return what a run needed to reach an accuracy on the common test set."""
+    for record in read_records(folder):
+        reached = record.accuracy.global_ if record.accuracy else None
+        if target is not None and reached is not None and reached >= target:
+            sent = record.total_up_bytes + record.total_down_bytes
+            return {"rounds": record.round, "bytes": sent, "virtual_seconds": record.virtual_seconds}
+    return {"rounds": None, "bytes": None, "virtual_seconds": None}
+
+
+def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write a line a run; columns are those of any of them."""
+    flat = [(row.name, _flat(summary)) for row in rows for summary in row.summaries]
+    columns = list(dict.fromkeys(key for _, values in flat for key in values))
+    with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        flat = [_flat(summary) for row in rows.values() for summary in row.summaries]
-        names = [row.name for row in rows.values() for _ in row.summaries]
-        writer.writerow(["name", *flat[0]])
-        writer.writerows([name, *values.values()] for name, values in zip(names, flat, strict=True))
-    return list(rows.values())
+        writer.writerow(["name", *columns])
+        writer.writerows([name, *(values.get(key) for key in columns)] for name, values in flat)
 
 
 def shards_differ(path: Path) -> bool:

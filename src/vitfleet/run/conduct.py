@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 from safetensors.torch import save
 
-from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
-from vitfleet.fleet.base import Request, in_order
-from vitfleet.message import Message, State
+from vitfleet.fleet.base import Request, Verdict, in_order
+from vitfleet.message import Number, State
 from vitfleet.methods.base import Gathering, RefusalError
 from vitfleet.progress import SILENCE, Progress
-from vitfleet.randomness import Address, Purpose
 from vitfleet.run import continual
+from vitfleet.run.costs import message_size
 from vitfleet.run.curves import Curves
+from vitfleet.run.dispatch import Traffic, Turn
 from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
 from vitfleet.run.session import Session
 from vitfleet.train.optim import learning_rate
-from vitfleet.wire import encoded_size
 
 
 class Listener(Protocol):
@@ -42,7 +41,7 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
     latest = session.checkpoints.latest
     records = LineFile(folder / "records.jsonl", latest.records_length if latest else 0)
     timings = LineFile(folder / "timings.jsonl", latest.timings_length if latest else 0)
-    curves = Curves(folder, session.round + 1)
+    curves = Curves(config, folder, session.round + 1)
     try:
         for round in range(session.round + 1, config.rounds + 1):
             started = time.perf_counter()
@@ -54,14 +53,14 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
             if round % config.machine.checkpoint_every == 0 or round == config.rounds:
                 session.checkpoints.commit(
                     round,
-                    session.server,
+                    session.traffic.pack(session.server),
                     session.fleet.changed(),
                     session.heard,
                     (records.length(), timings.length()),
                     (session.total_up_bytes, session.total_down_bytes),
                 )
                 if session.method.file_backed:
-                    session.server = session.checkpoints.mapped(session.server)
+                    session.server, _ = Traffic.unpack(session.checkpoints.mapped(session.server), session.traffic.now)
             listener.round_done(record, seconds)
     finally:
         records.close()
@@ -73,54 +72,54 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
 
 def play_round(session: Session, round: int, progress: Progress = SILENCE) -> RoundRecord:
     """Play one round and move the session on to its end."""
-    config, method, server = session.config, session.method, session.server
-    clients = choose_clients(config, round)
+    config, server = session.config, session.server
     due = round % config.eval.every == 0 or round == config.rounds
-    down_bytes: dict[int, int] = {}
+    turns, traffic = session.dispatch.turns(server, session.heard, session.traffic, round)
+    asked = {turn.client: turn for turn in turns if turn.failure is None}
 
     def requests() -> Iterator[Request]:
-        for client in clients:
-            since = session.heard.get(client)
-            down = method.instruct(server, round, client, since)
-            down_bytes[client] = _size(down) + (_size(session.base) if since is None else 0)
-            yield Request(round, client, down, due, config.stage(round), since)
+        for turn in asked.values():
+            yield Request(round, turn.client, turn.down, due, config.stage(round), turn.since)
 
-    gathering = method.gather(server, round)
-    entries: list[ClientRecord] = []
+    gathering = session.method.gather(server, round)
+    entries = [_entry(turn, failure=turn.failure) for turn in turns if turn.failure is not None]
     taken: list[int] = []
-    with progress.task(f"round {round}: clients", len(clients)) as advance:
-        for reply in in_order(session.fleet.ask(requests()), clients):
+    with progress.task(f"round {round}: clients", len(asked)) as advance:
+        for reply in in_order(session.fleet.ask(requests()), asked):
             advance(1)
-            down = down_bytes.get(reply.client, 0)  # a fleet may give up before it asked
+            turn = asked[reply.client]
             if reply.lost:
                 session.heard.pop(reply.client, None)
             if reply.up is None:
-                entries.append(ClientRecord(reply.client, down, 0, failure=reply.failure or "no reply"))
+                entries.append(_entry(turn, failure=reply.failure or "no reply"))
                 continue
+            up_bytes, numbers = message_size(reply.up), dict(reply.up.numbers)
             try:
-                gathering.add(reply.client, reply.up)
+                gathering.add(reply.client, session.up_to_date(reply.up, turn))
             except RefusalError as refused:
-                entries.append(ClientRecord(reply.client, down, _size(reply.up), failure=str(refused)))
+                entries.append(_entry(turn, up_bytes, failure=str(refused)))
                 continue
             taken.append(reply.client)
-            right, tested = (reply.verdict.right, reply.verdict.tested) if reply.verdict else (None, None)
-            entries.append(ClientRecord(reply.client, down, _size(reply.up), dict(reply.up.numbers), right, tested))
+            gflops = session.gflops(round, reply.client, numbers)
+            entries.append(_entry(turn, up_bytes, numbers, verdict=reply.verdict, gflops=gflops))
             del reply  # before the next one comes
     session.server, set_aside = _close(session, gathering, round, taken)
     session.heard |= {client: round for client in taken if client not in set_aside}
-    entries = [_without(entry, set_aside.get(entry.client)) for entry in entries]
+    entries = sorted((_without(entry, set_aside.get(entry.client)) for entry in entries), key=lambda one: one.client)
     session.round = round
+    session.traffic = traffic
     session.total_up_bytes += sum(entry.up_bytes for entry in entries)
     session.total_down_bytes += sum(entry.down_bytes for entry in entries)
     return RoundRecord(
         round,
         learning_rate(config.train, round, config.schedule_rounds),
         _mean_loss(entries),
-        _accuracy(session, round, entries) if due else None,
+        _accuracy(session, round, entries, progress) if due else None,
         entries,
         session.total_up_bytes,
         session.total_down_bytes,
         continual.after_round(session, round, progress),
+        traffic.now if session.dispatch.virtual is not None else None,
     )
 
 
@@ -136,19 +135,20 @@ def _close(session: Session, gathering: Gathering, round: int, taken: list[int])
 
 def _without(entry: ClientRecord, reason: str | None) -> ClientRecord:
     """Return a client's record as that of a failure, if its reply was set aside."""
-    return entry if reason is None else ClientRecord(entry.client, entry.down_bytes, entry.up_bytes, failure=reason)
+    return entry if reason is None else replace(entry, numbers={}, right=None, tested=None, gflops=None, failure=reason)
 
 
-def choose_clients(config: Config, round: int) -> list[int]:
-    """Draw a round's clients, without replacement, in ascending order."""
-    rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
-    chosen = rng.choice(config.fleet.clients, config.fleet.per_round + config.fleet.spare, replace=False)
-    return [int(client) for client in np.sort(chosen)]
-
-
-def _size(message: Message) -> int:
-    """Return a message's bytes on the wire; one with nothing in it is not sent."""
-    return encoded_size(message) if message.tensors or message.numbers else 0
+def _entry(
+    turn: Turn,
+    up_bytes: int = 0,
+    numbers: dict[str, Number] | None = None,
+    verdict: Verdict | None = None,
+    failure: str | None = None,
+    gflops: float | None = None,
+) -> ClientRecord:
+    right, tested = (verdict.right, verdict.tested) if verdict else (None, None)
+    times = turn.began, turn.ended
+    return ClientRecord(turn.client, turn.down_bytes, up_bytes, numbers or {}, right, tested, failure, gflops, *times)
 
 
 def _mean_loss(entries: list[ClientRecord]) -> float | None:
@@ -164,12 +164,14 @@ def _number(value: object) -> float:
     return float(value)
 
 
-def _accuracy(session: Session, round: int, entries: list[ClientRecord]) -> Accuracy:
+def _accuracy(session: Session, round: int, entries: list[ClientRecord], progress: Progress) -> Accuracy:
     at_home = [entry.accuracy for entry in entries if entry.accuracy is not None]
     local = sum(at_home) / len(at_home) if at_home else None
     if session.config.data.tasks:
         return Accuracy(None, None, 0, local)
-    common = session.evaluator.common(session.method, round, session.server, session.base.tensors, session.fleet.own)
+    common = session.evaluator.common(
+        session.method, round, session.server, session.base.tensors, session.fleet.own, progress
+    )
     return Accuracy(*common, local)
 
 

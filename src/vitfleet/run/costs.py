@@ -1,24 +1,31 @@
-"""What a client's training costs: torch's own count of operations, without training anything.
+"""What a client's round costs, without training anything: operations and bytes.
 
-The client half is asked for its training on tensors that have shapes but no numbers. What it wants trained, masked,
-frozen, left out or parted is in the objective it yields, so the count follows from the same selection as the training.
+The client half is played on tensors that have shapes but no numbers. What it wants trained, masked, frozen, left out
+or parted is in the objectives it yields, and what it would send is its answer, so operations and bytes follow from the
+same selection as the training. The memory of a training is told by :mod:`vitfleet.run.memory`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitfleet.config.schema import TrainConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.message import State, Tensors
-from vitfleet.methods.base import Job, Method, Work
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, Fitted, Objective
+from vitfleet.wire import encoded_size
+
+NOTHING: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the labels of a client without images
 
 
 @dataclass(frozen=True)
@@ -37,40 +44,149 @@ class Flops:
     training: int
 
 
-def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
-    """Count the operations of one sample in a method's client training, the mean over the epochs of a first round.
+@dataclass(frozen=True)
+class Rehearsal:
+    """A client's round, played without numbers.
+
+    Attributes
+    ----------
+    fits
+        The trainings it would ask for.
+    answer
+        What it would send and keep.
+    """
+
+    fits: list[Fit]
+    answer: Answer
+
+
+def rehearse(method: Method[Any], net: Net, round: int, client: int, labels: NDArray[np.int64]) -> Rehearsal:
+    """Play a client's first round; what it asks for and sends has shapes, but no numbers.
 
     What a memory of earlier tasks adds is not in it: its gradients cost as much again for every stored sample.
     """
     blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
-    server: State = method.start(blank)
-    down = method.instruct(server, 1, 0, None)
-    nothing = torch.empty(0, dtype=torch.long)
-    pixels = torch.empty(0, len(net.mean), net.side, net.side, dtype=torch.uint8)
-    job = Job(1, 0, down, method.base(blank).tensors, None, Shard(ImageSet(pixels, nothing), nothing))
-    # Index tables of some families are constants of the module: on a copy, they lose their numbers too.
-    bare = Net(**{**vars(net), "module": copy.deepcopy(net.module).to("meta")})
-    fits = list(trainings(method.work(job)))
-    epochs = sum(fit.epochs for fit in fits)
-    counted = [(count(bare, fit.objective, fit.weights, mask_ratio), fit.epochs) for fit in fits]
-    return Flops(
-        sum(flops.forward * times for flops, times in counted) // epochs,
-        sum(flops.training * times for flops, times in counted) // epochs,
-    )
-
-
-def trainings(work: Work) -> Iterator[Fit]:
-    """Yield the trainings that a client half wants, answering each as for a client without images."""
+    down = method.instruct(method.start(blank), round, client, None)
+    held = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+    # As many images as labels, all of them one: nobody looks at them.
+    pixels = torch.zeros(1, len(net.mean), net.side, net.side, dtype=torch.uint8).expand(len(held), -1, -1, -1)
+    shard = Shard(ImageSet(pixels, held), torch.arange(len(held)))
+    work = method.work(Job(round, client, down, method.base(blank).tensors, None, shard))
+    fits: list[Fit] = []
     try:
         fit = next(work)
         while True:
-            yield fit
-            transform = fit.objective.transform
-            none = {name: torch.zeros(()) for name in (transform.counts if transform else ())}
-            weights = fit.objective.trains.take(fit.weights)
-            fit = work.send(Fitted(weights, torch.zeros(()), 0, 0, none, torch.empty(0)))
-    except StopIteration:
-        return
+            fits.append(fit)
+            fit = work.send(_as_if_trained(fit, len(held)))
+    except StopIteration as end:
+        answer: Answer = end.value
+        return Rehearsal(fits, answer)
+
+
+def _as_if_trained(fit: Fit, samples: int) -> Fitted:
+    objective = fit.objective
+    trained = {name: fit.weights[name] for name in objective.trains}
+    # What was observed is read on the host: it has numbers, all of them zero.
+    observed = {name: torch.zeros_like(one, device="cpu") for name, one in fit.sums.items()}
+    if objective.transform:
+        observed |= {name: torch.zeros(()) for name in objective.transform.counts}
+    losses = torch.zeros(samples if fit.score else 0)
+    return Fitted(trained, torch.zeros(()), samples, max(1, fit.epochs), observed, losses)
+
+
+class Costing:
+    """Counts what clients' rounds cost; each kind of training is counted once.
+
+    Parameters
+    ----------
+    method
+        On the host: nothing of it is computed.
+    """
+
+    def __init__(self, method: Method[Any], net: Net, train: TrainConfig) -> None:
+        self.method = method
+        self.train = train
+        self.net = with_constants_on(net, "meta")
+        self._counted: dict[object, Flops] = {}
+
+    def rehearse(self, round: int, client: int, labels: NDArray[np.int64]) -> Rehearsal:
+        """Play a client's round."""
+        return rehearse(self.method, self.net, round, client, labels)
+
+    def flops(self, objective: Objective, weights: Tensors) -> Flops:
+        """Count one sample's operations under an objective."""
+        key = (objective.trains, objective.depth, objective.split)
+        if key not in self._counted:
+            self._counted[key] = count(self.net, objective, weights, self.train.mask_ratio)
+        return self._counted[key]
+
+    def average(self, rehearsal: Rehearsal) -> Flops:
+        """Return the operations of one sample, the mean over the epochs of a client's trainings."""
+        counted = [(self.flops(fit.objective, fit.weights), fit.epochs) for fit in rehearsal.fits]
+        epochs = sum(times for _, times in counted)
+        return Flops(
+            sum(flops.forward * times for flops, times in counted) // epochs,
+            sum(flops.training * times for flops, times in counted) // epochs,
+        )
+
+    def round_flops(self, rehearsal: Rehearsal, samples: int) -> int:
+        """Count the operations of a client's whole round.
+
+        Besides its own samples, a training may pass stored ones for reference gradients, take a gradient elsewhere, and
+        score every sample at its end.
+        """
+        total = 0
+        steps = -(-samples // self.train.batch_size)
+        for fit in rehearsal.fits:
+            flops = self.flops(fit.objective, fit.weights)
+            passes = fit.epochs * samples * (1 if fit.elsewhere is None else 2)
+            if fit.memory is not None and len(fit.memory):
+                chooser = fit.objective.chooser
+                parts = min(len(fit.memory), chooser.k) if chooser else len(fit.memory)
+                passes += fit.epochs * steps * parts * fit.memory.labels.shape[1]
+            total += passes * flops.training + (samples * flops.forward if fit.score else 0)
+        return total
+
+    def up_bytes(self, rehearsal: Rehearsal) -> int:
+        """Count the bytes of a client's answer on the wire; one with nothing in it is not sent."""
+        return message_size(rehearsal.answer.up)
+
+    def down_bytes(self) -> tuple[int, int]:
+        """Count the bytes of the server's first message to a client, and what is given to it besides, only once."""
+        blank = {name: torch.empty(shape, device="meta") for name, shape in self.net.anatomy.shapes.items()}
+        server: State = self.method.start(blank)
+        return message_size(self.method.instruct(server, 1, 0, None)), message_size(self.method.base(blank))
+
+
+def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
+    """Count the operations of one sample in a method's client training."""
+    costing = Costing(method, net, method.setting.train.model_copy(update={"mask_ratio": mask_ratio}))
+    return costing.average(costing.rehearse(1, 0, NOTHING))
+
+
+def with_constants_on(net: Net, device: str) -> Net:
+    """Return a twin whose constants (index tables of some families) lie on another device.
+
+    Its weights are an argument of every call: those of the module itself are shared, not copied.
+    """
+    shared = {id(weight): weight for weight in net.module.parameters()}
+    module = copy.deepcopy(net.module, shared)
+    for part in module.modules():
+        for name, constant in part.named_buffers(recurse=False):
+            part._buffers[name] = constant.to(device)
+    return replace(net, module=module)
+
+
+def message_size(message: Message) -> int:
+    """Return a message's bytes on the wire; one with nothing in it is not sent."""
+    return encoded_size(message) if message.tensors or message.numbers else 0
+
+
+def full_flops(net: Net) -> Flops:
+    """Count one whole image through the whole model, all of which trains: what others are compared with."""
+    bare = with_constants_on(net, "meta")
+    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+    return count(bare, Objective(net.anatomy.whole), blank, 0.0)
 
 
 def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
@@ -78,16 +194,27 @@ def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -
     trains = net.anatomy.trainable(objective.trains)
     leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trains}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    channels = len(net.mean)
-    images = torch.empty(1, channels, net.side, net.side, device="meta")
+    images = torch.empty(1, len(net.mean), net.side, net.side, device="meta")
     keep = torch.empty(1, net.kept(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
     net.module.eval()  # batch norm would want more than one sample
     with FlopCounterMode(display=False) as counter:
-        if objective.split is None:
-            logits = net({**blank, **leaves}, images, keep, objective.depth)
-        else:
-            features = net.until({**blank, **leaves}, images, keep, objective.split)
-            logits = net.onward({**blank, **leaves}, features, objective.split)
-        forward = counter.get_total_flops()
+        logits = forward(net, objective, {**blank, **leaves}, images, keep)
+        passed = counter.get_total_flops()
         torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
-        return Flops(forward, counter.get_total_flops())
+        return Flops(passed, counter.get_total_flops())
+
+
+def forward(
+    net: Net, objective: Objective, weights: Tensors, images: torch.Tensor, keep: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a model the way an objective wants it run."""
+    if objective.split is None:
+        return net(weights, images, keep, objective.depth)
+    features = net.until(weights, images, keep, objective.split)
+    return net.onward(weights, features, objective.split)
+
+
+def typical_client(sizes: Sequence[int]) -> int:
+    """Return the client with the median number of samples among those that have any."""
+    order = sorted((size, client) for client, size in enumerate(sizes) if size)
+    return order[(len(order) - 1) // 2][1] if order else 0

@@ -20,6 +20,7 @@ from vitfleet.fleet.base import Verdict
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
+from vitfleet.progress import SILENCE, Progress
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine
@@ -48,7 +49,13 @@ class Evaluator:
     tasks: Tensor | None = None
 
     def common(
-        self, method: Method[Any], round: int, server: State, base: Tensors, own: Callable[[int], State | None]
+        self,
+        method: Method[Any],
+        round: int,
+        server: State,
+        base: Tensors,
+        own: Callable[[int], State | None],
+        progress: Progress = SILENCE,
     ) -> tuple[float | None, float | None, int]:
         """Return accuracy and loss on the common test set, and how many models they are the mean of.
 
@@ -63,12 +70,14 @@ class Evaluator:
         if not states:
             return None, None, 0
         measured: list[tuple[float, float]] = []
-        for position, state in enumerate(states):
-            if state is None and position and states[position - 1] is None:
-                measured.append(measured[-1])
-                continue
-            right, losses = self.answer(method.model(server, base, state))
-            measured.append((float(right.mean()), float(losses.mean())))
+        with progress.task(f"round {round}: evaluation", len(states)) as advance:
+            for position, state in enumerate(states):
+                advance(1)
+                if state is None and position and states[position - 1] is None:
+                    measured.append(measured[-1])
+                    continue
+                right, losses = self.answer(method.model(server, base, state))
+                measured.append((float(right.mean()), float(losses.mean())))
         accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
         return accuracy, loss if math.isfinite(loss) else None, len(measured)
 

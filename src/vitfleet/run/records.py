@@ -29,6 +29,11 @@ class ClientRecord:
         What its message said of itself.
     right, tested
         Its own model on its own test images, in rounds that are evaluated.
+    gflops
+        Operations of its training, forward and backward, in billions.
+    began, ended
+        When it was asked and when its answer was in, in virtual seconds since the run began, where the fleet has
+        devices.
     """
 
     client: int
@@ -38,6 +43,9 @@ class ClientRecord:
     right: int | None = None
     tested: int | None = None
     failure: str | None = None
+    gflops: float | None = None
+    began: float | None = None
+    ended: float | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -99,7 +107,8 @@ class TaskRecord:
 class RoundRecord:
     """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1.
 
-    ``learned`` is there in the last round of a task.
+    ``learned`` is there in the last round of a task, ``virtual_seconds``, the virtual clock at the round's end, where
+    the fleet has devices.
     """
 
     round: int
@@ -110,6 +119,7 @@ class RoundRecord:
     total_up_bytes: int
     total_down_bytes: int
     learned: TaskRecord | None = None
+    virtual_seconds: float | None = None
 
     def line(self) -> str:
         """Return the record as one line of JSON."""
@@ -169,6 +179,16 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
                 yield RoundRecord.parse(line)
 
 
+def clock_after(folder: Path, round: int) -> float:
+    """Return the virtual clock at the end of a recorded round."""
+    for record in read_records(folder):
+        if record.round == round and record.virtual_seconds is not None:
+            return record.virtual_seconds
+    raise UserError(
+        f"{folder / 'records.jsonl'}: has no virtual clock after round {round}; it was changed from outside"
+    )
+
+
 def read_seconds(folder: Path) -> float:
     """Return the seconds a run's rounds took, all its sessions together."""
     path = folder / "timings.jsonl"
@@ -180,12 +200,13 @@ def read_seconds(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class ClientCosts:
-    """What a client holds and does: parameters of its model, those that train, operations of one sample."""
+    """What a client holds and does: its model's parameters, those that train, a sample's operations, its memory."""
 
     params: int
     trainable_params: int
     forward_gflops: float
     train_gflops: float
+    peak_memory_bytes: int | None = None
 
 
 def summarize(
@@ -199,6 +220,9 @@ def summarize(
         What is to be said of a run of tasks besides.
     """
     rounds = participations = up_bytes = down_bytes = failures = 0
+    virtual: float | None = None
+    gflops = 0.0
+    failure: str | None = None  # the last of them
     best: float | None = None
     last: Accuracy | None = None
     loss: float | None = None
@@ -207,8 +231,10 @@ def summarize(
         rounds = record.round
         participations += len(record.clients)
         failures += sum(client.failure is not None for client in record.clients)
+        failure = next((client.failure for client in record.clients if client.failure is not None), failure)
         up_bytes, down_bytes = record.total_up_bytes, record.total_down_bytes
-        loss = record.loss
+        loss, virtual = record.loss, record.virtual_seconds
+        gflops += sum(client.gflops or 0.0 for client in record.clients)
         at_home |= {client.client: client.accuracy for client in record.clients if client.accuracy is not None}
         if record.accuracy is not None:
             last = record.accuracy
@@ -230,8 +256,11 @@ def summarize(
             "up_bytes": up_bytes,
             "down_bytes": down_bytes,
             "seconds": read_seconds(folder),
+            "virtual_seconds": virtual,
+            "train_gflops": gflops,
             "participations": participations,
             "failures": failures,
+            "failure": failure,
         },
         "client": asdict(costs),
         **({"continual": continual} if continual else {}),

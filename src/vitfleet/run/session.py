@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from vitfleet.config.schema import Config, FilePartition, MachineConfig, TasksConfig
+from vitfleet.config.schema import BufferedSchedule, Config, FilePartition, MachineConfig, TasksConfig
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.manifest import Deal
 from vitfleet.data.manifest import save as save_partition
@@ -24,14 +26,16 @@ from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.fleet.kit import make_kit, make_net
-from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Method
+from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.methods import Method, make_method
 from vitfleet.models.net import Net
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.costs import client_flops
+from vitfleet.run.costs import NOTHING, Costing, Rehearsal
+from vitfleet.run.dispatch import Dispatch, Traffic, Turn, freshen, virtual_fleet
 from vitfleet.run.evaluate import Evaluator
-from vitfleet.run.records import ClientCosts, TaskRecord, read_records
+from vitfleet.run.memory import training_memory
+from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
@@ -58,11 +62,31 @@ class Session:
     evaluator: Evaluator
     checkpoints: Checkpoints
     server: State
+    costing: Costing
+    dispatch: Dispatch
     round: int = 0
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     heard: dict[int, int] = field(default_factory=dict)
     learned: list[TaskRecord] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def up_to_date(self, up: Message, turn: Turn) -> Message:
+        """Bring an answer to what the server sent some rounds ago up to date."""
+        schedule = self.config.fleet.schedule
+        return freshen(up, turn, self.server, schedule) if isinstance(schedule, BufferedSchedule) else up
+
+    def gflops(self, round: int, client: int, numbers: Numbers) -> float | None:
+        """Return the operations of a client's training in a round, in billions; ``None`` if it says nothing of it."""
+        samples = numbers.get("samples")
+        if not isinstance(samples, int):
+            return None
+        rehearsal = self.costing.rehearse(round, client, self.labels(client, round))
+        return self.costing.round_flops(rehearsal, samples) / 1e9
+
+    def labels(self, client: int, round: int) -> NDArray[np.int64]:
+        """Return the labels of what a client trains on in a round."""
+        return _labels(self.config, self.data, self.partition, client, round)
 
     def refine(self, server: State, round: int) -> State:
         """Let the server train, if its method does; it has no images of its own."""
@@ -76,12 +100,14 @@ class Session:
 
     def costs(self) -> ClientCosts:
         """Return what a client holds and does."""
-        flops = client_flops(self.method, self.net, self.config.train.mask_ratio)
+        rehearsal = self.costing.rehearse(1, 0, NOTHING)
+        flops = self.costing.average(rehearsal)
         return ClientCosts(
             params=self.params,
             trainable_params=self.net.anatomy.count(self.method.trains),
             forward_gflops=flops.forward / 1e9,
             train_gflops=flops.training / 1e9,
+            peak_memory_bytes=_memory(self.net, rehearsal, self.config, self.machine),
         )
 
 
@@ -121,6 +147,17 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
     evaluator = Evaluator(
         net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, stages, tasks
     )
+    host = make_method(config.method, replace(method.setting, device=torch.device("cpu")))
+    costing = Costing(host, net, config.train)
+
+    def memory_bytes() -> int:
+        return _memory(net, costing.rehearse(1, 0, NOTHING), config, machine)
+
+    virtual = None
+    if grid is None:  # real devices have clocks of their own
+        virtual = virtual_fleet(config, memory_bytes, costing, partial(_labels, config, data, partition))
+    if virtual is not None:
+        virtual.write(folder)
     fleet: Fleet
     if grid is None:
         stored = checkpoints.client
@@ -143,9 +180,14 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
         evaluator=evaluator,
         checkpoints=checkpoints,
         server=method.start(initial),
+        costing=costing,
+        dispatch=Dispatch(config, method, base, virtual),
     )
     if latest is not None:
-        state = checkpoints.server()
+        now = 0.0 if virtual is None else clock_after(folder, latest.round)
+        state, traffic = Traffic.unpack(checkpoints.server(), now)
+        past = {version: _state_on(machine.device, one) for version, one in traffic.past.items()}
+        session.traffic = replace(traffic, past=past)
         # Parts stay on the host: a method that wants them on the device brings them there.
         session.server = replace(_state_on(machine.device, state), parts=state.parts)
         session.round = latest.round
@@ -155,6 +197,20 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
             record.learned for record in read_records(folder) if record.learned and record.round <= latest.round
         ]
     return session
+
+
+def _labels(
+    config: Config, data: DataSet, partition: Partition | Streams, client: int, round: int
+) -> NDArray[np.int64]:
+    place = partition.place(client, config.stage(round)) if isinstance(partition, Streams) else client
+    index = torch.from_numpy(partition.train.of(place)).to(data.train.labels.device)
+    labels: NDArray[np.int64] = data.train.labels[index].cpu().numpy()
+    return labels
+
+
+def _memory(net: Net, rehearsal: Rehearsal, config: Config, machine: Machine) -> int:
+    """Return the memory that the largest of a client's trainings needs."""
+    return max(training_memory(net, fit, config.train, machine.bf16).total for fit in rehearsal.fits)
 
 
 def _machine(config: Config, folder: Path, width: int) -> Machine:

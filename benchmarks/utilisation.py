@@ -1,0 +1,90 @@
+"""How much of a machine's matrix-product speed a ViT's training step reaches: what device profiles are calibrated by.
+
+Example::
+
+    OMP_NUM_THREADS=1 python benchmarks/utilisation.py
+    python benchmarks/utilisation.py --device cuda --model vit_base_patch16_224 --batch 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.models.zoo import build
+from vitfleet.run.costs import full_flops
+from vitfleet.train.cohort import Place
+from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.objective import Fit, Objective
+from vitfleet.train.trainer import Trainer, preprocess_for
+
+CLASSES, SIDE, TRIES = 100, 224, 3
+
+
+def matrix_rate(machine: Machine, size: int) -> float:
+    """Return the operations a second of a large matrix product, the best of some."""
+    left, right = (torch.randn(size, size, device=machine.device) for _ in range(2))
+    best = 0.0
+    for _ in range(TRIES):
+        _wait(machine)
+        started = time.perf_counter()
+        with machine.autocast():
+            left @ right
+        _wait(machine)
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float:
+    """Return the operations a second of full training, the median of some."""
+    config = Config.model_validate({"train": {"batch_size": batch}})
+    net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
+    trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), 2, machine)
+    weights = {name: tensor.to(machine.device) for name, tensor in net.initial_weights().items()}
+    pixels = torch.zeros(steps * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)
+    images = ImageSet(pixels, torch.arange(len(pixels), device=machine.device) % CLASSES)
+    flops = full_flops(net).training
+
+    def seconds(samples: int) -> float:
+        _wait(machine)
+        started = time.perf_counter()
+        shard = Shard(images, torch.arange(samples, device=machine.device))
+        trainer.fit(Fit(weights, Objective(net.anatomy.whole), 1), shard, Place(0, 1, 0))
+        _wait(machine)
+        return time.perf_counter() - started
+
+    seconds(batch)
+    # The difference of a long and a short training: what is not a step cancels out.
+    times = [seconds(steps * batch) - seconds(batch) for _ in range(TRIES)]
+    return flops * (steps - 1) * batch / statistics.median(times)
+
+
+def _wait(machine: Machine) -> None:
+    if machine.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_tiny_patch16_224")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--size", type=int, default=2048, help="of the square matrices")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    machine = set_up(MachineConfig(device=args.device))
+    product = matrix_rate(machine, args.size)
+    training = training_rate(machine, args.model, args.batch, args.steps)
+    print(f"{args.model}, batch {args.batch}, {machine.device}, torch {torch.__version__}")
+    print(
+        f"matrix product {product / 1e9:.1f} GFLOP/s, training {training / 1e9:.1f} GFLOP/s: {training / product:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

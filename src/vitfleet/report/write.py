@@ -1,0 +1,86 @@
+"""Makes reports: the page, its figures as files, and a live page while runs go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
+from vitfleet.progress import SILENCE, Progress
+from vitfleet.report.draw import draw_files
+from vitfleet.report.page import REFRESH_SECONDS, render, report_figures
+from vitfleet.report.pictures import can_draw
+from vitfleet.report.runs import finished, read_groups
+from vitfleet.run.folder import next_free
+
+PAGE = "report.html"
+FIGURES = "figures"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a report left: its page, and its figures' files (none without matplotlib)."""
+
+    page: Path
+    figures: list[Path]
+
+
+def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
+    """Return where a report goes: into the run or comparison it is about, or, of several, into a folder of its own."""
+    if out is not None:
+        return out
+    return paths[0] if len(paths) == 1 else next_free(Path("runs"), "report")
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = SILENCE) -> Written:
+    """Write the report of some runs and comparisons: the page, and every figure as SVG and PNG."""
+    groups = read_groups(paths)
+    figures = report_figures(groups)
+    folder = _make(report_folder(paths, out))
+    write_atomically(folder / PAGE, render(groups, figures).encode())
+    files: list[Path] = []
+    if can_draw():
+        (folder / FIGURES).mkdir(exist_ok=True)
+        every = [figure for found in figures.values() for figure in found]
+        with progress.task("figures", len(every)) as advance:
+            for figure in every:
+                files += draw_files(figure, folder / FIGURES)
+                advance(1)
+    return Written(folder / PAGE, files)
+
+
+def watch_report(
+    paths: Sequence[Path],
+    out: Path | None = None,
+    announce: Callable[[Path], None] = lambda page: None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Written:
+    """Write the page again and again, until all its runs are finished; then the whole report.
+
+    Parameters
+    ----------
+    announce
+        Hears, once, where the page is.
+    wait
+        Called with the seconds between two looks.
+    """
+    folder = _make(report_folder(paths, out))
+    announced = False
+    while not finished(groups := read_groups(paths)):
+        write_atomically(folder / PAGE, render(groups, report_figures(groups), live=True).encode())
+        if not announced:
+            announce(folder / PAGE)
+            announced = True
+        wait(REFRESH_SECONDS)
+    return write_report(paths, folder)
+
+
+def _make(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be made ({error.strerror})") from None
+    return folder

@@ -1,0 +1,80 @@
+"""Run folders made by hand, so that reports are tested on what records say and nothing has to train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+from vitfleet.config.load import validate
+from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, TaskRecord, summarize
+
+MakeRun: TypeAlias = Callable[..., Path]
+CLIENTS = 6
+LEARNED = (TaskRecord(1, [[0.9, 0.1]], [[0.1, 0.1]], 0.9), TaskRecord(2, [[0.7, 0.8]], None, 0.75, 0.2))
+CLASSES = 4
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Return a maker of run folders: a method, a seed, rounds played of those planned."""
+
+    def make(
+        name: str,
+        method: str = "fedavg",
+        seed: int = 0,
+        played: int = 5,
+        rounds: int = 5,
+        devices: bool = True,
+        tasks: int = 0,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "title": f"{method} & <made>"})
+        (folder / "config.json").write_text(config.model_dump_json())
+        (folder / "about.json").write_text(json.dumps({"command": "vitfleet run made", "versions": {"torch": "2"}}))
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(0, 30, (CLIENTS, CLASSES))
+        manifest = {
+            "sha256": f"deal-{seed}",
+            "classes": [f"class {i}" for i in range(CLASSES)],
+            "counts": counts.tolist(),
+        }
+        (folder / "partition.json").write_text(json.dumps(manifest))
+        if devices:
+            kinds = [("nano", "agx")[i % 2] for i in range(CLIENTS)]
+            (folder / "devices.json").write_text(json.dumps({"clients": kinds}))
+        with (folder / "records.jsonl").open("w") as file:
+            for round in range(1, played + 1):
+                record = _record(round, seed, method, devices)
+                learned = LEARNED[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
+                file.write(replace(record, learned=learned).line() + "\n")
+        if played == rounds:
+            continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
+            summarize(folder, config, ClientCosts(100, 50, 1.0, 3.0), continual if tasks else None)
+        return folder
+
+    return make
+
+
+def _record(round: int, seed: int, method: str, devices: bool) -> RoundRecord:
+    entries = []
+    for client in range(3):
+        numbers: dict[str, Any] = {"samples": 10, "loss": 1 / round}
+        if method == "transfl":
+            numbers |= {
+                "layers": [0, 2],
+                "gradients": [3.0, 1.0, 2.0],
+                "head_gradients": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            }
+        began, ended = (3600.0 * (round - 1), 3600.0 * round) if devices else (None, None)
+        late = "too late" if client == 2 and round == 2 else None
+        entries.append(ClientRecord(client, 2000, 1000, numbers, failure=late, began=began, ended=ended))
+    accuracy = Accuracy(0.1 * round + 0.01 * seed, 2.0 / round, 1, 0.05 * round)
+    clock = 3600.0 * round if devices else None
+    return RoundRecord(round, 1e-3, 1 / round, accuracy, entries, 3000 * round, 6000 * round, virtual_seconds=clock)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from conftest import MakeConfig
+from vitfleet.data.batches import draw_epoch, visit
+from vitfleet.report.patches import contact_sheet, draw_patches
+from vitfleet.run.session import open_session
+
+
+def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:
+    pixels = np.full((1, 8, 8, 1), 255, dtype=np.uint8)
+    sheet = contact_sheet(pixels, np.array([[0, 3]]), grid=2)
+    half = sheet.shape[1] // 2
+    below = sheet[-2 * half :]
+    assert (below[:half, :half] == 255).all()
+    assert (below[half:, half:] == 255).all()
+    assert (below[:half, half:] == 128).all()
+    assert (sheet[: 2 * half] == 255).all()
+
+
+def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("train.mask_ratio=0.5")
+    session = open_session(config, tmp_path)
+    draw_patches(session)
+    client = int(session.partition.counts.sum(axis=1).argmax())
+    samples = len(session.partition.train.of(client))
+    kept = session.net.kept(0.5)
+    side = session.data.train.side
+    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, session.net.patches, kept)
+    batch = visit([drawn], samples, kept, session.machine.device, many=False).step(0, many=False)
+    assert batch.keep is not None
+    sheet = np.asarray(Image.open(tmp_path / "patches.png"))
+    grid = round(session.net.patches**0.5)
+    tile = (sheet.shape[0] - 6) // 2
+    cell = tile // grid
+    first = sheet[-tile:, :tile]
+    grey = {
+        row * grid + column
+        for row in range(grid)
+        for column in range(grid)
+        if (first[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell] == 128).all()
+    }
+    assert grey == set(range(grid * grid)) - set(batch.keep[0].tolist())
+
+
+def test_whole_images_need_no_picture(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    draw_patches(open_session(tiny_config(), tmp_path))
+    assert not (tmp_path / "patches.png").exists()

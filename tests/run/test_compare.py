@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from made_runs import MakeRun
+from vitfleet.config import load_config
+from vitfleet.errors import UserError
+from vitfleet.run.compare import Member, begin, command_of, members_of, reach, read_comparison, sweep_of
+
+
+def test_sweeps_are_every_combination() -> None:
+    assert list(sweep_of([])) == [("", [])]
+    assert list(sweep_of(["method.k=1,2", "train.lr=1e-3, 1e-4"])) == [
+        ("k=1 lr=1e-3", ["method.k=1", "train.lr=1e-3"]),
+        ("k=1 lr=1e-4", ["method.k=1", "train.lr=1e-4"]),
+        ("k=2 lr=1e-3", ["method.k=2", "train.lr=1e-3"]),
+        ("k=2 lr=1e-4", ["method.k=2", "train.lr=1e-4"]),
+    ]
+    for wrong in ("k", "=1,2", "method.k=1,,2", "method.k="):
+        with pytest.raises(UserError, match="must look like key=value,value"):
+            list(sweep_of([wrong]))
+
+
+def test_what_a_target_took(make_run: MakeRun) -> None:
+    run = make_run("a")  # 0.1 more a round, 9000 bytes, an hour each
+    assert reach(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
+    assert reach(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
+    assert reach(run, None)["rounds"] is None
+
+
+def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:
+    members = [
+        Member(name, load_config("digits", [f"method.name={method}", f"seed={seed}"]))
+        for name, method in (("one", "fedavg"), ("two", "fedprox"))
+        for seed in (0, 1)
+    ]
+    path = begin(members, tmp_path / "both", "vitfleet compare one two", target)
+    for member in members:
+        played = 5 if member.name == "one" else 4  # the second ends a tenth lower
+        make_run(f"both/{member.folder(path).name}", member.config.method.name, member.config.seed, played, played)
+    return path
+
+
+def test_without_a_target_it_is_what_all_reached(make_run: MakeRun, tmp_path: Path) -> None:
+    path = compared(make_run, tmp_path, None)
+    comparison = read_comparison(path)
+    assert comparison.target == 0.4
+    one, two = comparison.rows
+    assert (one.mean("to_target", "rounds"), two.mean("to_target", "rounds")) == (4, 4)
+    assert one.mean("accuracy", "global") == pytest.approx(0.505)
+    assert one.spread("accuracy", "global") == pytest.approx(0.00707, rel=0.01)
+    assert command_of(path) == "vitfleet compare one two"
+    assert [member.name for member in members_of(path)] == ["one", "one", "two", "two"]
+
+
+def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path) -> None:
+    path = compared(make_run, tmp_path, 0.5)
+    one, two = read_comparison(path).rows
+    assert one.mean("to_target", "rounds") == 5
+    assert two.mean("to_target", "rounds") is None
+    with (path / "compare.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["to_target.rounds"] for line in lines] == ["5", "5", "", ""]
+    assert json.loads(lines[0]["total.virtual_seconds"]) == 5 * 3600
+
+
+def test_a_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
+    member = Member("one", load_config("digits"))
+    with pytest.raises(UserError, match="would be compared with itself"):
+        begin([member, member], tmp_path / "x", "")
