@@ -98,7 +98,7 @@ def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> 
         "versions": {package: _version(package) for package in _PACKAGES},
         "python": sys.version.split()[0],
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
     }
     write_atomically(path / "about.json", json.dumps(about, indent=2).encode())
     # Last: a folder with a configuration in it can be resumed.
@@ -130,7 +130,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -1,0 +1,172 @@
+"""What every contestant of peers.py is given: images, shards, clients of each round, order of images, initial weights.
+
+The problem lies in a folder as plain tensors, so that a contestant needs nothing of vitfleet but the repair of a broken
+torchvision. A contestant is a script, ``python CONTESTANT.py FOLDER PROCESSES THREADS``: it plays the rounds and leaves
+``result.json`` (seconds of each round) and ``result.safetensors`` (the final weights) in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The numbers of a problem."""
+
+    clients: int
+    per_round: int
+    rounds: int
+    epochs: int
+    batch: int
+    lr: float
+    weight_decay: float
+    bf16: bool
+    device: str
+    seed: int
+    data_dir: str
+    images: int | None
+    beta: float
+
+
+class Problem:
+    """A problem, as read from its folder.
+
+    Attributes
+    ----------
+    chosen
+        The clients of each round, the first round's first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        told = json.loads((folder / "problem.json").read_text())
+        self.terms = Terms(**told["terms"])
+        self.chosen: list[list[int]] = told["chosen"]
+        self.device = torch.device(self.terms.device)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.folder / "problem.safetensors")
+
+    @cached_property
+    def images(self) -> Tensor:
+        return self.tensors["images"].to(self.device)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        return self.tensors["labels"].to(self.device)
+
+    def visit(self, round: int, client: int) -> Tensor:
+        """Return the images that a client visits in a round, in order, ``[epochs, samples]``."""
+        return self.tensors[f"visit-{round}-{client}"].to(self.device)
+
+    def samples(self) -> list[int]:
+        """Return how many samples each round trains on."""
+        return [
+            sum(self.tensors[f"visit-{round}-{client}"].numel() for client in clients)
+            for round, clients in enumerate(self.chosen, start=1)
+        ]
+
+    def model(self) -> Vit:
+        """Return the model with its initial weights."""
+        model = Vit()
+        model.vit.load_state_dict(load_file(self.folder / "weights.safetensors"))
+        return model.to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        """Return the precision that was agreed on."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.terms.bf16)
+
+    def optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
+        """Return the optimiser that was agreed on: torch's fastest."""
+        rate = self.terms.lr if lr is None else lr
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=self.terms.weight_decay, fused=True)
+
+
+def save_problem(
+    folder: Path, terms: Terms, chosen: list[list[int]], tensors: dict[str, Tensor], weights: dict[str, Tensor]
+) -> None:
+    """Write a problem down."""
+    save_file(tensors, folder / "problem.safetensors")
+    save_file(weights, folder / "weights.safetensors")
+    (folder / "problem.json").write_text(json.dumps({"terms": asdict(terms), "chosen": chosen}))
+
+
+class Vit(nn.Module):
+    """TransFL's six-layer ViT as timm builds it; it takes pixels as they are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from vitfleet.models.compat import ensure_torchvision
+
+        ensure_torchvision()
+        from timm.models.vision_transformer import VisionTransformer
+
+        self.vit = VisionTransformer(
+            img_size=32, patch_size=4, embed_dim=256, depth=6, num_heads=8, mlp_ratio=4.0, num_classes=10
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.vit((pixels.float() / 255 - 0.5) / 0.5)
+
+
+def train(model: Vit, problem: Problem, round: int, client: int) -> int:
+    """Train a client as a user of Flower or of nothing writes it; return its samples."""
+    visits = problem.visit(round, client)
+    optimizer = problem.optimizer(model.parameters())
+    model.train()
+    for order in visits:
+        for index in torch.split(order, problem.terms.batch):
+            with problem.autocast():
+                loss = F.cross_entropy(model(problem.images[index]), problem.labels[index])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    return visits.shape[1]
+
+
+class Stopwatch:
+    """Takes the time of each round and writes the result."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.seconds: list[float] = []
+        self.last = 0.0
+
+    def start(self) -> None:
+        (self.problem.folder / "started").touch()  # from here on the memory counts
+        self.last = self._now()
+
+    def lap(self) -> None:
+        now = self._now()
+        self.seconds.append(now - self.last)
+        self.last = now
+
+    def _now(self) -> float:
+        if self.problem.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def finish(self, weights: dict[str, Tensor]) -> None:
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(plain, self.problem.folder / "result.safetensors")
+        (self.problem.folder / "result.json").write_text(json.dumps({"seconds": self.seconds}))
+
+
+def arguments() -> tuple[Path, int, int]:
+    """Return the folder, how many processes, and the CPU threads of each."""
+    folder, processes, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    return Path(folder), int(processes), int(threads)
