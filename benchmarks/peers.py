@@ -51,6 +51,7 @@ from vitfleet.run.conduct import choose_clients  # noqa: E402
 from vitfleet.run.folder import processor  # noqa: E402
 
 SCRIPTS = {"ours": "ours.py", "eager": "eager.py", "pfl": "pfl_research.py", "flower": "flower.py"}
+WAYS = ["ours", "ours-2", "eager", "pfl-1", "pfl-2", "flower-1", "flower-2"]
 PACKAGES = ("vitfleet", "torch", "timm", "pfl", "flwr", "ray", "numpy")
 MIB = 2**20
 
@@ -225,7 +226,7 @@ def rows_of(terms: Terms, found: dict[str, list[Outcome]], samples: list[int]) -
                 "clients": terms.clients,
                 "a round": terms.per_round,
                 "batch": terms.batch,
-                "precision": "bf16" if terms.bf16 else "fp32",
+                "precision": Way(text).machine.get("precision", "bf16" if terms.bf16 else "fp32"),
                 "accuracy %": round(100 * outcomes[0].accuracy, 2),
                 "test loss": round(outcomes[0].loss, 4),
                 "s a round": round(middle, 3),
@@ -280,7 +281,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all processes together")
-    parser.add_argument("--ways", nargs="+", default=["ours", "eager", "pfl-1", "pfl-2", "flower-1", "flower-2"])
+    parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800, help="seconds that one run may take")

@@ -13,6 +13,7 @@ from pathlib import Path
 from problem import Problem, Stopwatch, Terms, arguments
 
 from vitfleet.config.schema import Config
+from vitfleet.fleet.ranks import joined
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
 
@@ -55,15 +56,19 @@ def main() -> None:
         "precision": "bf16" if terms.bf16 else "fp32",
         **json.loads(os.environ.get("VITFLEET_MACHINE", "{}")),
     }
-    with tempfile.TemporaryDirectory() as run:
-        session = open_session(config_of(terms, machine), Path(run))
+    with joined() as ranks:
+        # A run that was begun is not begun again: each turn has a folder of its own.
+        made = tempfile.mkdtemp(dir=folder) if ranks.first else ""
+        run = Path(ranks.tell(made.encode()).decode())
+        session = open_session(config_of(terms, machine), run, ranks=ranks)
         watch = Stopwatch(problem)
         watch.start()
         for round in range(1, terms.rounds + 1):
             record = play_round(session, round)
             assert [entry.client for entry in record.clients] == problem.chosen[round - 1]
             watch.lap()
-        watch.finish(dict(session.method.model(session.server, session.base.tensors, None)))
+        if ranks.first:
+            watch.finish(dict(session.method.model(session.server, session.base.tensors, None)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -72,6 +73,9 @@ def run(
         seeds = "0" if seed is None else str(seed)
         compare(list(DEFAULT_COMPARISON), override, seeds, [], None, out, data_dir, as_json)
         return
+    if _rank() > 0:
+        _follow()
+        return
     _for_machines(as_json)
     config = _load(source, override, seed, data_dir)
     folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
@@ -112,6 +116,7 @@ def compare(
     """
     from vitfleet.run.compare import Member, begin, sweep_of
 
+    _check_alone()
     _for_machines(as_json)
     if not all(seed.strip().isdigit() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers with commas between them, such as 0,1,2")
@@ -171,7 +176,11 @@ def resume(
     from vitfleet.run.folder import reopen
 
     if (folder / MANIFEST).exists():
+        _check_alone()
         _compare(folder)
+        return
+    if _rank() > 0:
+        _follow()
         return
     held = reopen(folder)
     _show(_play(held), held)
@@ -321,27 +330,31 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
     signal.signal(signal.SIGTERM, _interrupt)
     folder, config = held.path, held.config()
     try:
+        from vitfleet.fleet.ranks import joined
         from vitfleet.report.pictures import draw_partition, draw_rounds
         from vitfleet.report.terminal import RoundDisplay, TerminalProgress
         from vitfleet.run.conduct import conduct
         from vitfleet.run.session import open_session
 
-        session = open_session(config, folder, TerminalProgress(console))
-        for name in session.data.skipped:
-            _say(complaints, f"left out, cannot be read: {name}")
-        draw_partition(session)
-        where = f"{session.machine.device.type}, {'bf16' if session.machine.bf16 else 'fp32'}"
-        _say(
-            console,
-            f"{config.method.name} on {session.data.name}: {config.fleet.clients} clients, "
-            f"{config.fleet.per_round} a round, {session.params:,} parameters, {where}",
-        )
-        if session.round == config.rounds:
-            _say(console, "this run was finished already")
-        elif session.round:
-            _say(console, f"going on after round {session.round}")
-        with RoundDisplay(console, config.rounds, session.round) as display:
-            summary = conduct(session, display, display)
+        with joined() as ranks:
+            ranks.tell(str(folder.resolve()).encode())
+            session = open_session(config, folder, TerminalProgress(console), ranks=ranks)
+            for name in session.data.skipped:
+                _say(complaints, f"left out, cannot be read: {name}")
+            draw_partition(session)
+            where = f"{session.machine.device.type}, {'bf16' if session.machine.bf16 else 'fp32'}"
+            among = f", {ranks.size} processes" if ranks.size > 1 else ""
+            _say(
+                console,
+                f"{config.method.name} on {session.data.name}: {config.fleet.clients} clients, "
+                f"{config.fleet.per_round} a round, {session.params:,} parameters, {where}{among}",
+            )
+            if session.round == config.rounds:
+                _say(console, "this run was finished already")
+            elif session.round:
+                _say(console, f"going on after round {session.round}")
+            with RoundDisplay(console, config.rounds, session.round) as display:
+                summary = conduct(session, display, display)
         draw_rounds(folder)
     except KeyboardInterrupt:
         where_to = shlex.quote(str(comparison or folder))
@@ -357,6 +370,33 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
 def _for_machines(as_json: bool) -> None:
     """Leave standard output to the JSON that is asked for."""
     console.stderr = as_json
+
+
+def _rank() -> int:
+    """Return which of the processes that torchrun started this is; 0 where it started none."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _follow() -> None:
+    """Take part in the run that the first process conducts."""
+    from vitfleet.config.load import read_config
+    from vitfleet.fleet.ranks import joined
+    from vitfleet.run.conduct import follow
+    from vitfleet.run.session import open_session
+
+    try:
+        with joined() as ranks:
+            folder = Path(ranks.tell(b"").decode())
+            follow(open_session(read_config(folder / "config.json"), folder, ranks=ranks))
+    except KeyboardInterrupt:  # the first process says what is to be said
+        raise typer.Exit(130) from None
+
+
+def _check_alone() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "a comparison is played by one process; with torchrun, `vitfleet run` its configurations in turn"
+        )
 
 
 def _say(to: Console, text: str) -> None:

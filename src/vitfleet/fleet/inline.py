@@ -62,7 +62,7 @@ class InlineFleet:
                 if failure is not None:
                     yield Reply(request.client, None, failure=failure)
                     continue
-                self._keep(request.client, answer.own)
+                self.keep(request.client, answer.own)
                 verdict = self.judge(request.client, request.stage, answer.model) if request.evaluate else None
                 yield Reply(request.client, answer.up, verdict)
 
@@ -86,7 +86,8 @@ class InlineFleet:
         self._changed.clear()
         return changes
 
-    def _keep(self, client: int, own: State | None) -> None:
+    def keep(self, client: int, own: State | None) -> None:
+        """Take a client's state in."""
         if own is not None or self.own(client) is not None:
             self._changed[client] = own
 

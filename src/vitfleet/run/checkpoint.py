@@ -73,6 +73,10 @@ class Checkpoints:
         self._parts: Mapping[str, State] = {}  # as they were last written or read
         self._sweep()
 
+    def reload(self) -> None:
+        """Go over to a checkpoint that another process committed."""
+        self.latest = self._read_manifest()
+
     def _read_manifest(self) -> Manifest | None:
         path = self.folder / MANIFEST
         if not path.exists():

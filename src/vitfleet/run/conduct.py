@@ -50,7 +50,8 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
             records.append(record.line())
             timings.append(json.dumps({"round": round, "seconds": seconds}))
             curves.add(record)
-            if round % config.machine.checkpoint_every == 0 or round == config.rounds:
+            if _checkpoint_due(config, round):
+                session.ranks.wait()  # until nobody reads the checkpoint before
                 session.checkpoints.commit(
                     round,
                     session.traffic.pack(session.server),
@@ -59,8 +60,8 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
                     (records.length(), timings.length()),
                     (session.total_up_bytes, session.total_down_bytes),
                 )
-                if session.method.file_backed:
-                    session.server, _ = Traffic.unpack(session.checkpoints.mapped(session.server), session.traffic.now)
+                session.ranks.wait()
+                _map_parts(session)
             listener.round_done(record, seconds)
     finally:
         records.close()
@@ -68,6 +69,28 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
         curves.close()
     _save_model(session)
     return summarize(folder, config, session.costs(), continual.summary(folder, config))
+
+
+def follow(session: Session) -> None:
+    """Play a session's remaining rounds on a rank that is not the first: that one alone judges and writes."""
+    for round in range(session.round + 1, session.config.rounds + 1):
+        play_round(session, round)
+        if _checkpoint_due(session.config, round):
+            session.fleet.changed()  # the first rank writes them; here they are let go, and read back when needed
+            session.ranks.wait()
+            session.ranks.wait()  # now they are written
+            session.checkpoints.reload()
+            _map_parts(session)
+
+
+def _map_parts(session: Session) -> None:
+    """Let the parts of the server's state go from memory, where its method has them on disk."""
+    if session.method.file_backed:
+        session.server, _ = Traffic.unpack(session.checkpoints.mapped(session.server), session.traffic.now)
+
+
+def _checkpoint_due(config: Config, round: int) -> bool:
+    return round % config.machine.checkpoint_every == 0 or round == config.rounds
 
 
 def play_round(session: Session, round: int, progress: Progress = SILENCE) -> RoundRecord:
@@ -114,11 +137,11 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
         round,
         learning_rate(config.train, round, config.schedule_rounds),
         _mean_loss(entries),
-        _accuracy(session, round, entries, progress) if due else None,
+        _accuracy(session, round, entries, progress) if due and session.ranks.first else None,
         entries,
         session.total_up_bytes,
         session.total_down_bytes,
-        continual.after_round(session, round, progress),
+        continual.after_round(session, round, progress) if session.ranks.first else None,
         traffic.now if session.dispatch.virtual is not None else None,
     )
 

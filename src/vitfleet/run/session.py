@@ -26,6 +26,7 @@ from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.fleet.kit import make_kit, make_net
+from vitfleet.fleet.ranks import ALONE, Ranks, SharedFleet
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods import Method, make_method
 from vitfleet.models.net import Net
@@ -40,6 +41,7 @@ from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
 from vitfleet.train.trainer import Trainer
+from vitfleet.wire import encode
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -70,6 +72,7 @@ class Session:
     heard: dict[int, int] = field(default_factory=dict)
     learned: list[TaskRecord] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
+    ranks: Ranks = ALONE
 
     def up_to_date(self, up: Message, turn: Turn) -> Message:
         """Bring an answer to what the server sent some rounds ago up to date."""
@@ -89,9 +92,16 @@ class Session:
         return _labels(self.config, self.data, self.partition, client, round)
 
     def refine(self, server: State, round: int) -> State:
-        """Let the server train, if its method does; it has no images of its own."""
+        """Let the server train, if its method does; it has no images of its own. Of several ranks the first does it."""
+        if not self.ranks.first:
+            refined = self.ranks.tell_named(State, None, self.machine.device)
+            assert refined is not None
+            return replace(server, tensors=refined.tensors, numbers=refined.numbers)
         nobody = Shard(self.data.train, torch.empty(0, dtype=torch.long, device=self.machine.device))
-        return drive(self.method.refine(server, round), self.trainer, nobody, Place(self.config.seed, round, SERVER))
+        refined = drive(self.method.refine(server, round), self.trainer, nobody, Place(self.config.seed, round, SERVER))
+        if self.ranks.size > 1:
+            self.ranks.tell(encode(refined))
+        return refined
 
     @property
     def params(self) -> int:
@@ -111,13 +121,17 @@ class Session:
         )
 
 
-def open_session(config: Config, folder: Path, progress: Progress = SILENCE, grid: Grid | None = None) -> Session:
+def open_session(
+    config: Config, folder: Path, progress: Progress = SILENCE, grid: Grid | None = None, ranks: Ranks = ALONE
+) -> Session:
     """Set a run up in its folder, from its last checkpoint if there is one.
 
     Parameters
     ----------
     grid
         Flower's, for a fleet on machines of its own.
+    ranks
+        The processes that share the run.
     """
     if (config.fleet.kind == "flower") != (grid is not None):
         remedy = "is started with `vitfleet server`; in one process it is inline"
@@ -125,9 +139,10 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
     folder.mkdir(parents=True, exist_ok=True)
     data = load_data(config.data, progress)
     net = make_net(config, len(data.classes), data.train.channels, data.train.side)
-    machine = _machine(config, folder, net.width)
-    data = data.to(machine.device)
-    partition = _deal(config, data, folder) if grid is None else _nobodys(config)
+    with ranks.first_ahead():
+        machine = _machine(config, folder, net.width)
+        data = data.to(machine.device)
+        partition = _deal(config, data, folder) if grid is None else _nobodys(config)
     stages = partition.stages if isinstance(partition, Streams) else 1
     tasks: torch.Tensor | None = None
     if isinstance(partition, Streams) and config.data.tasks and config.data.tasks.incremental == "task":
@@ -136,7 +151,8 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
     net, method, trainer = kit.net, kit.method, kit.trainer
     initial = _on(machine.device, net.initial_weights())
     base = method.base(initial)
-    checkpoints = Checkpoints(folder)
+    with ranks.first_ahead():
+        checkpoints = Checkpoints(folder)
     latest = checkpoints.latest
 
     def shard(client: int, stage: int) -> Shard:
@@ -156,12 +172,13 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
     virtual = None
     if grid is None:  # real devices have clocks of their own
         virtual = virtual_fleet(config, memory_bytes, costing, partial(_labels, config, data, partition))
-    if virtual is not None:
+    if virtual is not None and ranks.first:
         virtual.write(folder)
     fleet: Fleet
     if grid is None:
         stored = checkpoints.client
-        fleet = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=stored)
+        inline = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=stored)
+        fleet = inline if ranks.size == 1 else SharedFleet(inline, ranks)
     else:
         from vitfleet.fleet.flower import FlowerFleet, make_terms
 
@@ -182,6 +199,7 @@ def open_session(config: Config, folder: Path, progress: Progress = SILENCE, gri
         server=method.start(initial),
         costing=costing,
         dispatch=Dispatch(config, method, base, virtual),
+        ranks=ranks,
     )
     if latest is not None:
         now = 0.0 if virtual is None else clock_after(folder, latest.round)

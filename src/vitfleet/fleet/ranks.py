@@ -1,0 +1,149 @@
+"""One run on several processes, which torchrun starts: each trains a share of a round's clients, all hear all replies.
+
+Every rank plays the same rounds with the same server. Replies are exchanged as they travel on the wire and folded in in
+the order of the requests, so the result does not depend on the number of ranks. Only the first rank writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from vitfleet.fleet.base import Reply, Request, Verdict
+from vitfleet.fleet.inline import InlineFleet
+from vitfleet.message import Message, Named, State
+from vitfleet.wire import Kind, decode, encode
+
+PATIENCE = timedelta(days=1)  # a rank may be at work for long; one that died takes the others with it (torchrun)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, and which of them this is."""
+
+    rank: int
+    size: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def tell(self, data: bytes, source: int = 0) -> bytes:
+        """Return, on every rank, what one of them says; what the others bring along is not heard."""
+        if self.size == 1:
+            return data
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, source)
+        if not int(length):
+            return b""
+        mine = self.rank == source
+        told = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if mine
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
+        dist.broadcast(told, source)
+        return data if mine else told.numpy().tobytes()
+
+    def tell_named(self, kind: type[Kind], named: Named | None, device: torch.device, source: int = 0) -> Kind | None:
+        """Tell a message or a state, or that there is none; it arrives on the device."""
+        said = encode(named) if named is not None and self.rank == source else b""
+        heard = self.tell(said, source)
+        if not heard:
+            return None
+        found = decode(kind, heard)
+        return kind({name: tensor.to(device) for name, tensor in found.tensors.items()}, found.numbers)
+
+    def wait(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def first_ahead(self) -> Iterator[None]:
+        """Let the first rank through, then the others: they find what it has written."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+
+ALONE = Ranks(0, 1)
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Join the processes that torchrun started, each with a GPU of its own where there are enough."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    try:
+        yield Ranks(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
+
+
+class SharedFleet:
+    """An inline fleet whose clients are trained by several ranks."""
+
+    def __init__(self, inner: InlineFleet, ranks: Ranks) -> None:
+        self.inner = inner
+        self.ranks = ranks
+
+    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Train this rank's share, then hear everybody's replies, in the order of the requests."""
+        asked = list(requests)
+        owners = share_out([len(self.inner.shard(one.client, one.stage)) for one in asked], self.ranks.size)
+        mine = [request for request, owner in zip(asked, owners, strict=True) if owner == self.ranks.rank]
+        replies = {reply.client: reply for reply in self.inner.ask(mine)}
+        for request, owner in zip(asked, owners, strict=True):
+            yield self._hear(request.client, owner, replies.pop(request.client, None))
+
+    def _hear(self, client: int, owner: int, reply: Reply | None) -> Reply:
+        """Return a client's reply, whoever has it, and keep the client's state where it was not trained, too."""
+        device = self.inner.trainer.machine.device
+        about = "" if reply is None else json.dumps({"failure": reply.failure, "verdict": _plain(reply.verdict)})
+        told = json.loads(self.ranks.tell(about.encode(), owner))
+        if told["failure"] is not None:
+            return Reply(client, None, failure=told["failure"])
+        up = self.ranks.tell_named(Message, reply.up if reply else None, device, owner)
+        own = self.ranks.tell_named(State, self.inner.own(client) if reply else None, device, owner)
+        if reply is None:
+            self.inner.keep(client, own)
+        return Reply(client, up, None if told["verdict"] is None else Verdict(**told["verdict"]))
+
+    def own(self, client: int) -> State | None:
+        """Return a client's own state: every rank has it."""
+        return self.inner.own(client)
+
+    def changed(self) -> Mapping[int, State | None]:
+        """Hand over the states that changed since the last call, wherever the clients were trained."""
+        return self.inner.changed()
+
+
+def _plain(verdict: Verdict | None) -> dict[str, int] | None:
+    return None if verdict is None else asdict(verdict)
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each client: the largest first, each to the rank that has least to do so far."""
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owner = loads.index(min(loads))
+        owners[place] = owner
+        loads[owner] += max(1, sizes[place])
+    return owners
