@@ -327,9 +327,10 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
     comparison
         The folder of the comparison that the run is part of.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    folder, config = held.path, held.config()
+    folder = held.path
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
+        config = held.config()
         from vitfleet.fleet.ranks import joined
         from vitfleet.report.pictures import draw_partition, draw_rounds
         from vitfleet.report.terminal import RoundDisplay, TerminalProgress
