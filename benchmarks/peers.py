@@ -78,10 +78,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of one way came to; memory in bytes."""
+    """What one run of one way came to: seconds of each round, CPU seconds of a round after the first, bytes."""
 
     start: float
     seconds: list[float]
+    cpu: float
     resident: int
     gpu: int
     accuracy: float
@@ -136,29 +137,41 @@ def play(way: Way, folder: Path, threads: int, limit: float) -> Outcome:
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, *launcher, *words], env=env, stdout=log, stderr=log)
-        peaks = watch(process, folder / "started", limit)
+        seen = watch(process, folder / "started", limit)
         took = time.perf_counter() - started
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{way.text} failed (exit {process.returncode}):\n{log.read()[-4000:]}")
-    seconds = json.loads((folder / "result.json").read_text())["seconds"]
-    return Outcome(took - sum(seconds), seconds, peaks[0], max(0, peaks[1] - before), *judge(folder))
+    result = json.loads((folder / "result.json").read_text())
+    seconds, ends = result["seconds"], result["ends"]
+    cpu = (used_until(seen, ends[-1]) - used_until(seen, ends[0])) / (len(ends) - 1)
+    gpu = max(0, max(sight.gpu for sight in seen) - before)
+    most = max(sight.resident for sight in seen)
+    return Outcome(took - sum(seconds), seconds, cpu, most, gpu, *judge(folder))
 
 
-def watch(process: subprocess.Popen[bytes], started: Path, limit: float) -> tuple[int, int]:
-    """Wait for a process and return the most memory that it and its descendants held at once: resident, on the GPU.
+@dataclass(frozen=True)
+class Sight:
+    """What a process and its descendants had at a moment: CPU seconds used so far, bytes resident and on the GPU."""
 
-    Reading the data is left out: it counts from the first round on, when the process makes the file ``started``.
-    """
-    peaks = [0, 0]
+    at: float
+    cpu: float
+    resident: int
+    gpu: int
+
+
+def watch(process: subprocess.Popen[bytes], started: Path, limit: float) -> list[Sight]:
+    """Wait for a process, looking at it now and then from the first round on, when it makes the file ``started``."""
+    seen: list[Sight] = []
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.3):
             if not started.exists():
                 continue
-            peaks[0] = max(peaks[0], sum(map(resident, family(process.pid))))
-            peaks[1] = max(peaks[1], gpu_bytes())
+            found = [ask(one) for one in family(process.pid)]
+            cpu, resident = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0)
+            seen.append(Sight(time.time(), cpu, resident, gpu_bytes()))
 
     observer = threading.Thread(target=look)
     observer.start()
@@ -171,7 +184,12 @@ def watch(process: subprocess.Popen[bytes], started: Path, limit: float) -> tupl
     finally:
         done.set()
         observer.join()
-    return peaks[0], peaks[1]
+    return seen
+
+
+def used_until(seen: list[Sight], moment: float) -> float:
+    """Return the CPU seconds used at the sight nearest to a moment."""
+    return min(seen, key=lambda sight: abs(sight.at - moment)).cpu
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -182,12 +200,13 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def resident(process: psutil.Process) -> int:
-    """Return a process' share of the resident memory: what several map counts once among them."""
+def ask(process: psutil.Process) -> tuple[float, int]:
+    """Return a process' CPU seconds and its share of the resident memory: what several map counts once among them."""
     try:
-        return int(process.memory_full_info().pss)
+        times = process.cpu_times()
+        return times.user + times.system, int(process.memory_full_info().pss)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0
+        return 0.0, 0
 
 
 def gpu_bytes() -> int:
@@ -233,6 +252,7 @@ def rows_of(terms: Terms, found: dict[str, list[Outcome]], samples: list[int]) -
                 "samples/s": round(statistics.mean(samples[1:]) / middle, 1),
                 f"times {next(iter(found))}": round(statistics.median(ratios), 3),
                 "each turn": " ".join(f"{ratio:.2f}" for ratio in ratios),
+                "CPU s a round": round(statistics.median(one.cpu for one in outcomes), 2),
                 "memory MiB": round(max(one.resident for one in outcomes) / MIB),
                 "GPU MiB": round(max(one.gpu for one in outcomes) / MIB),
                 "first round s": round(statistics.median(one.seconds[0] for one in outcomes), 2),

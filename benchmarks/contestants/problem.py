@@ -143,6 +143,7 @@ class Stopwatch:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.seconds: list[float] = []
+        self.ends: list[float] = []
         self.last = 0.0
 
     def start(self) -> None:
@@ -152,6 +153,7 @@ class Stopwatch:
     def lap(self) -> None:
         now = self._now()
         self.seconds.append(now - self.last)
+        self.ends.append(time.time())
         self.last = now
 
     def _now(self) -> float:
@@ -162,7 +164,7 @@ class Stopwatch:
     def finish(self, weights: dict[str, Tensor]) -> None:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(plain, self.problem.folder / "result.safetensors")
-        (self.problem.folder / "result.json").write_text(json.dumps({"seconds": self.seconds}))
+        (self.problem.folder / "result.json").write_text(json.dumps({"seconds": self.seconds, "ends": self.ends}))
 
 
 def arguments() -> tuple[Path, int, int]:
