@@ -44,7 +44,7 @@ from ours import config_of  # noqa: E402
 from problem import Problem, Terms, save_problem  # noqa: E402
 
 from vitfleet.data.batches import draw_epoch  # noqa: E402
-from vitfleet.data.partition import make_partition  # noqa: E402
+from vitfleet.data.partition import deal_images  # noqa: E402
 from vitfleet.data.sources import load as load_data  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
 from vitfleet.run.conduct import choose_clients  # noqa: E402
@@ -93,10 +93,7 @@ def prepare(terms: Terms, folder: Path) -> None:
     """Write a problem down, as vitfleet would deal it."""
     config = config_of(terms, {})
     data = load_data(config.data)
-    labels, test_labels = data.train.labels.numpy(), data.test.labels.numpy()
-    deal = make_partition(
-        config.data.partition, terms.clients, terms.seed, labels, test_labels, len(data.classes), None, None
-    ).train
+    deal = deal_images(config.data.partition, terms.clients, terms.seed, data).train
     chosen = [choose_clients(config, round) for round in range(1, terms.rounds + 1)]
     tensors = {
         "images": data.train.images,
