@@ -207,10 +207,11 @@ def ask(process: psutil.Process) -> tuple[float, int]:
 
 
 def gpu_bytes() -> int:
+    """Return what is taken of the GPU's memory, by whomever."""
     if not torch.cuda.is_available():
         return 0
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return sum(int(line) for line in subprocess.check_output(command, text=True).split()) * MIB
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 @torch.inference_mode()

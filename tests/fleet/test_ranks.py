@@ -24,9 +24,10 @@ CASES = {
     "eftvit": ["method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"],
     "on-disk": ["method.name=eftvit", "method.local_layers=1", "method.store_on=disk"],
     "standalone": ["method.name=standalone"],
+    "buffered": ["fleet.devices={agx=1,nano=1}", "fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3"],
     "diverging": ["method.name=fedavg", "train.lr=1e30"],
 }
-TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=1", "model.dim=16", "model.depth=2"]
+TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2", "model.dim=16", "model.depth=2"]
 
 # What `vitfleet run` does on each rank, for several folders in one start of torchrun, which takes seconds.
 PLAYER = """

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from safetensors.torch import save
 
+from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, Verdict, in_order
 from vitfleet.message import Number, State
