@@ -2,7 +2,7 @@
 
 Example::
 
-    python benchmarks/bandwidth.py --out docs/pictures
+    python benchmarks/bandwidth.py --out docs/img
 
 What a client of FedViT sends and receives is the body, 2,691,648 numbers. FedWEIT sends base weights B and its task's
 adaptive weights A, thinned out; it receives B and, once a task, the adaptive weights of every other client. How thin A
