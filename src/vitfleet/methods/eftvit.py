@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitfleet.config.methods import EftVitConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
@@ -27,6 +28,7 @@ from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective, Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+RECORDED_AT_ONCE = 32  # what is recorded is a multiple of this long
 
 
 class EftVit(Method[EftVitConfig]):
@@ -111,12 +113,20 @@ class EftVit(Method[EftVitConfig]):
 
 
 def empty_record(plan: Plan, values: str, setting: Setting) -> dict[str, Tensor]:
-    """Return room for the features that the plan wants, and one row more for what is not: shapes stay static."""
-    rows = plan.recorded + 1
+    """Return room for the features that the plan wants, and at least one row more for what is not.
+
+    Rows and samples are rounded up: shapes stay static, and recur from client to client.
+    """
+    rows = _evened(plan.recorded + 1)
     room = {"features": torch.zeros(rows, setting.tokens, setting.width, dtype=DTYPES[values], device=setting.device)}
     if values == "int8":
         room["scales"] = torch.ones(rows, setting.tokens, device=setting.device)
-    return {**room, "slots": torch.from_numpy(plan.slots).to(setting.device)}
+    slots = torch.from_numpy(plan.slots)
+    return {**room, "slots": F.pad(slots, (0, _evened(slots.shape[1]) - slots.shape[1])).to(setting.device)}
+
+
+def _evened(count: int) -> int:
+    return -(-count // RECORDED_AT_ONCE) * RECORDED_AT_ONCE
 
 
 @dataclass(frozen=True)
