@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -38,3 +39,16 @@ class State(Named):
     """
 
     parts: Mapping[str, State] = field(default_factory=dict)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no number of these tensors is infinite or none at all.
+
+    A sum goes through memory once, at its speed, and what is not finite shows in it; a sum that is merely too large is
+    looked at again, number by number.
+    """
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        return True
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floating])
+    return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in floating)

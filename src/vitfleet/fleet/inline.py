@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch
-
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Reply, Request, Verdict
-from vitfleet.message import State, Tensors
+from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import Half, drive_together
@@ -101,7 +99,7 @@ def diverged(answer: Answer) -> str | None:
     if not isinstance(loss, float) or not math.isfinite(loss):
         return f"its training diverged: the loss is {loss}"
     kept = answer.own.tensors.values() if answer.own else ()
-    floating = [tensor for tensor in (*answer.up.tensors.values(), *kept) if tensor.is_floating_point()]
-    if floating and not bool(torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()):
+    # What is both sent and kept is looked at once.
+    if not all_finite({id(tensor): tensor for tensor in (*answer.up.tensors.values(), *kept)}.values()):
         return "its training diverged: its weights are not finite"
     return None

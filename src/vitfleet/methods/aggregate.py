@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AggregateConfig
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State, Tensors, all_finite
 from vitfleet.methods.base import Gathering, RefusalError
 
 PLAIN_MEAN = AggregateConfig()
@@ -25,8 +25,7 @@ def check_weights(sent: Tensors, known: Tensors) -> None:
         if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
             found, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, known[name]))
             raise RefusalError(f"it sent {name!r} as {found}, not {wanted}")
-    floating = [tensor for tensor in sent.values() if tensor.is_floating_point()]
-    if floating and not bool(torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()):
+    if not all_finite(sent.values()):
         raise RefusalError("it sent weights that are not finite")
 
 
