@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.message import Tensors
-from vitfleet.train.objective import References, Step
-
-Outcome = TypeVar("Outcome")
+from vitfleet.train.objective import Step
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,3 @@ class StepAxes:
     def step(self, fields: dict[str, Any]) -> Step:
         """Return the step of one client."""
         return Step(**fields)
-
-
-def references_of(gradients: Tensors, present: Tensor) -> References:
-    """Return references from what ``torch.vmap`` can take apart."""
-    return References(gradients, present)
