@@ -47,7 +47,7 @@ from vitfleet.data.batches import draw_epoch  # noqa: E402
 from vitfleet.data.partition import deal_images  # noqa: E402
 from vitfleet.data.sources import load as load_data  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
-from vitfleet.run.conduct import choose_clients  # noqa: E402
+from vitfleet.run.dispatch import choose_clients  # noqa: E402
 from vitfleet.run.folder import processor  # noqa: E402
 
 SCRIPTS = {"ours": "ours.py", "eager": "eager.py", "pfl": "pfl_research.py", "flower": "flower.py"}
