@@ -22,7 +22,7 @@ import psutil
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
-from vitfleet.data.partition import deal_images
+from vitfleet.data.holdings import holdings
 from vitfleet.data.sources import load
 from vitfleet.deploy.certs import Certs, make_certs
 from vitfleet.deploy.processes import (
@@ -91,8 +91,7 @@ def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Conf
     fleet = [f"fleet.clients={len(names)}", f"fleet.per_round={len(names)}"]
     config = load_config("digits", [*overrides, *COMMON, *fleet])
     data = load(config.data)
-    partition = deal_images(config.data.partition, len(names), 0, data)
-    write_shards(data, partition, list(names), out / "data")
+    write_shards(data, holdings(config, data), list(names), out / "data")
     flower = config.fleet.model_copy(update={"kind": "flower", "names": tuple(names)})
     return config.model_copy(update={"fleet": flower}), make_certs(out / "fleet", [], names)
 

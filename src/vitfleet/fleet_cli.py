@@ -37,15 +37,14 @@ def deal(
     Example: `vitfleet deal digits --out shards --names kitchen,garden,porch`
     """
     from vitfleet.data.deal import write_shards
-    from vitfleet.data.partition import deal_images
+    from vitfleet.data.holdings import holdings
     from vitfleet.data.sources import load
 
     listed = _names(names)
     config = _load(source, override, None, data_dir, _fleet_of(listed))
     data = load(config.data)
     clients = config.fleet.clients
-    partition = deal_images(config.data.partition, clients, config.seed, data)
-    write_shards(data, partition, listed or [str(client) for client in range(clients)], out)
+    write_shards(data, holdings(config, data), listed or [str(client) for client in range(clients)], out)
     _say(console, f"{clients} clients' images are in {out}")
 
 

@@ -31,7 +31,7 @@ def dealt(config: MakeConfig, clients: int, *more: str) -> tuple[DataSet, Partit
 def test_what_was_dealt_is_read_back_in_its_order(tiny_config: MakeConfig, tmp_path: Path) -> None:
     data, partition = dealt(tiny_config, 12, "data.partition.beta=0.05")
     names = [f"device-{client}" for client in range(12)]
-    write_shards(data, partition, names, tmp_path)
+    write_shards(data, (partition.train, partition.test), names, tmp_path)
     sizes = []
     for client, name in enumerate(names):
         own = load_own(tmp_path / name, Form(data.classes, 1, data.train.side, 0.2, 0.0))

@@ -14,7 +14,7 @@ import pytest
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
-from vitfleet.data.partition import deal_images
+from vitfleet.data.holdings import holdings
 from vitfleet.data.sources import load
 from vitfleet.deploy.certs import Certs, make_certs
 from vitfleet.deploy.processes import Door, client_command, environment, free_port, open_door, start_run, stop
@@ -29,6 +29,15 @@ THREE = ("rounds=2", "fleet.clients=3", "fleet.per_round=3", "eval.clients=0")
 METHODS = {
     "eftvit": ("method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"),
     "transfl": ("method.name=transfl", "method.k=1"),
+    "fedvit": (
+        "method.name=fedvit",
+        "method.head_epochs=1",
+        "train.epochs=2",
+        "data.tasks.count=2",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[1,2]",
+        "data.tasks.rounds_per_task=1",
+    ),
 }
 
 
@@ -81,8 +90,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def deal(config: Config, names: Sequence[str], folder: Path) -> None:
     data = load(config.data)
-    partition = deal_images(config.data.partition, len(names), config.seed, data)
-    write_shards(data, partition, list(names), folder)
+    write_shards(data, holdings(config, data), list(names), folder)
 
 
 def on_devices(config: Config) -> Config:
@@ -92,7 +100,6 @@ def on_devices(config: Config) -> Config:
 
 def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeConfig, tmp_path: Path) -> None:
     configs = {name: tiny_config(*THREE, *overrides) for name, overrides in METHODS.items()}
-    deal(configs["eftvit"], NAMES, tmp_path / "data")
     stranger = make_certs(tmp_path / "strange", [], ["stranger"])
     with open_door(site.door, NAMES):
         for name in NAMES:
@@ -103,6 +110,7 @@ def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeC
         plain = site.join("plain", None, "--max-retries", "0")
         for name, config in configs.items():
             folder = tmp_path / f"flower-{name}"
+            deal(config, NAMES, tmp_path / "data")  # tasks are dealt in their own way
             create(on_devices(config), folder, name, ["test"]).release()
             follow(site.door, folder, start_run(site.door, folder), Nobody())
         assert unknown.wait(60) != 0

@@ -14,12 +14,13 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.deal import write_shards
+from vitfleet.data.holdings import holdings
 from vitfleet.data.images import DataSet
 from vitfleet.data.own import Form, load_own
-from vitfleet.data.partition import deal_images
 from vitfleet.data.sources import load
 from vitfleet.fleet.device import Device
-from vitfleet.fleet.envelope import Terms, pack_reply, unpack_order
+from vitfleet.fleet.envelope import Terms, pack_marks, pack_reply, unpack_exam, unpack_order
+from vitfleet.fleet.flower import EXAM
 
 # Flower's processes say this of themselves; its messages cannot be made without.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
@@ -90,8 +91,9 @@ class LoopbackGrid(Grid):
 def deal(config: Config, folder: Path) -> None:
     """Write every client's images into a folder of its own."""
     data = load(config.data)
-    partition = deal_images(config.data.partition, config.fleet.clients, config.seed, data)
-    write_shards(data, partition, [config.fleet.name_of(client) for client in range(config.fleet.clients)], folder)
+    write_shards(
+        data, holdings(config, data), [config.fleet.name_of(client) for client in range(config.fleet.clients)], folder
+    )
 
 
 @dataclass
@@ -112,7 +114,10 @@ class Devices:
         return Device(images, self.state / name, MachineConfig(device="cpu", threads=1))
 
     def answer(self, client: int, message: Message) -> RecordDict | Error | None:
-        return pack_reply(self.device(client).answer(unpack_order(message.content)))
+        device = self.device(client)
+        if message.metadata.message_type == EXAM:
+            return pack_marks(device.sit(unpack_exam(message.content)))
+        return pack_reply(device.answer(unpack_order(message.content)))
 
     def grid(self, answer: Answer | None = None) -> LoopbackGrid:
         names = [self.config.fleet.name_of(client) for client in range(self.config.fleet.clients)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from test_flower import OVERRIDES, Nobody, flower, same
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.fleet.base import Fleet, Reply, Request, Verdict
-from vitfleet.fleet.envelope import TENSORS, WORDS, pack_reply, unpack_order, unpack_reply
-from vitfleet.fleet.flower import Clock, FlowerFleet
+from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request, Verdict
+from vitfleet.fleet.envelope import TENSORS, WORDS, pack_marks, pack_reply, unpack_marks, unpack_order, unpack_reply
+from vitfleet.fleet.flower import EXAM, Clock, FlowerFleet
 from vitfleet.message import Message as Content
 from vitfleet.message import State
 from vitfleet.run.conduct import conduct, play_round
@@ -58,6 +59,12 @@ class Restricted:
                 yield Reply(request.client, None, failure="left out")
             else:
                 yield from self.inner.ask([request])
+
+    def settle(self, taken: Collection[int]) -> None:
+        self.inner.settle(taken)
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        return self.inner.examine(exam)
 
     def own(self, client: int) -> State | None:
         return self.inner.own(client)
@@ -305,3 +312,68 @@ def test_what_is_no_reply_is_a_failure(missing: str) -> None:
     content = RecordDict({WORDS: ConfigRecord(words), TENSORS: ArrayRecord(tensors)})
     content.pop(missing, None)
     assert f"no {missing!r} in it" in (unpack_reply(content, 0, 10**6).failure or "")
+
+
+# Exams
+
+
+def test_who_misses_an_exam_has_no_marks_and_the_run_goes_on(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    tasks = (
+        "data.tasks.count=2",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[1,2]",
+        "data.tasks.rounds_per_task=1",
+    )
+    config = flower(tiny_config("method.name=gem", *tasks, "data.tasks.rounds_per_task=1", "rounds=2"))
+    deal(config, tmp_path / "data")
+    devices = Devices(config, tmp_path / "data", tmp_path / "state")
+
+    def answer(client: int, message: Message) -> RecordDict | Error | None:
+        if message.metadata.message_type == EXAM and client == 1:
+            return None
+        if message.metadata.message_type == EXAM and client == 2:
+            return RecordDict({WORDS: ConfigRecord({"failure": "", "right": [9, 9], "tested": [3, 3]})})
+        return devices.answer(client, message)
+
+    session = open_fleet(config, tmp_path / "run", answer)
+    summary = conduct(session, Nobody())
+    for learned in session.learned:
+        assert learned.failures["1"].startswith("no reply within")
+        assert "9 of 3 images" in learned.failures["2"]
+        assert set(learned.failures) == {"1", "2"}
+        assert learned.matrix[1] == learned.matrix[2] == [None, None]
+        assert None not in learned.matrix[0]
+    assert 0 < summary["continual"]["average_accuracy"] <= 100
+    # What was recorded is read back when a server starts again.
+    again = open_fleet(config, tmp_path / "run", answer)
+    assert again.learned == session.learned
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"failure": ""},
+        {"failure": "", "right": [1], "tested": [1]},
+        {"failure": "", "right": 1, "tested": 1},
+        {"failure": "", "right": [1, -1], "tested": [1, 1]},
+        {"failure": "", "right": [1.0, 0.5], "tested": [1, 1]},
+    ],
+)
+def test_marks_that_nobody_can_have_are_refused(words: dict[str, Any]) -> None:
+    marks = unpack_marks(RecordDict({WORDS: ConfigRecord(words)}), 7, 2)
+    assert marks.failure
+    assert marks.verdicts == ()
+
+
+def test_marks_travel() -> None:
+    marks = Marks(3, (Verdict(1, 2), Verdict(0, 0)))
+    assert unpack_marks(pack_marks(marks), 3, 2) == marks
+    assert unpack_marks(pack_marks(Marks(3, failure="no images")), 3, 2) == Marks(3, failure="no images")
+
+
+def test_a_reply_that_is_refused_leaves_the_client_as_it_was(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """In one process as on devices: the round never happened for it."""
+    session = open_session(tiny_config("method.name=fedper", "aggregate.max_norm=1e-9"), tmp_path / "run")
+    summary = conduct(session, Nobody())
+    assert summary["total"]["failures"] == summary["total"]["participations"] > 0
+    assert all(session.fleet.own(client) is None for client in range(session.config.fleet.clients))

@@ -11,7 +11,6 @@ from loopback import Answer, Devices, deal
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.errors import UserError
 from vitfleet.methods.registry import METHODS
 from vitfleet.run.conduct import conduct
 from vitfleet.run.records import RoundRecord
@@ -23,7 +22,10 @@ OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5"),
     "fed-prompt": ("method.prompts=2",),
     "fedrep": ("train.epochs=2",),
+    "fedvit": ("train.epochs=2", "method.head_epochs=1"),
 }
+TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
+TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # what they do has no meaning without tasks
 
 
 class Nobody:
@@ -58,23 +60,28 @@ def same(session: Session, other: Session) -> bool:
     )
 
 
-TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # measured on clients' own models: inline only
-
-
-def test_a_run_of_tasks_is_refused(tiny_config: MakeConfig) -> None:
-    tasks = (
-        "data.tasks.count=2",
-        "data.tasks.classes=2",
-        "data.tasks.per_client=[1,2]",
-        "data.tasks.rounds_per_task=1",
-    )
-    with pytest.raises(UserError, match=r"fleet.kind = flower: data.tasks.count = 2 .* needs fleet.kind = inline"):
-        tiny_config("method.name=gem", *tasks, "rounds=2", "fleet.kind=flower")
-
-
-@pytest.mark.parametrize("name", sorted(set(METHODS) - TASK_AFTER_TASK))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    config = tiny_config(f"method.name={name}", *OVERRIDES.get(name, ()), "eval.clients=0", "data.augment.flip=true")
+    tasks = (*TASKS, "rounds=6") if name in TASK_AFTER_TASK else ()
+    equal_to_one_process(
+        tiny_config(
+            f"method.name={name}", *OVERRIDES.get(name, ()), *tasks, "eval.clients=0", "data.augment.flip=true"
+        ),
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedper", "standalone"])
+@pytest.mark.parametrize("incremental", ["task", "class"])
+def test_any_method_learns_tasks_on_devices(
+    name: str, incremental: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    equal_to_one_process(
+        tiny_config(f"method.name={name}", *TASKS, "rounds=6", f"data.tasks.incremental={incremental}"), tmp_path
+    )
+
+
+def equal_to_one_process(config: Config, tmp_path: Path) -> None:
     deal(config, tmp_path / "data")
     inline = open_session(config, tmp_path / "inline")
     conduct(inline, Nobody())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
-from vitfleet.fleet.base import Fleet, Reply, Request, Verdict, in_order
+from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request, Verdict, in_order
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
 from vitfleet.methods.fedavg import FedAvg
@@ -43,6 +43,12 @@ class Shuffled:
         clients = [reply.client for reply in replies]
         self.moved = self.moved or clients != sorted(clients)
         yield from replies
+
+    def settle(self, taken: Collection[int]) -> None:
+        self.inner.settle(taken)
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        return self.inner.examine(exam)
 
     def own(self, client: int) -> State | None:
         return self.inner.own(client)
@@ -156,9 +162,9 @@ def test_models_are_tried_out_where_that_is_asked_for(
 ) -> None:
     tried: dict[int, Tensors] = {}
 
-    def judge(client: int, stage: int, model: Tensors) -> Verdict:
-        tried[client] = model
-        return Verdict(3, 4)
+    def judge(model: Tensors, places: list[tuple[int, int]]) -> list[Verdict]:
+        tried.update({client: model for client, _ in places})
+        return [Verdict(3, 4)] * len(places)
 
     fleet = make_fleet(FedAvg(FedAvgConfig(), make_setting()), make_trainer(), lambda client: make_shard(0, 4))
     fleet.judge = judge
@@ -179,7 +185,9 @@ def test_what_changed_is_told_once(
     base = tiny_net.initial_weights()
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), base, {7: kept})
     assert fleet.changed() == {}
-    list(fleet.ask(Request(1, client, Message()) for client in (3, 1)))
+    list(fleet.ask(Request(1, client, Message()) for client in (3, 2, 1)))
+    assert fleet.changed() == {}, "nobody has heard yet whose replies count"
+    fleet.settle([3, 1])
     changed = fleet.changed()
     assert list(changed) == [1, 3]
     assert fleet.changed() == {}
@@ -204,7 +212,9 @@ def test_a_state_that_is_dropped_is_told_as_dropped(
     method = Forgetful(StandaloneConfig(), make_setting())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), tiny_net.initial_weights())
     list(fleet.ask([Request(1, 0, Message())]))
+    fleet.settle([0])
     assert fleet.own(0) is not None
     list(fleet.ask([Request(2, 0, Message())]))
+    fleet.settle([0])
     assert fleet.changed() == {0: None}
     assert fleet.own(0) is None

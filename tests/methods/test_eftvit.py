@@ -98,6 +98,7 @@ def test_the_frozen_global_module_is_bit_identical_after_client_training(
     before = {name: tensor.clone() for name, tensor in down.tensors.items()}
     client = max(range(6), key=lambda one: len(session.partition.train.of(one)))
     reply = next(session.fleet.ask([Request(1, client, down)]))
+    session.fleet.settle([client])
     assert reply.up is not None
     for name in method.global_module:
         assert torch.equal(down.tensors[name], before[name])

@@ -68,6 +68,7 @@ def test_a_fleet_of_loners_is_so_many_trainings_by_hand(
             assert reply.up is not None
             assert not reply.up.tensors
             assert set(reply.up.numbers) == {"samples", "loss"}
+        fleet.settle(clients)
     for client, shard in shards.items():
         weights: Tensors = initial
         for round in (round for round, clients in plan.items() if client in clients):

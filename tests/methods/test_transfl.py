@@ -144,6 +144,7 @@ def _play(
             assert reply.up is not None
             gathering.add(reply.client, reply.up)
         server = gathering.finish()
+        fleet.settle([0, 1])
     states = [fleet.own(client) for client in (0, 1)]
     assert states[0] is not None
     assert states[1] is not None

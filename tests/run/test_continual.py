@@ -15,10 +15,9 @@ from vitfleet.config.schema import Config
 from vitfleet.data.tasks import Streams
 from vitfleet.errors import UserError
 from vitfleet.methods.knowledge import read
-from vitfleet.progress import SILENCE
 from vitfleet.run.compare import Member, begin, shards_differ
 from vitfleet.run.conduct import conduct, play_round
-from vitfleet.run.continual import Rows, answers, as_matrix, as_rows, figures, shares, try_out
+from vitfleet.run.continual import Rows, as_matrix, as_rows, figures, try_out
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
 
@@ -163,9 +162,11 @@ def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: 
 
 def test_both_ways_to_try_a_model_out_agree(played: Session) -> None:
     model = played.method.model(played.server, played.base.tensors, played.fleet.own(1))
-    everything, _ = played.evaluator.answer(model)
-    assert answers(played.evaluator, model, 1, 5) == pytest.approx(shares(played.evaluator, everything, 1, 5))
-    assert try_out(played, 3, SILENCE)[1] == pytest.approx(answers(played.evaluator, model, 1, 3))
+    one_by_one = [played.evaluator.judge(model, [(1, stage)])[0] for stage in range(3)]
+    assert played.evaluator.judge(model, [(1, stage) for stage in range(3)]) == one_by_one
+    rows, failures = try_out(played, played.server, 3, played.heard)
+    assert rows[1] == [verdict.right / verdict.tested for verdict in one_by_one]
+    assert failures == {}
 
 
 def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: Session) -> None:

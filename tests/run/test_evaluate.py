@@ -106,11 +106,11 @@ def test_a_client_is_judged_on_its_own_test_images(
     weights = scatter(tiny_net, 20)
     right, _ = answers(tiny_net, weights, tiny_images)
     mine = np.equal(OWNERS, client)
-    assert evaluator.judge(client, 0, weights) == Verdict(int(right[mine].sum()), int(mine.sum()))
+    assert evaluator.judge(weights, [(client, 0)]) == [Verdict(int(right[mine].sum()), int(mine.sum()))]
 
 
 def test_the_judge_tells_clients_apart(evaluator: Evaluator, tiny_net: Net) -> None:
-    verdicts = [evaluator.judge(client, 0, scatter(tiny_net, 20)) for client in range(CLIENTS)]
+    verdicts = evaluator.judge(scatter(tiny_net, 20), [(client, 0) for client in range(CLIENTS)])
     assert verdicts[1] == Verdict(0, 0)
     assert len({verdict.right for verdict in verdicts}) > 2
 

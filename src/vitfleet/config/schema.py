@@ -364,6 +364,16 @@ class Config(Table):
         """Rounds over which the learning rate's schedule runs: those of a task, or all."""
         return self.data.tasks.rounds_per_task if self.data.tasks else self.rounds
 
+    @property
+    def stages(self) -> int:
+        """Tasks that every client learns, one after the other; 1 where there are none."""
+        return self.data.tasks.count if self.data.tasks else 1
+
+    @property
+    def task_known(self) -> bool:
+        """Whether a model is told an image's task, so that only the task's classes can win."""
+        return self.data.tasks is not None and self.data.tasks.incremental == "task"
+
     def stage(self, round: int) -> int:
         """Return how many tasks lie behind a client in a round; 0 where there are none."""
         return self.data.tasks.stage(round) if self.data.tasks else 0
@@ -412,11 +422,6 @@ class Config(Table):
         if self.fleet.kind == "flower" and self.machine.checkpoint_every != 1:
             raise ValueError(
                 f"machine.checkpoint_every = {self.machine.checkpoint_every}: must be 1 with fleet.kind = flower"
-            )
-        if self.fleet.kind == "flower" and self.data.tasks is not None:
-            raise ValueError(
-                f"fleet.kind = flower: data.tasks.count = {self.data.tasks.count} tasks are measured on the clients' "
-                "own models, which a device does not show; such a run needs fleet.kind = inline"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Write a partition out: every client's images as files of its own, for devices that have none yet."""
+"""Write what clients hold out: every client's images as files of its own, for devices that have none yet."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.manifest import Deal, Partition
+from vitfleet.data.manifest import Deal
 
 
-def write_shards(data: DataSet, partition: Partition, names: list[str], folder: Path) -> None:
+def write_shards(data: DataSet, held: tuple[Deal, Deal], names: list[str], folder: Path) -> None:
     """Write ``<name>/train.parquet`` and ``<name>/test.parquet`` for every client, without loss, in deal order."""
+    train, test = held
     for client, name in enumerate(names):
-        for split, images, deal in (("train", data.train, partition.train), ("test", data.test, partition.test)):
+        for split, images, deal in (("train", data.train, train), ("test", data.test, test)):
             target = folder / name / f"{split}.parquet"
             target.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(_table(images, data.classes, deal, client), target)

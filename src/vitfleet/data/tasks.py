@@ -87,20 +87,8 @@ def make_streams(
     ConfigError
         If the data has too few classes.
     """
-    if config.count * config.classes > classes:
-        raise ConfigError(
-            "data.tasks.count",
-            config.count,
-            f"{config.count} tasks of data.tasks.classes = {config.classes} need {config.count * config.classes} "
-            f"classes, the data has {classes}",
-        )
-    listed = np.arange(classes)
-    if config.split == "random":
-        listed = Address(seed, Purpose.TASKS).generator().permutation(classes)
-    members = listed[: config.count * config.classes].reshape(config.count, config.classes)
-    task_of_class = np.full(classes, NO_TASK, np.int64)
-    task_of_class[members] = np.arange(config.count)[:, None]
-    order = np.stack([_order(config, seed, client) for client in range(clients)])
+    members = _members(config, seed, classes)
+    order = np.stack([order_of(config, seed, client) for client in range(clients)])
     holders = {label: np.flatnonzero(train_labels == label) for label in range(classes)}
     testers = {label: np.flatnonzero(test_labels == label) for label in range(classes)}
     train: list[Ints] = []
@@ -112,10 +100,33 @@ def make_streams(
             test.append(_join([testers[int(label)] for label in held]))
     deal = _deal(train)
     counts = deal.counts(train_labels, classes).reshape(clients, config.count, classes).sum(axis=1)
-    return Streams(task_of_class, order, deal, _deal(test), counts)
+    return Streams(tasks_of_classes(config, seed, classes), order, deal, _deal(test), counts)
 
 
-def _order(config: TasksConfig, seed: int, client: int) -> Ints:
+def tasks_of_classes(config: TasksConfig, seed: int, classes: int) -> Ints:
+    """Return the task of each class, −1 for a class that belongs to none; see :func:`make_streams`."""
+    task_of_class = np.full(classes, NO_TASK, np.int64)
+    task_of_class[_members(config, seed, classes)] = np.arange(config.count)[:, None]
+    return task_of_class
+
+
+def _members(config: TasksConfig, seed: int, classes: int) -> Ints:
+    """Return the classes of each task, ``[tasks, classes a task]``."""
+    if config.count * config.classes > classes:
+        raise ConfigError(
+            "data.tasks.count",
+            config.count,
+            f"{config.count} tasks of data.tasks.classes = {config.classes} need {config.count * config.classes} "
+            f"classes, the data has {classes}",
+        )
+    listed = np.arange(classes)
+    if config.split == "random":
+        listed = Address(seed, Purpose.TASKS).generator().permutation(classes)
+    return listed[: config.count * config.classes].reshape(config.count, config.classes)
+
+
+def order_of(config: TasksConfig, seed: int, client: int) -> Ints:
+    """Return the tasks in the order in which a client learns them."""
     whose = client if config.order == "own" else -1
     return Address(seed, Purpose.TASK_ORDER, client=whose).generator().permutation(config.count)
 

@@ -11,13 +11,14 @@ from flwr.clientapp import ClientApp
 
 from vitfleet.config import read_config
 from vitfleet.config.schema import Config, MachineConfig
+from vitfleet.data.holdings import holdings
 from vitfleet.data.images import DataSet
+from vitfleet.data.manifest import Deal
 from vitfleet.data.own import Form, load_once
-from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load
 from vitfleet.errors import UserError
 from vitfleet.fleet.device import Device
-from vitfleet.fleet.envelope import WORDS, Terms, pack_reply, unpack_order
+from vitfleet.fleet.envelope import WORDS, Terms, pack_marks, pack_reply, unpack_exam, unpack_order
 
 SIMULATED = "partition-id"  # what Flower's simulation tells a node of itself
 app = ClientApp()
@@ -25,11 +26,14 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Do what the server asks."""
-    words = context.node_config
-    given = {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
-    device = (simulated if _is_simulated(context) else real)(context, MachineConfig.model_validate(given))
-    return Message(pack_reply(device.answer(unpack_order(message.content))), reply_to=message)
+    """Do a round's work."""
+    return Message(pack_reply(device_of(context).answer(unpack_order(message.content))), reply_to=message)
+
+
+@app.query("exam")
+def exam(message: Message, context: Context) -> Message:
+    """Say how the device's model does on its tasks."""
+    return Message(pack_marks(device_of(context).sit(unpack_exam(message.content))), reply_to=message)
 
 
 @app.query("hello")
@@ -37,6 +41,13 @@ def hello(message: Message, context: Context) -> Message:
     """Say the device's name; in a simulation, its number."""
     name = _word(context, SIMULATED if _is_simulated(context) else "name")
     return Message(RecordDict({WORDS: ConfigRecord({"name": name})}), reply_to=message)
+
+
+def device_of(context: Context) -> Device:
+    """Return the device that this process is a part of."""
+    words = context.node_config
+    given = {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
+    return (simulated if _is_simulated(context) else real)(context, MachineConfig.model_validate(given))
 
 
 def real(context: Context, machine: MachineConfig) -> Device:
@@ -58,19 +69,19 @@ def simulated(context: Context, machine: MachineConfig) -> Device:
     client = int(context.node_config[SIMULATED])
 
     def images(config: Config, terms: Terms) -> DataSet:
-        data, partition = dealt(folder)
-        train, test = (torch.from_numpy(deal.of(client)) for deal in (partition.train, partition.test))
+        data, held = dealt(folder)
+        train, test = (torch.from_numpy(deal.of(client)) for deal in held)
         return DataSet(data.name, data.classes, data.train.take(train), data.test.take(test))
 
     return Device(images, folder / "devices" / str(client), machine)
 
 
 @cache
-def dealt(folder: Path) -> tuple[DataSet, Partition]:
+def dealt(folder: Path) -> tuple[DataSet, tuple[Deal, Deal]]:
     """Return a run's images and how they are dealt; a simulation's processes stay, so once is enough."""
     config = read_config(folder / "config.json")
     data = load(config.data)
-    return data, deal_images(config.data.partition, config.fleet.clients, config.seed, data)
+    return data, holdings(config, data)
 
 
 def _is_simulated(context: Context) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,11 +56,48 @@ class Reply:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class Exam:
+    """Asks clients that learn task after task how each one's model now does on each of its first tasks.
+
+    Attributes
+    ----------
+    server
+        What the server has.
+    stages
+        So many of a client's tasks, from its first one.
+    since
+        Who is examined, and the last round whose reply the server took from each; ``None``: a newcomer, whose model is
+        the server's.
+    """
+
+    server: State
+    stages: int
+    since: Mapping[int, int | None]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A client's part of an exam: how its model does on each stage, or the reason why that is not known."""
+
+    client: int
+    verdicts: tuple[Verdict, ...] = ()
+    failure: str | None = None
+
+
 class Fleet(Protocol):
     """Where clients live."""
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send requests out and yield the replies as they come."""
+        ...
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Hear whose replies the server used: for everybody else the round never happened."""
+        ...
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        """Examine clients and yield their marks as they come."""
         ...
 
     def own(self, client: int) -> State | None:

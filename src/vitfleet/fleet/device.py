@@ -20,18 +20,19 @@ from torch import Tensor
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet, ImageSet, Shard
+from vitfleet.data.tasks import order_of, tasks_of_classes
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
-from vitfleet.fleet.base import Reply, Verdict
-from vitfleet.fleet.envelope import Order, Terms
+from vitfleet.fleet.base import Marks, Reply, Verdict
+from vitfleet.fleet.envelope import Order, Paper, Terms
 from vitfleet.fleet.inline import diverged
-from vitfleet.fleet.kit import make_kit, make_net
+from vitfleet.fleet.kit import Kit, make_kit, make_net
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Job
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
 from vitfleet.train.judge import Judge
-from vitfleet.train.machine import set_up
+from vitfleet.train.machine import Machine, set_up
 from vitfleet.wire import Kind, decode, encode
 
 Images = Callable[[Config, Terms], DataSet]
@@ -105,6 +106,13 @@ class Device:
         except UserError as error:
             return Reply(order.client, None, failure=str(error))
 
+    def sit(self, paper: Paper) -> Marks:
+        """Sit an exam: try the device's model out on its own test images of its first tasks."""
+        try:
+            return self._sit(paper)
+        except UserError as error:
+            return Marks(paper.client, failure=str(error))
+
     def _answer(self, order: Order) -> Reply:
         keep = Keep.of_run(self.root, order.terms.run)
         if order.base is not None:
@@ -112,38 +120,94 @@ class Device:
         base = keep.base()
         own = None if order.since is None else keep.after(order.since)
         if base is None or (order.since is not None and own is None):
-            return Reply(order.client, None, failure=f"it has lost what it kept of round {order.since}", lost=True)
-        config = validate(json.loads(order.terms.config))
-        classes = len(order.terms.classes)
-        net = make_net(config, classes, order.terms.channels, order.terms.side)
-        machine = set_up(self.machine, net.width)
-        kit = make_kit(config, net, classes, machine)
-        data = self.images(config, order.terms).to(machine.device)
-        shard = Shard(data.train, torch.arange(len(data.train), device=machine.device))
-        job = Job(
-            order.round,
-            order.client,
-            Message(_on(machine.device, order.down.tensors), order.down.numbers),
-            _on(machine.device, base.tensors),
-            # A state with nothing in it says that the client keeps nothing.
-            State(_on(machine.device, own.tensors), own.numbers) if own and (own.tensors or own.numbers) else None,
-            shard,
-        )
-        answer = drive(kit.method.work(job), kit.trainer, shard, Place(config.seed, order.round, order.client))
+            return Reply(order.client, None, failure=_lost(order.since), lost=True)
+        desk = self._desk(order.terms, order.client)
+        on = desk.machine.device
+        shard = Shard(desk.data.train, desk.of_stage(desk.data.train, order.stage))
+        down = Message(_on(on, order.down.tensors), order.down.numbers)
+        job = Job(order.round, order.client, down, _on(on, base.tensors), _state_on(on, own), shard, order.stage)
+        place = Place(desk.config.seed, order.round, order.client)
+        answer = drive(desk.kit.method.work(job), desk.kit.trainer, shard, place)
         failure = diverged(answer)
         if failure is not None:
             return Reply(order.client, None, failure=failure)
         keep.keep(order.round, answer.own, order.since)
-        judge = Judge(net, kit.trainer.preprocess, machine, config.eval.batch_size)
-        return Reply(order.client, answer.up, verdict_of(judge, answer.model, data.test) if order.evaluate else None)
+        return Reply(order.client, answer.up, desk.verdict(answer.model, order.stage) if order.evaluate else None)
+
+    def _sit(self, paper: Paper) -> Marks:
+        keep = Keep.of_run(self.root, paper.terms.run)
+        base = paper.base if paper.base is not None else keep.base()
+        own = None if paper.since is None else keep.after(paper.since)
+        if base is None or (paper.since is not None and own is None):
+            return Marks(paper.client, failure=_lost(paper.since))
+        desk = self._desk(paper.terms, paper.client)
+        on = desk.machine.device
+        server = State(_on(on, paper.server.tensors), paper.server.numbers)
+        model = desk.kit.method.model(server, _on(on, base.tensors), _state_on(on, own))
+        return Marks(paper.client, tuple(desk.verdict(model, stage) for stage in range(paper.stages)))
+
+    def _desk(self, terms: Terms, client: int) -> Desk:
+        config = validate(json.loads(terms.config))
+        classes = len(terms.classes)
+        net = make_net(config, classes, terms.channels, terms.side)
+        machine = set_up(self.machine, net.width)
+        stream = stream_of(config, classes, client, machine.device)
+        known = stream.tasks if stream and config.task_known else None
+        kit = make_kit(config, net, classes, machine, config.stages, known)
+        judge = Judge(net, kit.trainer.preprocess, machine, config.eval.batch_size, known)
+        return Desk(config, machine, kit, judge, self.images(config, terms).to(machine.device), stream)
 
 
-def verdict_of(judge: Judge, model: Tensors, test: ImageSet) -> Verdict:
-    """Try a model out on a device's test images, of which there may be none."""
-    if not len(test):
-        return Verdict(0, 0)
-    right, _ = judge.answer(model, test)
-    return Verdict(int(right.sum()), len(test))
+@dataclass(frozen=True)
+class Stream:
+    """A device's stream of tasks: the task of each class, and the tasks in the order in which it learns them."""
+
+    tasks: Tensor
+    order: list[int]
+
+
+def stream_of(config: Config, classes: int, client: int, device: torch.device) -> Stream | None:
+    """Return a client's stream; ``None`` where there are no tasks. Server and devices draw the same one."""
+    tasks = config.data.tasks
+    if tasks is None:
+        return None
+    order = [int(task) for task in order_of(tasks, config.seed, client)]
+    return Stream(torch.from_numpy(tasks_of_classes(tasks, config.seed, classes)).to(device), order)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a device works with on one run."""
+
+    config: Config
+    machine: Machine
+    kit: Kit
+    judge: Judge
+    data: DataSet
+    stream: Stream | None
+
+    def of_stage(self, images: ImageSet, stage: int) -> Tensor:
+        """Return the positions of the images that belong to a stage: all of them, where there are no tasks."""
+        if self.stream is None:
+            return torch.arange(len(images), device=self.machine.device)
+        return torch.nonzero(self.stream.tasks[images.labels] == self.stream.order[stage]).flatten()
+
+    def verdict(self, model: Tensors, stage: int) -> Verdict:
+        """Try a model out on the device's test images of a stage, of which there may be none."""
+        index = self.of_stage(self.data.test, stage)
+        if not len(index):
+            return Verdict(0, 0)
+        right, _ = self.judge.answer(model, self.data.test, index)
+        return Verdict(int(right.sum()), len(index))
+
+
+def _lost(since: int | None) -> str:
+    return f"it has lost what it kept of round {since}"
+
+
+def _state_on(device: torch.device, own: State | None) -> State | None:
+    """Bring what a device kept to where it computes; a state with nothing in it says that it keeps nothing."""
+    return State(_on(device, own.tensors), own.numbers) if own and (own.tensors or own.numbers) else None
 
 
 def _on(device: torch.device, tensors: Tensors) -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""What a Flower message holds: an order to a device, and the device's report. Tensors as safetensors, never pickle.
+"""What a Flower message holds: an order to a device and its reply, an exam and its marks.
+
+Tensors travel as safetensors, never as pickle.
 
 Every field that comes from the other end is checked for its type here; what the tensors and numbers mean is checked
 by whoever uses them.
@@ -12,7 +14,7 @@ from dataclasses import dataclass, fields
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from vitfleet.errors import UserError
-from vitfleet.fleet.base import Reply, Verdict
+from vitfleet.fleet.base import Marks, Reply, Verdict
 from vitfleet.message import Message
 from vitfleet.methods.base import RefusalError
 from vitfleet.wire import decode, encode
@@ -51,51 +53,86 @@ class Order:
     round: int
     client: int
     evaluate: bool
+    stage: int
     since: int | None
     terms: Terms
     down: Message
     base: Message | None
 
 
+@dataclass(frozen=True)
+class Paper:
+    """One device's part of an exam; ``base`` comes with it for a newcomer. See :class:`~vitfleet.fleet.base.Exam`."""
+
+    client: int
+    stages: int
+    since: int | None
+    terms: Terms
+    server: Message
+    base: Message | None
+
+
 def pack_order(order: Order) -> RecordDict:
     """Put an order into an envelope."""
-    terms = {field.name: getattr(order.terms, field.name) for field in fields(Terms)}
-    words = ConfigRecord(
-        {
-            "round": order.round,
-            "client": order.client,
-            "evaluate": order.evaluate,
-            "since": -1 if order.since is None else order.since,
-            **terms,
-        }
-    )
-    tensors = ArrayRecord({"down": _array(order.down)})
-    if order.base is not None:
-        tensors["base"] = _array(order.base)
-    return RecordDict({WORDS: words, TENSORS: tensors})
+    words = {"round": order.round, "client": order.client, "evaluate": order.evaluate, "stage": order.stage}
+    return _pack(words, order.since, order.terms, {"down": order.down, "base": order.base})
 
 
 def unpack_order(content: RecordDict) -> Order:
     """Take an order out of its envelope."""
     words, tensors = content.config_records[WORDS], content.array_records[TENSORS]
-    since = _whole(words, "since")
-    classes = words["classes"]
-    assert isinstance(classes, list)
     return Order(
         round=_whole(words, "round"),
         client=_whole(words, "client"),
         evaluate=bool(words["evaluate"]),
-        since=None if since < 0 else since,
-        terms=Terms(
-            run=str(words["run"]),
-            config=str(words["config"]),
-            classes=[str(name) for name in classes],
-            channels=_whole(words, "channels"),
-            side=_whole(words, "side"),
-        ),
+        stage=_whole(words, "stage"),
+        since=_since(words),
+        terms=_terms(words),
         down=decode(Message, tensors["down"].data),
         base=decode(Message, tensors["base"].data) if "base" in tensors else None,
     )
+
+
+def pack_exam(paper: Paper) -> RecordDict:
+    """Put an exam into an envelope."""
+    words: dict[str, int | bool] = {"client": paper.client, "stages": paper.stages}
+    return _pack(words, paper.since, paper.terms, {"server": paper.server, "base": paper.base})
+
+
+def unpack_exam(content: RecordDict) -> Paper:
+    """Take an exam out of its envelope."""
+    words, tensors = content.config_records[WORDS], content.array_records[TENSORS]
+    return Paper(
+        client=_whole(words, "client"),
+        stages=_whole(words, "stages"),
+        since=_since(words),
+        terms=_terms(words),
+        server=decode(Message, tensors["server"].data),
+        base=decode(Message, tensors["base"].data) if "base" in tensors else None,
+    )
+
+
+def pack_marks(marks: Marks) -> RecordDict:
+    """Put a device's marks into an envelope."""
+    right, tested = [one.right for one in marks.verdicts], [one.tested for one in marks.verdicts]
+    return RecordDict({WORDS: ConfigRecord({"failure": marks.failure or "", "right": right, "tested": tested})})
+
+
+def unpack_marks(content: RecordDict, client: int, stages: int) -> Marks:
+    """Take a device's marks out of their envelope; what cannot be marks is a failure that says why."""
+    try:
+        words = content.config_records[WORDS]
+        failure = str(words["failure"])[:LONGEST_REASON] or None
+        if failure is not None:
+            return Marks(client, failure=failure)
+        right, tested = words["right"], words["tested"]
+        if not (isinstance(right, list) and isinstance(tested, list) and len(right) == len(tested) == stages):
+            raise RefusalError(f"it was asked for marks on {stages} tasks and sent others")
+        return Marks(client, tuple(_verdict(*pair) for pair in zip(right, tested, strict=True)))
+    except KeyError as error:
+        return Marks(client, failure=f"its marks have no {error.args[0]!r} in them")
+    except RefusalError as error:
+        return Marks(client, failure=str(error)[:LONGEST_REASON])
 
 
 def pack_reply(reply: Reply) -> RecordDict:
@@ -126,10 +163,8 @@ def unpack_reply(content: RecordDict, client: int, limit: int) -> Reply:
             raise RefusalError(f"its message has {len(data)} bytes, and fleet.max_message_mb allows {limit}")
         up = decode(Message, data)
         check_numbers(up)
-        tested, right = _whole(words, "tested"), _whole(words, "right")
-        if tested >= 0 and not 0 <= right <= tested <= LARGEST_NUMBER:
-            raise RefusalError(f"it says it named {right} of {tested} images rightly")
-        return Reply(client, up, Verdict(right, tested) if tested >= 0 else None)
+        tested = _whole(words, "tested")
+        return Reply(client, up, _verdict(words["right"], tested) if tested >= 0 else None)
     except KeyError as error:
         return Reply(client, None, failure=f"its reply has no {error.args[0]!r} in it")
     except (RefusalError, UserError) as error:
@@ -149,6 +184,39 @@ def check_numbers(up: Message) -> None:
             raise RefusalError(f"it sent {len(values)} numbers as {name!r}")
         if not all(abs(one) <= LARGEST_NUMBER for one in values):  # also false for what is not a number
             raise RefusalError(f"it sent a number as {name!r} that is too large or none at all")
+
+
+def _pack(
+    words: dict[str, int | bool], since: int | None, terms: Terms, messages: dict[str, Message | None]
+) -> RecordDict:
+    about = {field.name: getattr(terms, field.name) for field in fields(Terms)}
+    written = ConfigRecord({**words, "since": -1 if since is None else since, **about})
+    tensors = ArrayRecord({name: _array(message) for name, message in messages.items() if message is not None})
+    return RecordDict({WORDS: written, TENSORS: tensors})
+
+
+def _since(words: ConfigRecord) -> int | None:
+    since = _whole(words, "since")
+    return None if since < 0 else since
+
+
+def _terms(words: ConfigRecord) -> Terms:
+    classes = words["classes"]
+    assert isinstance(classes, list)
+    return Terms(
+        run=str(words["run"]),
+        config=str(words["config"]),
+        classes=[str(name) for name in classes],
+        channels=_whole(words, "channels"),
+        side=_whole(words, "side"),
+    )
+
+
+def _verdict(right: object, tested: object) -> Verdict:
+    """Return how a model did, if a device can have said so honestly."""
+    if isinstance(right, int) and isinstance(tested, int) and 0 <= right <= tested <= LARGEST_NUMBER:
+        return Verdict(right, tested)
+    raise RefusalError(f"it says it named {right} of {tested} images rightly")
 
 
 def _array(message: Message) -> Array:

@@ -8,23 +8,25 @@ it matters who was first, are reports pulled as they come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from vitfleet.config.schema import Config, DataConfig, FleetConfig
 from vitfleet.data.images import DataSet
-from vitfleet.fleet.base import Reply, Request
-from vitfleet.fleet.envelope import WORDS, Order, Terms, pack_order, unpack_reply
+from vitfleet.fleet.base import Exam, Marks, Reply, Request
+from vitfleet.fleet.envelope import WORDS, Order, Paper, Terms, pack_exam, pack_order, unpack_marks, unpack_reply
 from vitfleet.message import Message as Content
 from vitfleet.message import State
 
-TRAIN, HELLO = "train", "query.hello"
+TRAIN, EXAM, HELLO = "train", "query.exam", "query.hello"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between looks into the SuperLink
 GRACE = 3600.0  # seconds that a report which came in time may wait for its turn
 MEGABYTE = 10**6
+NOT_CONNECTED, NOT_TAKEN = "it is not connected", "Flower did not take the message"
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,24 @@ def make_terms(config: Config, data: DataSet, run: str) -> Terms:
                 test_share=config.data.test_share,
                 max_corrupt=config.data.max_corrupt,
                 augment=config.data.augment,
+                tasks=config.data.tasks,
             ),
             "model": config.model.model_copy(update={"weights": None}),
         }
     )
     return Terms(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.side)
+
+
+class Outcome(Protocol):
+    """What comes of a message to a device: something, or the reason why nothing did."""
+
+    @property
+    def failure(self) -> str | None:
+        """The reason."""
+        ...
+
+
+Came = TypeVar("Came", bound=Outcome)
 
 
 class FlowerFleet:
@@ -80,14 +95,60 @@ class FlowerFleet:
         for request in requests:
             node = nodes.get(request.client)
             if node is None:
-                yield Reply(request.client, None, failure="it is not connected")
+                yield Reply(request.client, None, failure=NOT_CONNECTED)
                 continue
-            message_id = self._push(request, node, end)
+            base = self.base if request.since is None else None
+            order = Order(
+                request.round,
+                request.client,
+                request.evaluate,
+                request.stage,
+                request.since,
+                self.terms,
+                request.down,
+                base,
+            )
+            message_id = self._push(pack_order(order), node, TRAIN, end)
             if message_id is None:
-                yield Reply(request.client, None, failure="Flower did not take the message")
+                yield Reply(request.client, None, failure=NOT_TAKEN)
             else:
                 sent[request.client] = message_id
-        yield from self._collect(sent, end)
+        limit = int(self.config.max_message_mb * MEGABYTE)
+        yield from self._collect(
+            sent,
+            end,
+            lambda client, content: unpack_reply(content, client, limit),
+            lambda client, reason: Reply(client, None, failure=reason),
+            self.config.per_round,
+        )
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Do nothing: every order says which round a device goes on from."""
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        """Send everybody the exam and take the marks in until all are there or the deadline has passed."""
+        nodes = self._muster()
+        end = self.clock.now() + self.config.deadline_s
+        sent: dict[int, str] = {}
+        server = Content(exam.server.tensors, exam.server.numbers)
+        for client, since in exam.since.items():
+            node = nodes.get(client)
+            if node is None:
+                yield Marks(client, failure=NOT_CONNECTED)
+                continue
+            paper = Paper(client, exam.stages, since, self.terms, server, self.base if since is None else None)
+            message_id = self._push(pack_exam(paper), node, EXAM, end)
+            if message_id is None:
+                yield Marks(client, failure=NOT_TAKEN)
+            else:
+                sent[client] = message_id
+        yield from self._collect(
+            sent,
+            end,
+            lambda client, content: unpack_marks(content, client, exam.stages),
+            lambda client, reason: Marks(client, failure=reason),
+            len(sent),
+        )
 
     def own(self, client: int) -> State | None:
         """Return nothing: what a device keeps it keeps to itself."""
@@ -97,46 +158,57 @@ class FlowerFleet:
         """Return nothing: devices keep their states themselves."""
         return {}
 
-    def _push(self, request: Request, node: int, end: float) -> str | None:
-        base = self.base if request.since is None else None
-        order = Order(request.round, request.client, request.evaluate, request.since, self.terms, request.down, base)
+    def _push(self, content: RecordDict, node: int, what: str, end: float) -> str | None:
         patience = max(1.0, end - self.clock.now()) + GRACE
-        message = Message(pack_order(order), node, TRAIN, ttl=patience, group_id=str(request.round))
-        return next(iter(self.grid.push_messages([message])), None)
+        return next(iter(self.grid.push_messages([Message(content, node, what, ttl=patience)])), None)
 
-    def _collect(self, sent: dict[int, str], end: float) -> Iterator[Reply]:
-        """Yield a reply for every order: what came, what is wrong with it, or that it did not come in time."""
+    def _collect(
+        self,
+        sent: dict[int, str],
+        end: float,
+        unpack: Callable[[int, RecordDict], Came],
+        fail: Callable[[int, str], Came],
+        enough: int,
+    ) -> Iterator[Came]:
+        """Yield what came of every message: what the device sent, what is wrong with it, or that it came too late.
+
+        Once ``enough`` are usable, nobody is waited for.
+        """
         pending = dict(sent)
         usable, pause = 0, FIRST_PAUSE
         while pending:
-            if usable == self.config.per_round:
-                yield from (Reply(client, None, failure="not waited for: enough were faster") for client in pending)
+            if usable == enough:
+                yield from (fail(client, "not waited for: enough were faster") for client in pending)
                 return
             over = self.clock.now() >= end
             watched = list(pending) if self.config.spare or over else list(pending)[:1]
-            came = False
+            some = False
             for client in watched:
-                reply = self._pull(client, pending[client])
-                if reply is None and over:
-                    reply = Reply(
-                        client, None, failure=f"no reply within fleet.deadline_s = {self.config.deadline_s:g}"
-                    )
-                if reply is None:
+                came = self._pull(client, pending[client], unpack, fail)
+                if came is None and over:
+                    came = fail(client, f"no reply within fleet.deadline_s = {self.config.deadline_s:g}")
+                if came is None:
                     continue
-                came = True
+                some = True
                 del pending[client]
-                usable += reply.up is not None
-                yield reply
-                del reply  # before the next one is pulled
-            pause = FIRST_PAUSE if came else min(2 * pause, LONGEST_PAUSE)
-            if pending and not came:
+                usable += came.failure is None
+                yield came
+                del came  # before the next one is pulled
+            pause = FIRST_PAUSE if some else min(2 * pause, LONGEST_PAUSE)
+            if pending and not some:
                 self.clock.sleep(pause)
 
-    def _pull(self, client: int, message_id: str) -> Reply | None:
+    def _pull(
+        self,
+        client: int,
+        message_id: str,
+        unpack: Callable[[int, RecordDict], Came],
+        fail: Callable[[int, str], Came],
+    ) -> Came | None:
         for message in self.grid.pull_messages([message_id]):
             if message.has_error():
-                return Reply(client, None, failure=_in_short(message.error.reason))
-            return unpack_reply(message.content, client, int(self.config.max_message_mb * MEGABYTE))
+                return fail(client, _in_short(message.error.reason))
+            return unpack(client, message.content)
         return None
 
     # Who is there

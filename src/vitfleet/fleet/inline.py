@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from vitfleet.data.images import Shard
-from vitfleet.fleet.base import Reply, Request, Verdict
+from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import Half, drive_together
 from vitfleet.train.trainer import Trainer
+
+#: A client and a stage of its stream of tasks.
+Stage = tuple[int, int]
 
 
 class InlineFleet:
@@ -24,7 +27,7 @@ class InlineFleet:
     shard
         Returns a client's images at a stage of its stream of tasks (0 where there is none).
     judge
-        Tries a client's own model out on its own test images of a stage.
+        Tries a model out on the test images of clients' stages.
     base
         What every client was given once; one copy serves all.
     stored
@@ -37,7 +40,7 @@ class InlineFleet:
         trainer: Trainer,
         seed: int,
         shard: Callable[[int, int], Shard],
-        judge: Callable[[int, int, Tensors], Verdict],
+        judge: Callable[[Tensors, list[Stage]], list[Verdict]],
         base: Tensors,
         stored: Callable[[int], State | None],
     ) -> None:
@@ -48,6 +51,7 @@ class InlineFleet:
         self.judge = judge
         self.base = base
         self.stored = stored
+        self._offered: dict[int, State | None] = {}
         self._changed: dict[int, State | None] = {}
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
@@ -60,9 +64,41 @@ class InlineFleet:
                 if failure is not None:
                     yield Reply(request.client, None, failure=failure)
                     continue
-                self.keep(request.client, answer.own)
-                verdict = self.judge(request.client, request.stage, answer.model) if request.evaluate else None
+                self.offer(request.client, answer.own)
+                here = [(request.client, request.stage)]
+                verdict = self.judge(answer.model, here)[0] if request.evaluate else None
                 yield Reply(request.client, answer.up, verdict)
+
+    def offer(self, client: int, own: State | None) -> None:
+        """Take in what a client would keep, until it is settled whether its reply counts."""
+        self._offered[client] = own
+
+    def offered(self, client: int) -> State | None:
+        """Return what a client would keep."""
+        return self._offered[client]
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Let the clients whose replies were used keep what they would keep."""
+        for client, own in self._offered.items():
+            if client in taken and (own is not None or self.own(client) is not None):
+                self._changed[client] = own
+        self._offered.clear()
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        """Try each client's model out; those that keep nothing have one model between them, which is asked once."""
+        stages = range(exam.stages)
+        everybody = [(client, stage) for client in exam.since for stage in stages]
+        shared: dict[Stage, Verdict] = {}
+        for client, since in exam.since.items():
+            own = None if since is None else self.own(client)
+            here = [(client, stage) for stage in stages]
+            if own is not None:
+                yield Marks(client, tuple(self.judge(self.method.model(exam.server, self.base, own), here)))
+                continue
+            if not shared:
+                verdicts = self.judge(self.method.model(exam.server, self.base, None), everybody)
+                shared = dict(zip(everybody, verdicts, strict=True))
+            yield Marks(client, tuple(shared[place] for place in here))
 
     def _half(self, request: Request) -> Half[Answer]:
         shard = self.shard(request.client, request.stage)
@@ -83,11 +119,6 @@ class InlineFleet:
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
-
-    def keep(self, client: int, own: State | None) -> None:
-        """Take a client's state in."""
-        if own is not None or self.own(client) is not None:
-            self._changed[client] = own
 
 
 def diverged(answer: Answer) -> str | None:

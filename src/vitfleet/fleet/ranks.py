@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from vitfleet.fleet.base import Reply, Request, Verdict
+from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, Named, State
 from vitfleet.wire import Kind, decode, encode
@@ -120,10 +120,18 @@ class SharedFleet:
         if told["failure"] is not None:
             return Reply(client, None, failure=told["failure"])
         up = self.ranks.tell_named(Message, reply.up if reply else None, device, owner)
-        own = self.ranks.tell_named(State, self.inner.own(client) if reply else None, device, owner)
+        own = self.ranks.tell_named(State, self.inner.offered(client) if reply else None, device, owner)
         if reply is None:
-            self.inner.keep(client, own)
+            self.inner.offer(client, own)
         return Reply(client, up, None if told["verdict"] is None else Verdict(**told["verdict"]))
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Let the clients whose replies were used keep what they would keep: every rank has it."""
+        self.inner.settle(taken)
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        """Examine clients on this rank alone."""
+        return self.inner.examine(exam)
 
     def own(self, client: int) -> State | None:
         """Return a client's own state: every rank has it."""

@@ -128,7 +128,9 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             entries.append(_entry(turn, up_bytes, numbers, verdict=reply.verdict, gflops=gflops))
             del reply  # before the next one comes
     session.server, set_aside = _close(session, gathering, round, taken)
-    session.heard |= {client: round for client in taken if client not in set_aside}
+    used = [client for client in taken if client not in set_aside]
+    session.fleet.settle(used)
+    session.heard |= dict.fromkeys(used, round)
     entries = sorted((_without(entry, set_aside.get(entry.client)) for entry in entries), key=lambda one: one.client)
     session.round = round
     session.traffic = traffic

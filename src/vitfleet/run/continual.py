@@ -13,19 +13,17 @@ accuracy on its i-th. From the matrix of these, for each client and then as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vitfleet.config.schema import Config
-from vitfleet.message import Tensors
+from vitfleet.fleet.base import Exam
+from vitfleet.message import State
 from vitfleet.progress import SILENCE, Progress
-from vitfleet.run.evaluate import Evaluator
 from vitfleet.run.records import TaskRecord, read_records
 from vitfleet.run.session import Session
 from vitfleet.train.surgery import COUNTS, TUNING
@@ -40,65 +38,46 @@ def after_round(session: Session, round: int, progress: Progress = SILENCE) -> T
     if tasks is None or round % tasks.rounds_per_task:
         return None
     task = round // tasks.rounds_per_task
-    matrix = try_out(session, min(task + 1, tasks.count), progress)
-    initial = try_out_untrained(session) if task == 1 else None
+    matrix, failures = try_out(session, session.server, min(task + 1, tasks.count), session.heard, progress)
+    initial = None
+    if task == 1:
+        initial, _ = try_out(session, untrained(session), tasks.count, {}, progress)
     rows = [*(one.matrix for one in session.learned), matrix]
     known = initial if session.learned == [] else session.learned[0].initial
-    record = TaskRecord(task, matrix, initial, *figures(as_matrix(rows, tasks.count), as_rows(known, tasks.count)))
+    found = figures(as_matrix(rows, tasks.count), as_rows(known, tasks.count))
+    record = TaskRecord(task, matrix, initial, *found, failures)
     session.learned.append(record)
     return record
 
 
-def try_out(session: Session, stages: int, progress: Progress = SILENCE) -> Rows:
-    """Return each client's accuracy on its own test images of its first stages, under its own weights."""
-    evaluator, method = session.evaluator, session.method
-    shared: Tensor | None = None  # clients without a state of their own have one model: it is asked everything, once
-    found: Rows = []
-    with progress.task("trying out every client's model", session.config.fleet.clients) as advance:
-        for client in range(session.config.fleet.clients):
-            own = session.fleet.own(client)
-            if own is None and shared is None:
-                shared, _ = evaluator.answer(method.model(session.server, session.base.tensors, None))
-            if own is None and shared is not None:
-                found.append(shares(evaluator, shared, client, stages))
-            else:
-                found.append(
-                    answers(evaluator, method.model(session.server, session.base.tensors, own), client, stages)
-                )
+def try_out(
+    session: Session, server: State, stages: int, heard: Mapping[int, int], progress: Progress = SILENCE
+) -> tuple[Rows, dict[str, str]]:
+    """Return each client's accuracy on its own test images of its first stages, and who did not answer, and why.
+
+    Parameters
+    ----------
+    heard
+        The last round whose reply was taken, of each client that took part; the others have the server's model.
+    """
+    clients = range(session.config.fleet.clients)
+    exam = Exam(server, stages, {client: heard.get(client) for client in clients})
+    rows: Rows = [[None] * stages for _ in clients]
+    failures: dict[str, str] = {}
+    with progress.task("trying out every client's model", len(clients)) as advance:
+        for marks in session.fleet.examine(exam):
             advance(1)
-    return found
+            if marks.failure is not None:
+                failures[str(marks.client)] = marks.failure
+            else:
+                rows[marks.client] = [one.right / one.tested if one.tested else None for one in marks.verdicts]
+    return rows, failures
 
 
-def try_out_untrained(session: Session) -> Rows:
-    """Return the same for the model as it was initialised, on every task."""
+def untrained(session: Session) -> State:
+    """Return what the server had before the first round."""
     device = session.machine.device
-    initial = {name: tensor.to(device) for name, tensor in session.net.initial_weights().items()}
-    model = session.method.model(session.method.start(initial), session.base.tensors, None)
-    right, _ = session.evaluator.answer(model)
-    stages = session.evaluator.stages
-    return [shares(session.evaluator, right, client, stages) for client in range(session.config.fleet.clients)]
-
-
-def shares(evaluator: Evaluator, right: Tensor, client: int, stages: int) -> list[float | None]:
-    """Return a client's accuracy at each stage from the answers to all test images."""
-    places = [torch.from_numpy(evaluator.images_of(client, stage)).to(right.device) for stage in range(stages)]
-    return _means([right[place] for place in places])
-
-
-def answers(evaluator: Evaluator, model: Tensors, client: int, stages: int) -> list[float | None]:
-    """Return a client's accuracy at each stage: its images of all stages are asked together, in large batches."""
-    places = [evaluator.images_of(client, stage) for stage in range(stages)]
-    together = np.concatenate(places)
-    if not len(together):
-        return [None] * stages
-    right, _ = evaluator.answer(model, together)
-    return _means(list(torch.split(right, [len(place) for place in places])))
-
-
-def _means(parts: list[Tensor]) -> list[float | None]:
-    # One transfer for all of them.
-    means = torch.stack([part.double().mean() for part in parts]).tolist()
-    return [None if math.isnan(mean) else mean for mean in means]
+    return session.method.start({name: tensor.to(device) for name, tensor in session.net.initial_weights().items()})
 
 
 def as_rows(rows: Rows | None, width: int) -> Floats:

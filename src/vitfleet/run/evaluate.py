@@ -17,6 +17,7 @@ from vitfleet.data.batches import Preprocess
 from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import Deal
 from vitfleet.fleet.base import Verdict
+from vitfleet.fleet.inline import Stage
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
@@ -81,13 +82,15 @@ class Evaluator:
         accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
         return accuracy, loss if math.isfinite(loss) else None, len(measured)
 
-    def judge(self, client: int, stage: int, model: Tensors) -> Verdict:
-        """Try a client's own model out on its own test images of a stage."""
-        index = self.images_of(client, stage)
+    def judge(self, model: Tensors, places: list[Stage]) -> list[Verdict]:
+        """Try a model out on the test images of clients' stages: together, in large batches, each image once."""
+        held = [self.images_of(client, stage) for client, stage in places]
+        index, back = np.unique(np.concatenate(held), return_inverse=True)
         if not len(index):
-            return Verdict(0, 0)
-        right, _ = self.answer(model, index)
-        return Verdict(int(right.sum()), len(index))
+            return [Verdict(0, 0)] * len(places)
+        right = self.answer(model, index)[0].cpu().numpy()[back]
+        parts = np.split(right, np.cumsum([len(one) for one in held])[:-1])
+        return [Verdict(int(part.sum()), len(part)) for part in parts]
 
     def images_of(self, client: int, stage: int) -> NDArray[np.int64]:
         """Return a client's test images of a stage."""

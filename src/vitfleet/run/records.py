@@ -87,11 +87,13 @@ class TaskRecord:
         Tasks learned so far, m.
     matrix
         For each client a_{m,1}, a_{m,2}, … on its own test images of its first, second, … task: those learned, and the
-        next one, which is not; ``None`` where it has no test images.
+        next one, which is not; ``None`` where it has no test images, or did not answer.
     initial
         The same for the untrained model, of all tasks; kept with the first task only.
     average_accuracy, forgetting, backward_transfer, forward_transfer
         Means over the clients: see :mod:`vitfleet.run.continual`. Only the first is known after one task.
+    failures
+        Clients that did not answer, and why.
     """
 
     task: int
@@ -101,6 +103,7 @@ class TaskRecord:
     forgetting: float | None = None
     backward_transfer: float | None = None
     forward_transfer: float | None = None
+    failures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vitfleet.data.manifest import Deal
 from vitfleet.data.manifest import save as save_partition
 from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load as load_data
-from vitfleet.data.tasks import SUMMARY_FILE, Streams, make_streams
+from vitfleet.data.tasks import SUMMARY_FILE, Streams, make_streams, tasks_of_classes
 from vitfleet.data.tasks import load as load_streams
 from vitfleet.data.tasks import save as save_streams
 from vitfleet.errors import ConfigError
@@ -143,10 +143,10 @@ def open_session(
         machine = _machine(config, folder, net.width)
         data = data.to(machine.device)
         partition = _deal(config, data, folder) if grid is None else _nobodys(config)
-    stages = partition.stages if isinstance(partition, Streams) else 1
+    stages = config.stages
     tasks: torch.Tensor | None = None
-    if isinstance(partition, Streams) and config.data.tasks and config.data.tasks.incremental == "task":
-        tasks = torch.from_numpy(partition.task_of_class).to(machine.device)
+    if config.data.tasks and config.task_known:
+        tasks = torch.from_numpy(tasks_of_classes(config.data.tasks, config.seed, len(data.classes))).to(machine.device)
     kit = make_kit(config, net, len(data.classes), machine, stages, tasks)
     net, method, trainer = kit.net, kit.method, kit.trainer
     initial = _on(machine.device, net.initial_weights())
@@ -276,7 +276,7 @@ def _streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) ->
 
 def _nobodys(config: Config) -> Partition:
     """Return the deal of a server whose devices have images of their own: it deals nothing."""
-    nothing = Deal.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients)
+    nothing = Deal.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients * config.stages)
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
 
 

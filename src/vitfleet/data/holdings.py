@@ -1,0 +1,21 @@
+"""What every client of a run holds, whether its images are dealt at once or task after task."""
+
+from __future__ import annotations
+
+from vitfleet.config.schema import Config
+from vitfleet.data.images import DataSet
+from vitfleet.data.manifest import Deal
+from vitfleet.data.partition import deal_images
+from vitfleet.data.tasks import make_streams
+
+
+def holdings(config: Config, data: DataSet) -> tuple[Deal, Deal]:
+    """Return each client's training images and its test images, those of all its tasks one after the other."""
+    tasks, clients = config.data.tasks, config.fleet.clients
+    if tasks is None:
+        partition = deal_images(config.data.partition, clients, config.seed, data)
+        return partition.train, partition.test
+    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
+    streams = make_streams(tasks, clients, config.seed, train_labels, test_labels, len(data.classes))
+    train, test = (Deal(deal.indices, deal.offsets[:: streams.stages]) for deal in (streams.train, streams.test))
+    return train, test
