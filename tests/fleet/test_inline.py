@@ -20,11 +20,18 @@ from vitfleet.methods import Answer, Job, Work
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
-from vitfleet.run.conduct import play_round
+from vitfleet.run.conduct import conduct, play_round
+from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
 from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.machine import limited
 from vitfleet.train.objective import Fit, Fitted, Objective
 from vitfleet.train.trainer import Trainer
+
+
+class Nobody:
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        pass
 
 
 @dataclass
@@ -55,6 +62,62 @@ class Shuffled:
 
     def changed(self) -> Mapping[int, State | None]:
         return self.inner.changed()
+
+
+SIDE_BY_SIDE = {
+    "fedavg": ("fleet.clients=12", "fleet.per_round=11"),
+    "transfl": ("method.k=1",),
+    "fed-prompt": ("method.prompts=2", "train.mask_ratio=0.5"),
+    "fedvit": (
+        "method.head_epochs=1",
+        "train.epochs=2",
+        "data.tasks.count=3",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[1,2]",
+        "data.tasks.rounds_per_task=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+def test_clients_that_are_trained_side_by_side_are_as_if_alone(
+    name: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """With three threads for three of them, each has one."""
+    config = tiny_config(f"method.name={name}", *SIDE_BY_SIDE[name], "data.augment.flip=true")
+    with limited(1):
+        sessions = []
+        for where, how in (("alone", {"threads": 1}), ("beside", {"threads": 3, "workers": 3})):
+            machine = config.machine.model_copy(update=how)
+            session = open_session(config.model_copy(update={"machine": machine}), tmp_path / where)
+            sessions.append(session)
+            conduct(session, Nobody())
+            assert session.trainer.machine.workers == how.get("workers", 1)
+            assert torch.get_num_threads() == how["threads"], "as many as before"
+    alone, beside = sessions
+    same(alone.server, beside.server)
+    for client in range(config.fleet.clients):
+        same(alone.fleet.own(client) or State(), beside.fleet.own(client) or State())
+    lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("alone", "beside")]
+    assert lines[0] == lines[1]
+
+
+def test_a_training_that_fails_beside_others_is_heard_of(
+    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    class Broken(FedAvg):
+        def work(self, job: Job) -> Work:
+            answer = yield from super().work(job)
+            if job.client == 3:
+                raise ZeroDivisionError("in the middle")
+            return answer
+
+    trainer = make_trainer()
+    trainer = replace(trainer, machine=replace(trainer.machine, workers=2))
+    fleet = make_fleet(Broken(FedAvgConfig(), make_setting()), trainer, lambda client: make_shard(0, 4))
+    replies = fleet.ask(Request(1, client, Message(tiny_net.initial_weights())) for client in range(6))
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        list(replies)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "standalone"])

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
 from vitfleet.models.net import Net
+from vitfleet.models.plain import mix
 from vitfleet.models.zoo import build
 
 # Every way in which timm's plain ViTs treat the tokens before the patches and what they pool.
@@ -134,6 +136,22 @@ def test_the_plain_pass_is_timms(name: str) -> None:
     weights = lively(net)
     with torch.no_grad():
         close(net(weights, images(net)), timms(net, weights)(images(net)))
+
+
+def test_attention_in_bfloat16_on_a_cpu_is_attention() -> None:
+    """There it is written out; nothing but the rounding may tell."""
+    rng = torch.Generator().manual_seed(3)
+    exact = [torch.randn(2, 3, 17, 8, generator=rng, requires_grad=True) for _ in range(3)]
+    rough = [one.detach().bfloat16().requires_grad_() for one in exact]
+    q, k, v = exact
+    wanted, found = F.scaled_dot_product_attention(q, k, v), mix(*rough)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(wanted, found.float(), atol=0.03)
+    ahead = torch.randn(wanted.shape, generator=rng)
+    for one, other in zip(
+        torch.autograd.grad(wanted, exact, ahead), torch.autograd.grad(found, rough, ahead.bfloat16()), strict=True
+    ):
+        assert torch.linalg.vector_norm(one - other.float()) < 0.02 * torch.linalg.vector_norm(one)
 
 
 def test_dropped_patches_are_never_seen(small: Net) -> None:

@@ -326,6 +326,12 @@ class MachineConfig(Table):
     )
     deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description="clients trained side by side on a CPU, which share its threads; default: one a thread, where "
+        "memory allows",
+    )
     cohort: int | None = Field(
         None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, on a GPU as many as fit"
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any
+
+import torch
 
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
@@ -13,7 +17,10 @@ from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import Half, drive_together
+from vitfleet.train.machine import limited
 from vitfleet.train.trainer import Trainer
+
+AHEAD = 4  # so many requests a worker are looked at for the largest; replies that are early wait in memory
 
 #: A client and a stage of its stream of tasks.
 Stage = tuple[int, int]
@@ -55,19 +62,56 @@ class InlineFleet:
         self._changed: dict[int, State | None] = {}
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train one cohort after the other, each as its turn comes."""
+        """Train one cohort after the other, each as its turn comes; or clients side by side."""
+        machine = self.trainer.machine
+        if machine.workers > 1 and machine.cohort == 1 and self.trainer.net.stackable:
+            yield from self._side_by_side(requests)
+            return
         asked = iter(requests)
-        while cohort := list(islice(asked, self.trainer.machine.cohort)):
+        while cohort := list(islice(asked, machine.cohort)):
             answers = drive_together([self._half(request) for request in cohort], self.trainer)
             for request, answer in zip(cohort, answers, strict=True):
-                failure = diverged(answer)
-                if failure is not None:
-                    yield Reply(request.client, None, failure=failure)
-                    continue
-                self.offer(request.client, answer.own)
-                here = [(request.client, request.stage)]
-                verdict = self.judge(answer.model, here)[0] if request.evaluate else None
-                yield Reply(request.client, answer.up, verdict)
+                reply = self._reply(request, answer)
+                if reply.up is not None:
+                    self.offer(request.client, answer.own)
+                yield reply
+
+    def _side_by_side(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Train each client on a thread of its own; of those that come next, the largest first.
+
+        Threads of Python do: a training is nearly all tensor operations, during which others may run. They share
+        nothing but what they read; a module that is run with its weights put into it could not be shared.
+        """
+        workers = self.trainer.machine.workers
+        each = max(1, torch.get_num_threads() // workers)
+        largest_first = chain.from_iterable(
+            sorted(some, key=lambda one: -len(self.shard(one.client, one.stage)))
+            for some in in_windows(requests, AHEAD * workers)
+        )
+        with limited(each), ThreadPoolExecutor(workers) as pool:
+
+            def start(request: Request) -> Future[tuple[Reply, State | None]]:
+                return pool.submit(self._alone, each, request, self._half(request))
+
+            waiting = deque(start(one) for one in islice(largest_first, 2 * workers))
+            while waiting:
+                reply, own = waiting.popleft().result()
+                waiting.extend(start(one) for one in islice(largest_first, 1))
+                if reply.up is not None:
+                    self.offer(reply.client, own)
+                yield reply
+
+    def _alone(self, threads: int, request: Request, half: Half[Answer]) -> tuple[Reply, State | None]:
+        torch.set_num_threads(threads)  # each thread of Python counts its own
+        (answer,) = drive_together([half], self.trainer)
+        return self._reply(request, answer), answer.own
+
+    def _reply(self, request: Request, answer: Answer) -> Reply:
+        failure = diverged(answer)
+        if failure is not None:
+            return Reply(request.client, None, failure=failure)
+        here = [(request.client, request.stage)]
+        return Reply(request.client, answer.up, self.judge(answer.model, here)[0] if request.evaluate else None)
 
     def offer(self, client: int, own: State | None) -> None:
         """Take in what a client would keep, until it is settled whether its reply counts."""
@@ -119,6 +163,13 @@ class InlineFleet:
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
+
+
+def in_windows(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:
+    """Yield so many requests at a time."""
+    asked = iter(requests)
+    while window := list(islice(asked, size)):
+        yield window
 
 
 def diverged(answer: Answer) -> str | None:

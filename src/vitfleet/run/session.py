@@ -40,6 +40,7 @@ from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_reco
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.machine import Machine, resolved, set_up
+from vitfleet.train.room import rough_bytes
 from vitfleet.train.trainer import Trainer
 from vitfleet.wire import encode
 
@@ -140,7 +141,7 @@ def open_session(
     data = load_data(config.data, progress)
     net = make_net(config, len(data.classes), data.train.channels, data.train.side)
     with ranks.first_ahead():
-        machine = _machine(config, folder, net.width)
+        machine = _machine(config, folder, net)
         data = data.to(machine.device)
         partition = _deal(config, data, folder) if grid is None else _nobodys(config)
     stages = config.stages
@@ -231,12 +232,12 @@ def _memory(net: Net, rehearsal: Rehearsal, config: Config, machine: Machine) ->
     return max(training_memory(net, fit, config.train, machine.bf16).total for fit in rehearsal.fits)
 
 
-def _machine(config: Config, folder: Path, width: int) -> Machine:
+def _machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up; a run that goes on computes as it began, whatever this shell or machine would choose."""
     path = folder / "machine.json"
     if path.exists():
-        return set_up(MachineConfig.model_validate_json(path.read_text()), width)
-    machine = set_up(config.machine, width)
+        return set_up(MachineConfig.model_validate_json(path.read_text()), net.width)
+    machine = set_up(config.machine, net.width, rough_bytes(net, config.train))
     write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 

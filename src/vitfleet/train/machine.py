@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from vitfleet.errors import ConfigError
 
 BF16_WIDTH = 128  # on a CPU, narrower models lose more by converting than they gain by multiplying
 COHORT = 32  # clients at once on a GPU, where nothing else is said
+WORKERS = 8  # clients side by side on a CPU, at most: with many cores, memory is scarcer than they
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Machine:
     compile
         Whether the model is compiled.
     cohort
-        Clients that are trained at once, at most.
+        Clients that are trained at once, stacked, at most.
+    workers
+        Clients that are trained side by side on a CPU, each on its share of the threads. A small model's operations are
+        too short to be worth sharing.
     """
 
     device: torch.device
@@ -35,6 +40,7 @@ class Machine:
     graphs: bool = False
     compile: bool = False
     cohort: int = 1
+    workers: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
         """Compute what is safe in bfloat16, where that is on; weights and sums stay in float32."""
@@ -42,13 +48,15 @@ class Machine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
-def set_up(config: MachineConfig, width: int = 0) -> Machine:
+def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
     """Prepare this process as the configuration says and return its machine.
 
     Parameters
     ----------
     width
         The numbers in a token of the model that will be trained.
+    client_bytes
+        What a client's training takes, roughly: those side by side shall have half the memory at most.
     """
     device = _device(config.device)
     if config.threads is not None:
@@ -69,6 +77,7 @@ def set_up(config: MachineConfig, width: int = 0) -> Machine:
         graphs=cuda and config.graphs,
         compile=config.compile,
         cohort=config.cohort or (COHORT if cuda else 1),
+        workers=1 if cuda else config.workers or _workers(client_bytes),
     )
 
 
@@ -81,8 +90,26 @@ def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
             "precision": precision,
             "threads": torch.get_num_threads(),
             "cohort": machine.cohort,
+            "workers": machine.workers,
         }
     )
+
+
+def _workers(client_bytes: int) -> int:
+    most = min(torch.get_num_threads(), WORKERS)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(most, memory // 2 // client_bytes)) if client_bytes else most
+
+
+@contextmanager
+def limited(threads: int) -> Iterator[None]:
+    """Compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cpu_has_bf16() -> bool:

@@ -7,6 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from vitfleet.config.schema import TrainConfig
+from vitfleet.models.net import Net
+
+FLOAT = 4  # bytes
+HELD = 5  # times the weights: as they came, those that train, their gradients, two numbers each of AdamW's
+PASSED = 16  # numbers that a layer saves of each number in a token, about
+
 SPARE = 0.8  # of the free memory is planned with: allocations do not pack without gaps
 
 
@@ -36,3 +43,10 @@ class Room:
         yield
         taken = torch.cuda.max_memory_allocated(device) - before
         self.bytes_a_client = max(self.bytes_a_client, taken / clients)
+
+
+def rough_bytes(net: Net, train: TrainConfig) -> int:
+    """Return what a client's training takes if all of the model trains, roughly (`run.memory` knows it better)."""
+    anatomy = net.anatomy
+    numbers = train.batch_size * (net.prefix + net.kept(train.mask_ratio)) * net.width * len(anatomy.blocks)
+    return FLOAT * (HELD * anatomy.count(anatomy.whole) + PASSED * numbers)
