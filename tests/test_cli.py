@@ -269,6 +269,50 @@ def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_pat
     assert "--seeds 0;1: must be whole numbers" in wrong.stderr
 
 
+def test_runs_of_a_comparison_at_the_same_time_are_as_one_after_the_other(vitfleet: Command, tmp_path: Path) -> None:
+    sizes = ["-o", "rounds=2", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    methods = ["--method", "fedavg", "--method", "fed-head train.lr=0.01"]
+    for jobs in ("1", "2"):
+        done = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", jobs, "--out", f"jobs-{jobs}")
+        assert done.returncode == 0, done.stderr
+        assert "report:" in done.stdout
+    assert "fed-head-s0: finished" in done.stdout
+    for name in ("fedavg-s0", "fed-head-s0"):
+        lines = [(tmp_path / f"jobs-{jobs}" / name / "records.jsonl").read_bytes() for jobs in (1, 2)]
+        assert lines[0] == lines[1]
+    config = json.loads((tmp_path / "jobs-2" / "fed-head-s0" / "config.json").read_text())
+    assert (config["method"]["name"], config["train"]["lr"]) == ("fed-head", 0.01)
+
+
+def test_a_run_that_fails_beside_others_is_named(vitfleet: Command, tmp_path: Path) -> None:
+    sizes = ["-o", "rounds=1", "-o", "data.limit=200", "-o", "model.dim=16"]
+    methods = ["--method", "fedavg", "--method", "fedprox data.name=folder data.path=nowhere"]
+    done = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both")
+    assert done.returncode == 2
+    assert "fedprox-s0: failed" in done.stderr
+    assert "1 of 2 runs failed" in done.stderr
+    assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the others go on"
+
+
+def test_a_comparison_that_is_stopped_takes_its_runs_with_it(
+    executable: Path, environment: dict[str, str], vitfleet: Command, tmp_path: Path
+) -> None:
+    sizes = ["-o", "rounds=30", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    methods = ["--method", "fedavg", "--method", "fedprox"]
+    command = [str(executable), "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    folders = [tmp_path / "both" / name for name in ("fedavg-s0", "fedprox-s0")]
+    wait_for(lambda: all((one / "records.jsonl").exists() and done(one) > 1 for one in folders), process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "vitfleet resume both --jobs 2" in said
+    assert max(done(one) for one in folders) < 30
+    resumed = vitfleet(tmp_path, "resume", "both", "--jobs", "2")  # refused if another process still had a run
+    assert resumed.returncode == 0, resumed.stderr
+    assert [done(one) for one in folders] == [30, 30]
+
+
 def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) -> None:
     done = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg", "--method", "eftvit", "--json")
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,9 @@ Overrides = Annotated[
 
 Out = Annotated[Path | None, typer.Option(help="The folder; default: the next free one in runs/.")]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON; all else goes to standard error.")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Runs of a comparison at a time, each a process of its own: they can share a GPU.")
+]
 DataDir = Annotated[str | None, typer.Option(envvar="VITFLEET_DATA", help="Where data sets lie, one folder each.")]
 
 
@@ -71,7 +74,7 @@ def run(
 
     if source is None:
         seeds = "0" if seed is None else str(seed)
-        compare(list(DEFAULT_COMPARISON), override, seeds, [], None, out, data_dir, as_json)
+        compare(list(DEFAULT_COMPARISON), override, seeds, out=out, data_dir=data_dir, as_json=as_json)
         return
     if _rank() > 0:
         _follow()
@@ -94,6 +97,14 @@ def compare(
         list[str],
         typer.Option("-s", "--sweep", metavar="KEY=V,V,…", help="Run every configuration with each of these values."),
     ] = [],  # noqa: B006
+    method: Annotated[
+        list[str],
+        typer.Option(
+            metavar="'NAME [KEY=VALUE…]'",
+            help="Run every configuration with this method, and what it alone is given. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    jobs: Jobs = 1,
     target: Annotated[
         float | None,
         typer.Option(
@@ -104,7 +115,7 @@ def compare(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run several configurations on the same shards, one after the other, and end with one table.
+    """Run several configurations on the same shards, one after the other or several at a time; end with one table.
 
     Stopped, it goes on with `vitfleet resume DIR`. `compare.csv` in its folder holds every run's summary.
 
@@ -112,21 +123,28 @@ def compare(
     --------
     * `vitfleet compare digits transfl-digits eftvit-digits --seeds 0,1,2`
     * `vitfleet compare transfl-digits -s method.k=1,2,3 --target 0.4`
+    * `vitfleet compare digits --method fedavg --method 'fed-lora train.lr=5e-3' --jobs 2`
     * `vitfleet compare mine.toml other.toml -o rounds=50 --out runs/both`
     """
-    from vitfleet.run.compare import Member, begin, sweep_of
+    from vitfleet.run.compare import Member, begin, sweep_of, variants_of
 
     _check_alone()
     _for_machines(as_json)
     if not all(seed.strip().isdigit() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers with commas between them, such as 0,1,2")
+    variants = variants_of(method)
     members = [
-        Member(f"{Path(source).stem} {called}".strip(), _load(source, [*override, *swept], int(seed), data_dir))
+        Member(
+            # Methods of one configuration are called by their own names alone.
+            " ".join(filter(None, (Path(source).stem if len(sources) > 1 or not variant else "", variant, called))),
+            _load(source, [*override, *own, *swept], int(seed), data_dir),
+        )
         for seed in seeds.split(",")
         for source in sources
+        for variant, own in variants
         for called, swept in sweep_of(sweep)
     ]
-    _compare(begin(members, out, shlex.join(["vitfleet", *sys.argv[1:]]), target), as_json)
+    _compare(begin(members, out, shlex.join(["vitfleet", *sys.argv[1:]]), target), as_json, jobs)
 
 
 @app.command()
@@ -167,6 +185,7 @@ def cost(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run or comparison that was stopped.")],
+    jobs: Jobs = 1,
 ) -> None:
     """Go on with a run or a comparison from its last checkpoint; it ends as if it had never stopped.
 
@@ -177,7 +196,7 @@ def resume(
 
     if (folder / MANIFEST).exists():
         _check_alone()
-        _compare(folder)
+        _compare(folder, jobs=jobs)
         return
     if _rank() > 0:
         _follow()
@@ -276,20 +295,25 @@ def _load(
     return load_config(source, override, {key: value for key, value in given.items() if value is not None})
 
 
-def _compare(path: Path, as_json: bool = False) -> None:
+def _compare(path: Path, as_json: bool = False, jobs: int = 1) -> None:
     """Play what is left of a comparison and show its table."""
     from vitfleet.run.compare import command_of, members_of, read_comparison, shards_differ
     from vitfleet.run.folder import create, reopen
 
-    for member in members_of(path):
-        folder = member.folder(path)
-        if (folder / "summary.json").exists():
-            continue
-        if (folder / "config.json").exists():
-            _play(reopen(folder), comparison=path)
-        else:
-            command = shlex.split(command_of(path))
-            _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
+    left = [one for one in members_of(path) if not (one.folder(path) / "summary.json").exists()]
+    command = shlex.split(command_of(path))
+    if jobs > 1:
+        for member in left:
+            if not (member.folder(path) / "config.json").exists():
+                create(member.config, member.folder(path), member.name, command).release()
+        _play_jobs([member.folder(path) for member in left], jobs, path)
+    else:
+        for member in left:
+            folder = member.folder(path)
+            if (folder / "config.json").exists():
+                _play(reopen(folder), comparison=path)
+            else:
+                _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
     from vitfleet.report.terminal import TerminalProgress, compare_table, costs_table
     from vitfleet.report.write import write_report
 
@@ -305,6 +329,29 @@ def _compare(path: Path, as_json: bool = False) -> None:
     if as_json:
         tree = {"folder": str(path), "report": str(written.page), "target": comparison.target}
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in comparison.rows}}))
+
+
+def _play_jobs(folders: list[Path], jobs: int, comparison: Path) -> None:
+    """Play several runs of a comparison at a time."""
+    from vitfleet.report.terminal import TerminalProgress
+    from vitfleet.run.jobs import OUTPUT, play
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    wrong = []
+    playing = play(folders, jobs, TerminalProgress(console))
+    try:
+        for ended in playing:
+            outcome = f"finished after {ended.seconds:.0f} s" if ended.code == 0 else f"failed: {ended.complaint}"
+            _say(console if ended.code == 0 else complaints, f"{ended.folder.name}: {outcome}")
+            wrong += [ended] if ended.code else []
+    except KeyboardInterrupt:
+        playing.close()
+        where_to = f"{shlex.quote(str(comparison))} --jobs {jobs}"
+        _say(complaints, f"\nStopped. To go on from the last checkpoints: vitfleet resume {where_to}")
+        raise typer.Exit(130) from None
+    if wrong:
+        said = wrong[0].folder / OUTPUT
+        raise UserError(f"{len(wrong)} of {len(folders)} runs failed; {said} says why the first of them did")
 
 
 def _show(summary: dict[str, Any], held: RunFolder) -> None:

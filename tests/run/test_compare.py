@@ -9,7 +9,7 @@ import pytest
 from made_runs import MakeRun
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.run.compare import Member, begin, command_of, members_of, reach, read_comparison, sweep_of
+from vitfleet.run.compare import Member, begin, command_of, members_of, reach, read_comparison, sweep_of, variants_of
 
 
 def test_sweeps_are_every_combination() -> None:
@@ -23,6 +23,17 @@ def test_sweeps_are_every_combination() -> None:
     for wrong in ("k", "=1,2", "method.k=1,,2", "method.k="):
         with pytest.raises(UserError, match="must look like key=value,value"):
             list(sweep_of([wrong]))
+
+
+def test_methods_with_what_they_alone_are_given() -> None:
+    assert variants_of([]) == [("", [])]
+    assert variants_of(["fedavg", "fed-full train.lr=3e-4 train.mask_ratio=0"]) == [
+        ("fedavg", ["method.name=fedavg"]),
+        ("fed-full", ["method.name=fed-full", "train.lr=3e-4", "train.mask_ratio=0"]),
+    ]
+    for wrong in ("train.lr=1", "fedavg lr"):
+        with pytest.raises(UserError, match="must be a method's name, and key=value after it"):
+            variants_of([wrong])
 
 
 def test_what_a_target_took(make_run: MakeRun) -> None:

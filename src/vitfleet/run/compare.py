@@ -51,6 +51,23 @@ def sweep_of(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield called, [f"{key}={value}" for key, value in combination]
 
 
+def variants_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return what each text makes of a configuration: what it is called, and the overrides.
+
+    ``fed-full train.lr=3e-4`` is a method with what it alone is given. Without any there is one, without a name.
+    """
+    variants = []
+    for text in texts:
+        name, *given = text.split()
+        if "=" in name or not all("=" in one for one in given):
+            example = "--method 'fed-full train.lr=3e-4 train.mask_ratio=0'"
+            raise UserError(
+                f"--method {text!r}: must be a method's name, and key=value after it; for example {example}"
+            )
+        variants.append((name, [f"method.name={name}", *given]))
+    return variants or [("", [])]
+
+
 def begin(members: Sequence[Member], out: Path | None, command: str, target: float | None = None) -> Path:
     """Make a comparison's folder and write down what it compares."""
     path = out or next_free(Path("runs"), "compare")
