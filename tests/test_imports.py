@@ -32,8 +32,7 @@ MAY_KNOW = {
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
     "deploy": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
     "cli": {*_BELOW_CLI, "deploy"},
-    "__main__": {"cli", "fleet_cli"},
-    "fleet_cli": {*_BELOW_CLI, "deploy", "cli"},
+    "__main__": {"cli"},
     **{loose: {"config"} for loose in LOOSE},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
@@ -94,8 +93,8 @@ def test_the_reader_of_imports_reads_them_all() -> None:
     """Hold this test's own eyes to every way in which an import can be written."""
     seen = {(path.relative_to(ROOT).as_posix(), ".".join(target)) for path in MODULES for _, target in imported(path)}
     assert ("wire.py", "message") in seen
-    assert ("cli.py", "run.conduct") in seen  # inside a function
-    assert ("cli.py", "run.folder") in seen  # under TYPE_CHECKING
+    assert ("cli/play.py", "run.conduct") in seen  # inside a function
+    assert ("cli/play.py", "run.folder") in seen  # under TYPE_CHECKING
     assert ("data/batches.py", "config.schema") in seen
 
 

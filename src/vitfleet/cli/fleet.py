@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli import DataDir, Out, Overrides, _interrupt, _load, _say, app, complaints, console
+from vitfleet.cli.base import DataDir, Out, Overrides, app, complaints, configure, console, interrupt, say
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def deal(
     from vitfleet.data.sources import load
 
     listed = _names(names)
-    config = _load(source, override, None, data_dir, _fleet_of(listed))
+    config = configure(source, override, None, data_dir, _fleet_of(listed))
     data = load(config.data)
     clients = config.fleet.clients
     write_shards(data, holdings(config, data), listed or [str(client) for client in range(clients)], out)
-    _say(console, f"{clients} clients' images are in {out}")
+    say(console, f"{clients} clients' images are in {out}")
 
 
 @app.command()
@@ -63,9 +63,9 @@ def certs(
     from vitfleet.deploy.certs import make_certs
 
     made = make_certs(folder, host, _names(names))
-    _say(console, f"authority and server: {made.ca}, {made.server}")
+    say(console, f"authority and server: {made.ca}, {made.server}")
     for name in made.names():
-        _say(console, f"device {name}: give it {made.ca} and {made.node_key(name)}")
+        say(console, f"device {name}: give it {made.ca} and {made.node_key(name)}")
 
 
 @app.command()
@@ -102,7 +102,7 @@ def server(
     else:
         listed = _names(names) or ([] if insecure else known.names())
         given = {"fleet.kind": "flower", **_fleet_of(listed), **({"fleet.names": listed} if listed else {})}
-        config = _load(source, override, seed, data_dir, given)
+        config = configure(source, override, seed, data_dir, given)
         held = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
     _serve(held, Door(host, port, known.home, None if insecure else known))
 
@@ -136,9 +136,9 @@ def client(
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     command = client_command(address, name, data.resolve(), home, None if insecure else known, machine)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
-        stay(command, home / "flower", lambda text: _say(complaints, text))
+        stay(command, home / "flower", lambda text: say(complaints, text))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -150,25 +150,25 @@ def _serve(held: RunFolder, door: Door) -> None:
     from vitfleet.report.terminal import RoundDisplay, summary_table
     from vitfleet.run.records import read_records
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     folder, config = held.path.resolve(), held.config()
     names = [config.fleet.name_of(client) for client in range(config.fleet.clients)]
     held.release()  # Flower's process takes it
 
     def ready() -> None:
-        _say(console, f"{config.method.name}: waiting for {', '.join(names)} at port {door.port}; run folder: {folder}")
+        say(console, f"{config.method.name}: waiting for {', '.join(names)} at port {door.port}; run folder: {folder}")
 
     try:
         done = sum(1 for _ in read_records(folder))
         with RoundDisplay(console, config.rounds, done) as display:
             serve(door, folder, names, display, ready)
     except KeyboardInterrupt:
-        _say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
+        say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
     draw_rounds(folder)
     summary = json.loads((folder / "summary.json").read_text())
     console.print(summary_table(summary, config.title))
-    _say(console, f"run folder: {folder}")
+    say(console, f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no device's reply could be used; {folder / 'records.jsonl'} says why")
 
