@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from chaos import Nobody, server_state
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
@@ -21,7 +22,6 @@ from vitfleet.deploy.processes import Door, client_command, environment, free_po
 from vitfleet.deploy.serve import follow
 from vitfleet.run.conduct import conduct
 from vitfleet.run.folder import create
-from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
 
 NAMES = ("garden", "kitchen", "porch")
@@ -39,11 +39,6 @@ METHODS = {
         "data.tasks.rounds_per_task=1",
     ),
 }
-
-
-class Nobody:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -135,12 +130,3 @@ def only_devices_come_in(site: Site) -> None:
         assert client.post(f"https://{outside}/v1/fleet/push-object", content=b"0" * (17 * 2**20)).status_code == 413
     with httpx.Client(trust_env=False) as client, pytest.raises(httpx.TransportError):
         client.post(f"http://{outside}/v1/fleet/pull-messages")
-
-
-def server_state(folder: Path) -> dict[str, bytes]:
-    """Return every file of the server's state in a run's last checkpoint."""
-    return {
-        path.name: path.read_bytes()
-        for path in (folder / "checkpoint").glob("*.safetensors")
-        if not path.name.startswith("client-")
-    }
