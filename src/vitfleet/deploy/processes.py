@@ -27,9 +27,9 @@ import httpx
 from vitfleet.deploy.certs import Certs
 from vitfleet.errors import UserError
 
-# Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often. Arrays
-# travel in small pieces, two at a time: Flower sends a piece again, and again, that is not through in 30 seconds. Its own
-# 5 MiB never got over a line of 100 KB/s.
+# Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
+# Arrays travel in small pieces, two at a time: a piece that is not through in 30 seconds is sent again, and again, and
+# Flower's own 5 MiB never got up a line of 100 KB/s.
 SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
