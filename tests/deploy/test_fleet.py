@@ -94,6 +94,7 @@ def on_devices(config: Config) -> Config:
     return config.model_copy(update={"fleet": fleet})
 
 
+@pytest.mark.timeout(900)  # a busy machine takes minutes to start so many processes
 def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeConfig, tmp_path: Path) -> None:
     configs = {name: tiny_config(*THREE, *overrides) for name, overrides in METHODS.items()}
     stranger = make_certs(tmp_path / "strange", [], ["stranger"])
