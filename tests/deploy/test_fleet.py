@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from chaos import Nobody, server_state
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.deal import write_shards
@@ -21,7 +23,6 @@ from vitfleet.deploy.processes import Door, client_command, environment, free_po
 from vitfleet.deploy.serve import follow
 from vitfleet.run.conduct import conduct
 from vitfleet.run.folder import create
-from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
 
 NAMES = ("garden", "kitchen", "porch")
@@ -39,11 +40,6 @@ METHODS = {
         "data.tasks.rounds_per_task=1",
     ),
 }
-
-
-class Nobody:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -98,6 +94,7 @@ def on_devices(config: Config) -> Config:
     return config.model_copy(update={"fleet": fleet})
 
 
+@pytest.mark.timeout(900)  # a busy machine takes minutes to start so many processes
 def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeConfig, tmp_path: Path) -> None:
     configs = {name: tiny_config(*THREE, *overrides) for name, overrides in METHODS.items()}
     stranger = make_certs(tmp_path / "strange", [], ["stranger"])
@@ -125,6 +122,13 @@ def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeC
         assert server_state(inline) == server_state(flower)
 
 
+def test_flower_cuts_messages_into_the_pieces_that_we_say(tmp_path: Path) -> None:
+    """It has no public setting for it, and a slow line needs small ones."""
+    code = "from flwr.app import Array; print(len(Array('uint8', (3 * 2**20,), 'raw', bytes(3 * 2**20)).slice_array()))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, check=True)
+    assert int(done.stdout) == 3
+
+
 def only_devices_come_in(site: Site) -> None:
     """What else a SuperLink serves cannot be reached from outside; nor can anything without TLS."""
     outside = f"127.0.0.1:{site.door.port}"
@@ -135,12 +139,3 @@ def only_devices_come_in(site: Site) -> None:
         assert client.post(f"https://{outside}/v1/fleet/push-object", content=b"0" * (17 * 2**20)).status_code == 413
     with httpx.Client(trust_env=False) as client, pytest.raises(httpx.TransportError):
         client.post(f"http://{outside}/v1/fleet/pull-messages")
-
-
-def server_state(folder: Path) -> dict[str, bytes]:
-    """Return every file of the server's state in a run's last checkpoint."""
-    return {
-        path.name: path.read_bytes()
-        for path in (folder / "checkpoint").glob("*.safetensors")
-        if not path.name.startswith("client-")
-    }

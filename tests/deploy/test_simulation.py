@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_fleet import Nobody, server_state
 
+from chaos import Nobody, server_state
 from conftest import MakeConfig
 from vitfleet.deploy.processes import Door, await_health, connection, environment, free_port, start_run, stop
 from vitfleet.deploy.serve import follow

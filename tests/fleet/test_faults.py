@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import Answer, Devices, LoopbackGrid, deal
 from test_flower import OVERRIDES, Nobody, flower, same
 
+from chaos import Restricted
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request, Verdict
+from vitfleet.fleet.base import Marks, Reply, Verdict
 from vitfleet.fleet.envelope import TENSORS, WORDS, pack_marks, pack_reply, unpack_marks, unpack_order, unpack_reply
-from vitfleet.fleet.flower import EXAM, Clock, FlowerFleet
+from vitfleet.fleet.flower import EXAM, Clock, FlowerFleet, looking_often
 from vitfleet.message import Message as Content
-from vitfleet.message import State
 from vitfleet.run.conduct import conduct, play_round
 from vitfleet.run.records import read_records
 from vitfleet.run.session import Session, open_session
@@ -44,33 +46,6 @@ class Patience:
 
     def sleep(self, seconds: float) -> None:
         self.time += seconds
-
-
-@dataclass
-class Restricted:
-    """A fleet in one process of which some replies are never asked for."""
-
-    inner: Fleet
-    without: set[tuple[int, int]]  # (round, client)
-
-    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        for request in requests:
-            if (request.round, request.client) in self.without:
-                yield Reply(request.client, None, failure="left out")
-            else:
-                yield from self.inner.ask([request])
-
-    def settle(self, taken: Collection[int]) -> None:
-        self.inner.settle(taken)
-
-    def examine(self, exam: Exam) -> Iterator[Marks]:
-        return self.inner.examine(exam)
-
-    def own(self, client: int) -> State | None:
-        return self.inner.own(client)
-
-    def changed(self) -> Mapping[int, State | None]:
-        return self.inner.changed()
 
 
 def open_fleet(config: Config, folder: Path, answer: Answer | None = None) -> Session:
@@ -252,6 +227,49 @@ def test_nodes_without_a_registered_name_are_asked_for_it(tiny_config: MakeConfi
     session.fleet.grid = LoopbackGrid(answer, [""] * CLIENTS)
     record = play_round(session, 1)
     assert [entry.failure for entry in record.clients] == [None, None, None, "it is not connected"]
+
+
+def test_a_report_that_is_not_all_there_at_the_deadline_is_late(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """Flower calls it unavailable, as it does what it has lost before."""
+    config = flower(tiny_config(*EVERYBODY))
+    deal(config, tmp_path / "data")
+    devices = Devices(config, tmp_path / "data", tmp_path / "state")
+    patience = Patience()
+
+    def answer(client: int, message: Message) -> RecordDict | Error | None:
+        if client != 1:
+            return devices.answer(client, message)
+        if unpack_order(message.content).round == 2:
+            patience.time += config.fleet.deadline_s
+        return Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason="it went away")
+
+    session = open_fleet(config, tmp_path / "run", answer)
+    assert isinstance(session.fleet, FlowerFleet)
+    session.fleet.clock = patience.clock()
+    for reason in ("Flower: it went away", "no reply within fleet.deadline_s = 600"):
+        record = play_round(session, session.round + 1)
+        assert [entry.failure for entry in record.clients] == [None, reason, None, None]
+
+
+def test_flower_does_not_look_for_a_report_beyond_the_deadline() -> None:
+    looks = 0
+
+    def look(piece: str) -> bytes:
+        nonlocal looks
+        looks += 1
+        assert looks < 3
+        raise ObjectUnavailableError(piece)
+
+    defaults = pull_objects.__kwdefaults__
+    assert defaults is not None
+    before = dict(defaults)
+    with looking_often(0.0), pytest.raises(ObjectPullError):
+        pull_objects(["piece"], look)
+    assert looks == 1
+    with looking_often(9.0):
+        assert defaults["max_time"] == 9.0
+        assert set(defaults) == set(before)  # Flower still calls them so
+    assert defaults == before
 
 
 def test_a_device_says_what_its_owner_must_mend(tiny_config: MakeConfig, tmp_path: Path) -> None:

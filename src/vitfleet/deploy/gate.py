@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 PATHS = "/v1/fleet/"
-LARGEST_REQUEST = 16 * 2**20  # Flower sends arrays in pieces of 5 MiB
+LARGEST_REQUEST = 16 * 2**20  # Flower sends arrays in pieces of 5 MiB, ours are smaller
 PATIENCE = httpx.Timeout(60.0)
 # They belong to one connection, not to what is passed on.
 OF_THE_CONNECTION = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"})

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
 from vitfleet.config.schema import Config, DataConfig, FleetConfig
 from vitfleet.data.images import DataSet
@@ -184,9 +187,9 @@ class FlowerFleet:
             watched = list(pending) if self.config.spare or over else list(pending)[:1]
             some = False
             for client in watched:
-                came = self._pull(client, pending[client], unpack, fail)
+                came = self._pull(client, pending[client], end, unpack, fail)
                 if came is None and over:
-                    came = fail(client, f"no reply within fleet.deadline_s = {self.config.deadline_s:g}")
+                    came = fail(client, self._too_late)
                 if came is None:
                     continue
                 some = True
@@ -202,14 +205,23 @@ class FlowerFleet:
         self,
         client: int,
         message_id: str,
+        end: float,
         unpack: Callable[[int, RecordDict], Came],
         fail: Callable[[int, str], Came],
     ) -> Came | None:
-        for message in self.grid.pull_messages([message_id]):
-            if message.has_error():
-                return fail(client, _in_short(message.error.reason))
-            return unpack(client, message.content)
+        """Return what came of a message; ``None``: nothing yet. A report that is on its way is waited for."""
+        with looking_often(end - self.clock.now()):
+            messages = self.grid.pull_messages([message_id])
+        for message in messages:
+            if not message.has_error():
+                return unpack(client, message.content)
+            unfinished = message.error.code == ErrorCode.MESSAGE_UNAVAILABLE and self.clock.now() >= end
+            return fail(client, self._too_late if unfinished else _in_short(message.error.reason))
         return None
+
+    @property
+    def _too_late(self) -> str:
+        return f"no reply within fleet.deadline_s = {self.config.deadline_s:g}"
 
     # Who is there
 
@@ -251,6 +263,25 @@ class FlowerFleet:
                 yield node, str(name)
             if pending:
                 self.clock.sleep(FIRST_PAUSE)
+
+
+@contextmanager
+def looking_often(patience: float) -> Iterator[None]:
+    """Let Flower look often, but not for longer than some seconds, for the pieces of a report that is on its way.
+
+    A report is announced before its first piece is sent. Flower's server then looks for every piece after 1, 2, 4, 8,
+    10, 10, … seconds, and does so for two hours: on a slow line a round would last seconds longer than it need, and no
+    deadline would hold for a device that stops while it sends. Flower has no setting for it but these defaults.
+    """
+    defaults = pull_objects.__kwdefaults__ or {}
+    before = dict(defaults)
+    defaults.update(
+        initial_backoff=FIRST_PAUSE, backoff_cap=LONGEST_PAUSE, max_time=max(0.0, patience), max_tries_per_object=None
+    )
+    try:
+        yield
+    finally:
+        defaults.update(before)
 
 
 def _in_short(reason: str | None) -> str:
