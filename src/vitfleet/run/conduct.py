@@ -98,7 +98,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     """Play one round and move the session on to its end."""
     config, server = session.config, session.server
     due = round % config.eval.every == 0 or round == config.rounds
-    turns, traffic = session.dispatch.turns(server, session.heard, session.traffic, round)
+    turns, traffic = session.dispatch.turns(server, session.heard, session.said, session.traffic, round)
     asked = {turn.client: turn for turn in turns if turn.failure is None}
 
     def requests() -> Iterator[Request]:
@@ -114,6 +114,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             turn = asked[reply.client]
             if reply.lost:
                 session.heard.pop(reply.client, None)
+                session.said.pop(reply.client, None)
             if reply.up is None:
                 entries.append(_entry(turn, failure=reply.failure or "no reply"))
                 continue
@@ -131,6 +132,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     used = [client for client in taken if client not in set_aside]
     session.fleet.settle(used)
     session.heard |= dict.fromkeys(used, round)
+    session.said |= {entry.client: entry.numbers for entry in entries if entry.client in used}
     entries = sorted((_without(entry, set_aside.get(entry.client)) for entry in entries), key=lambda one: one.client)
     session.round = round
     session.traffic = traffic
