@@ -95,7 +95,11 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     del first
     before = _reset(machine)
     _, peak = play(STEPS * batch, own)
-    held = [*method.instruct(server, 1, 0, None).tensors.values(), *base.values(), *(own.tensors.values() if own else ())]
+    held = [
+        *method.instruct(server, 1, 0, None).tensors.values(),
+        *base.values(),
+        *(own.tensors.values() if own else ()),
+    ]
     return {"estimate": estimate.total, "measured": peak - before + _bytes(held)}
 
 

@@ -98,9 +98,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forget
 
 
-def round_memory(
-    net: Net, rehearsal: Rehearsal, train: TrainConfig, bf16: bool = False, at_once: int = 1
-) -> Memory:
+def round_memory(net: Net, rehearsal: Rehearsal, train: TrainConfig, bf16: bool = False, at_once: int = 1) -> Memory:
     """Return the memory that the largest of a client's trainings in a round needs; see :func:`training_memory`."""
     found = [training_memory(net, fit, train, bf16, rehearsal.held, at_once) for fit in rehearsal.fits]
     return max(found, key=lambda one: one.total)

@@ -192,14 +192,17 @@ def _images(config: Config, progress: Progress) -> Images:
 
 
 def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
-    """Deal as many labels as the set has, the same of every class, and return the typical client's, task by task."""
+    """Deal as many labels as the set has, the same of every class, and return the typical client's: task by task, the
+    typical one last.
+    """
     labels = np.arange(images.samples, dtype=np.int64) % images.classes
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
         streams = make_streams(config.data.tasks, clients, seed, labels, labels, images.classes)
-        last = streams.stages - 1
-        typical = typical_client([len(streams.train.of(streams.place(client, last))) for client in range(clients)])
-        return [labels[streams.train.of(streams.place(typical, stage))] for stage in range(streams.stages)]
+        client = typical_client(streams.counts.sum(axis=1).tolist())
+        held = [labels[streams.train.of(streams.place(client, stage))] for stage in range(streams.stages)]
+        typical = typical_client([len(one) for one in held])
+        return [*held[:typical], *held[typical + 1 :], held[typical]]
     if config.data.partition.kind in {"source", "file"}:  # known only with the images: as if dealt evenly
         return [labels[::clients]]
     deal = make_partition(config.data.partition, clients, seed, labels, labels, images.classes, None, None)
