@@ -6,6 +6,7 @@ import fcntl
 import json
 import platform
 import re
+import secrets
 import shlex
 import sys
 import time
@@ -138,3 +139,11 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def identity(folder: Path) -> str:
+    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
+    path = folder / "identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16).encode())
+    return path.read_text()

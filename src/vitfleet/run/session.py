@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.costs import NOTHING, Costing
 from vitfleet.run.dispatch import Dispatch, Traffic, Turn, freshen, virtual_fleet
 from vitfleet.run.evaluate import Evaluator
+from vitfleet.run.folder import identity
 from vitfleet.run.memory import round_memory
 from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
 from vitfleet.train.cohort import Place
@@ -289,14 +289,6 @@ def _nobodys(config: Config) -> Partition:
     """Return the deal of a server whose devices have images of their own: it deals nothing."""
     nothing = Deal.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients * config.stages)
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
-
-
-def identity(folder: Path) -> str:
-    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
-    path = folder / "identity"
-    if not path.exists():
-        write_atomically(path, secrets.token_hex(16).encode())
-    return path.read_text()
 
 
 def _state_on(device: torch.device, state: State) -> State:
