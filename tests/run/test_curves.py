@@ -96,7 +96,7 @@ def test_a_tracker_that_does_not_start_is_said(
         raise RuntimeError("no login")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"machine\.trackers = wandb: does not start \(no login\); mend"):
+    with pytest.raises(ConfigError, match=r"machine\.trackers = 'wandb': does not start \(no login\); mend"):
         Curves(tiny_config('machine.trackers=["wandb"]'), tmp_path, 1)
 
 

@@ -192,8 +192,9 @@ def _images(config: Config, progress: Progress) -> Images:
 
 
 def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
-    """Deal as many labels as the set has, the same of every class, and return the typical client's: task by task, the
-    typical one last.
+    """Deal as many labels as the set has, the same of every class, and return the typical client's.
+
+    Task by task, where there are tasks, the typical one last.
     """
     labels = np.arange(images.samples, dtype=np.int64) % images.classes
     clients, seed = config.fleet.clients, config.seed
