@@ -8,6 +8,7 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -61,12 +62,8 @@ class RunFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Take back a folder whose run could not even be set up, so that its name is free again."""
-        deals = [f"{name}.{kind}" for name in ("partition", "tasks") for kind in ("json", "safetensors")]
-        for name in ("config.json", "about.json", *deals, "machine.json", ".lock"):
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Take back a folder that was made for a run which never got under way, so that its name is free again."""
+        shutil.rmtree(self.path)
 
 
 def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
