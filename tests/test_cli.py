@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -343,3 +344,12 @@ def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> N
     wrong = vitfleet(tmp_path, "report", "none")
     assert wrong.returncode == 2
     assert "none: holds neither a run nor a comparison" in wrong.stderr
+
+
+def test_a_run_that_never_got_under_way_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+    if find_spec("wandb") is not None:
+        pytest.skip("wandb is installed here")
+    done = vitfleet(tmp_path, "run", "digits", "-o", "machine.trackers=wandb", "-o", "rounds=1", "--out", "mine")
+    assert done.returncode == 2
+    assert "machine.trackers = 'wandb': is not installed; pip install 'vitfleet[wandb]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []

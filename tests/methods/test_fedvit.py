@@ -100,7 +100,9 @@ def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net,
 
 def test_what_was_done_is_told(method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     first, second, third = (answer.up.numbers for _, answer in play(method, trainer, tiny_net, make_shard))
-    assert set(first) == {"samples", "loss", "memory_bytes"}
+    assert set(first) == {"samples", "loss", "memory_bytes", "stored"}
+    counts = first["stored"], second["stored"], third["stored"]
+    assert [len(one) for one in counts if isinstance(one, list)] == [1, 2, 3]
     assert second["integrated"] == third["integrated"] == 2 * 3  # two body epochs of three steps
     assert second["tuning_integrated"] == 3
     for numbers in (second, third):

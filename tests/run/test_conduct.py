@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from conftest import MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State
+from vitfleet.progress import Advance
 from vitfleet.run.conduct import conduct
 from vitfleet.run.dispatch import choose_clients
 from vitfleet.run.records import RoundRecord, read_records
@@ -337,3 +339,30 @@ def test_states_of_clients_are_not_held_once_a_checkpoint_has_them(tiny_config: 
         assert own is not None
         written = decode(State, (tmp_path / "run" / "checkpoint" / name).read_bytes())
         assert all(torch.equal(own.tensors[key], tensor) for key, tensor in written.tensors.items())
+
+
+def test_all_long_work_of_a_round_shows_how_far_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    class Shown:
+        def __init__(self) -> None:
+            self.done: dict[str, int] = {}
+
+        @contextmanager
+        def task(self, label: str, total: int) -> Iterator[Advance]:
+            self.done[label] = 0
+
+            def advance(units: int) -> None:
+                self.done[label] += units
+
+            yield advance
+
+    def shown(name: str, *overrides: str) -> dict[str, int]:
+        progress = Shown()
+        session = open_session(tiny_config("rounds=1", f"method.name={name}", *overrides), tmp_path / name)
+        conduct(session, Heard(), progress)
+        return progress.done
+
+    assert shown("fedavg") == {"round 1: clients": 3, "round 1: evaluation": 1}
+    eftvit = shown("eftvit", "method.local_layers=1")
+    assert set(eftvit) == {"round 1: clients", "round 1: the server trains", "round 1: evaluation"}
+    (line,) = (tmp_path / "eftvit" / "timings.jsonl").read_text().splitlines()
+    assert json.loads(line)["warm_up_seconds"] == 0  # nothing is compiled or captured here

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
@@ -16,6 +20,9 @@ from vitfleet.models.zoo import build
 from vitfleet.run.conduct import play_round
 from vitfleet.run.costs import Flops, client_flops, typical_client
 from vitfleet.run.session import open_session
+from vitfleet.train.cohort import Assignment
+from vitfleet.train.objective import Fitted
+from vitfleet.train.trainer import Trainer
 
 DEPTH, WIDTH, CLASSES = 12, 768, 100
 
@@ -127,6 +134,68 @@ def test_a_rehearsal_asks_and_sends_as_the_client_does(name: str, tiny_config: M
         assert flops > plain if scored else flops == pytest.approx(plain, rel=1e-6)
     message, once = session.costing.down_bytes()
     assert {entry.down_bytes for entry in record.clients} == {message + once}
+
+
+FEW = ("fleet.clients=4", "model.patch_size=2")
+TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"name": "fedavg"},
+        {"name": "gem", "rho": 0.5},
+        {"name": "a-gem", "rho": 0.5},
+        {"name": "fedvit", "rho": 0.5},
+        {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2},
+        {"name": "fedvit", "rho": 1.0, "memory_bytes": 1500},
+    ],
+    ids=str,
+)
+def test_the_count_of_every_round_is_what_torch_counts_while_it_trains(
+    table: dict[str, object], tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of clients that come back, miss a task, and have more and more stored samples."""
+    table = {**table, "head_epochs": 1} if table["name"] == "fedvit" else table
+    keys = [f"method.{key}={value}" for key, value in table.items()]
+    config = tiny_config(*keys, *TASKS, "rounds=8", "train.epochs=2", "train.batch_size=8", *FEW)
+    really: list[int] = []
+    train = Trainer.fit_together
+
+    def spy(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+        assert len(group) == 1
+        # The fused attention of a processor is not among what torch counts.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            fitted = train(self, group)
+        really.append(counter.get_total_flops())
+        return fitted
+
+    monkeypatch.setattr(Trainer, "fit_together", spy)
+    session = open_session(config, tmp_path)
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for round in range(1, 9):
+        really.clear()
+        record = play_round(session, round)
+        counted = sum(entry.gflops or 0.0 for entry in record.clients)
+        # Not counted: what choosing and turning gradients takes, whose size is that of the weights, not of the samples.
+        assert counted == pytest.approx(sum(really) / 1e9, rel=0.02)
+        for entry in record.clients:
+            each = (entry.gflops or 0.0) / int(str(entry.numbers["samples"]))
+            first.setdefault(entry.client, each)
+            last[entry.client] = each
+    more = [last[client] / first[client] for client in first]
+    assert max(more) == 1 if table["name"] == "fedavg" else min(more) > 1.5
+
+
+def test_what_a_client_says_of_its_memory_is_believed_within_reason(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    session = open_session(tiny_config("method.name=gem", *TASKS, "rounds=8"), tmp_path)
+    costing, few = session.costing, np.zeros(4, dtype=np.int64)
+    honest, absurd, lying = (
+        costing.round_flops(costing.rehearse(8, 0, few, 3, {"stored": stored}), 4)
+        for stored in ([8, 8, 8], [10**30, -5, 8, 8, 8], 7)
+    )
+    assert 0 < lying < honest < absurd
 
 
 def test_typical_is_the_median_client() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from conftest import MakeConfig
 from vitfleet.errors import ConfigError
 from vitfleet.run.conduct import conduct
 from vitfleet.run.curves import Curves, scalars_of
+from vitfleet.run.folder import identity
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.session import open_session
 
@@ -37,6 +39,8 @@ def test_what_is_drawn_of_a_round_is_what_the_record_knows() -> None:
 class Calls:
     """Stands in for a package: writes down what is called, and returns itself."""
 
+    info = SimpleNamespace(run_id="r1")
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -59,7 +63,7 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
 
     assert [name for name, _, _ in wandb.calls] == ["init", "log", "log", "finish"]
     begun = wandb.calls[0][2]
-    assert begun["id"] == tmp_path.name
+    assert (begun["id"], begun["name"]) == (identity(tmp_path), tmp_path.name)
     assert begun["resume"] == "allow"
     assert begun["config"]["rounds"] == 2
     assert [name for name, _, _ in mlflow.calls if name.startswith("log_m")] == ["log_metrics"] * 2
@@ -69,6 +73,31 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
     assert logged == [args[0] for name, args, _ in mlflow.calls if name == "log_metrics"]
     assert "accuracy/global" in logged[0]
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_run_that_goes_on_is_the_same_run_to_them(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb, mlflow = Calls(), Calls()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for next_round in (1, 2):
+        Curves(tiny_config('machine.trackers=["wandb", "mlflow"]'), tmp_path, next_round).close()
+    first, second = (kwargs["id"] for name, _, kwargs in wandb.calls if name == "init")
+    assert first == second
+    starts = [kwargs for name, _, kwargs in mlflow.calls if name == "start_run"]
+    assert starts == [{"run_name": tmp_path.name}, {"run_id": "r1"}]
+
+
+def test_a_tracker_that_does_not_start_is_said(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**settings: object) -> None:
+        raise RuntimeError("no login")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(ConfigError, match=r"machine\.trackers = 'wandb': does not start \(no login\); mend"):
+        Curves(tiny_config('machine.trackers=["wandb"]'), tmp_path, 1)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -161,7 +161,7 @@ def _serve(held: RunFolder, door: Door) -> None:
     try:
         done = sum(1 for _ in read_records(folder))
         with RoundDisplay(console, config.rounds, done) as display:
-            serve(door, folder, names, display, ready)
+            serve(door, folder, names, display, ready, display)
     except KeyboardInterrupt:
         say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from vitfleet.deploy.notes import NOTE, Mirror, read_note
 from vitfleet.deploy.processes import COMPLAINT, Door, open_door, start_run, state_of
 from vitfleet.errors import UserError
+from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.conduct import Listener
 from vitfleet.run.records import read_records, read_seconds
 
@@ -15,7 +17,14 @@ LOOK_EVERY = 0.5  # seconds between looks into the run's folder
 ASK_EVERY = 30.0  # seconds between questions to Flower, which are slow
 
 
-def serve(door: Door, folder: Path, names: list[str], listener: Listener, ready: Callable[[], None]) -> None:
+def serve(
+    door: Door,
+    folder: Path,
+    names: list[str],
+    listener: Listener,
+    ready: Callable[[], None],
+    progress: Progress = SILENCE,
+) -> None:
     """Open the door, conduct a run to its end behind it, and close the door.
 
     Parameters
@@ -25,19 +34,21 @@ def serve(door: Door, folder: Path, names: list[str], listener: Listener, ready:
     ready
         Called when devices can connect.
     """
-    for stale in (folder / COMPLAINT, folder / "summary.json"):
+    for stale in (folder / COMPLAINT, folder / "summary.json", folder / NOTE):
         stale.unlink(missing_ok=True)
     with open_door(door, names):
         ready()
-        follow(door, folder, start_run(door, folder), listener)
+        follow(door, folder, start_run(door, folder), listener, progress)
 
 
-def follow(door: Door, folder: Path, run: int, listener: Listener) -> None:
-    """Tell a listener of every round until the run has ended."""
+def follow(door: Door, folder: Path, run: int, listener: Listener, progress: Progress = SILENCE) -> None:
+    """Tell a listener of every round until the run has ended, and show how far the round under way is."""
+    mirror = Mirror(progress)
     told = max((record.round for record in read_records(folder)), default=0)
     seconds, asked = read_seconds(folder), time.monotonic()
     while not (folder / "summary.json").exists():
         told, seconds = _tell(folder, listener, told, seconds)
+        mirror.show(read_note(folder))
         if (folder / COMPLAINT).exists():
             raise UserError((folder / COMPLAINT).read_text())
         if time.monotonic() - asked > ASK_EVERY:
@@ -46,6 +57,7 @@ def follow(door: Door, folder: Path, run: int, listener: Listener) -> None:
             if state.startswith("finished") and not (folder / "summary.json").exists():
                 raise UserError(f"the run ended before its time ({state}); {door.home / 'superlink.log'} says why")
         time.sleep(LOOK_EVERY)
+    mirror.show(None)
     _tell(folder, listener, told, seconds)
 
 

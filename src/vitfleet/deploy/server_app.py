@@ -9,6 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
+from vitfleet.deploy.notes import Notes
 from vitfleet.deploy.processes import COMPLAINT, die_with_parent
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
@@ -67,5 +68,5 @@ def play(held: RunFolder, grid: Grid) -> None:
     session = open_session(config, held.path, grid=grid)
     print(f"{config.method.name} in {held.path}: {config.rounds - session.round} rounds to go")
     started = time.perf_counter()
-    conduct(session, Lines(config.rounds))
+    conduct(session, Lines(config.rounds), Notes(held.path))
     print(f"finished in {time.perf_counter() - started:.0f} s")

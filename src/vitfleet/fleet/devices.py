@@ -7,7 +7,10 @@ when it trains a ViT is *calibrated* on three of them and taken for the others o
   feiereisen.net), so at about 16 in single precision; a ViT's training step reaches 0.55 to 0.78 of the speed of a
   large matrix product on a processor (``benchmarks/utilisation.py``); 0.6 is taken.
 * Jetson GPUs: FedViT (section 5.2) reports rounds 6.5 times as long when Raspberry Pis join a fleet whose slowest
-  device was a Jetson Nano. A Nano then reaches 6.5 × 9.6 = 62 of its 236 GFLOP/s: 0.26.
+  device was a Jetson Nano. A Nano then reaches 6.5 × 9.6 = 62 of its 236 GFLOP/s: 0.26. A Jetson's peak is cores × 2 ×
+  the highest clock that its own power modes offer (Nano 921 MHz, TX2 1.30 GHz, Xavier NX 1.10 GHz, AGX 1.377 GHz).
+  Tables of chips list what the same chip would do at clocks that no mode of the module has: 750 GFLOP/s for the TX2
+  (1,465 MHz), 1,058 for the NX (1,377 MHz, the AGX's).
 * Server GPU: full training of a ViT-B/16, eager, batch 256, ran at 0.36 of the measured matrix-product peak of an H200.
 """
 
@@ -69,15 +72,15 @@ _FEDVIT = 1 * MEGABYTE  # FedViT gives every client 1 MB/s, both ways
 DEVICES: Mapping[DeviceName, Device] = {
     "nano": Device(
         "Jetson Nano", 236, _JETSON, 4 * GIB, _FEDVIT, _FEDVIT,
-        "NVIDIA: 128 Maxwell cores, 472 GFLOPS FP16, half of it FP32",
+        "NVIDIA: 128 Maxwell cores at 921 MHz, 2 FLOP a cycle (472 GFLOPS FP16, half of it FP32)",
     ),
     "tx2": Device(
         "Jetson TX2", 667, _JETSON, 8 * GIB, _FEDVIT, _FEDVIT,
-        "NVIDIA: 256 Pascal cores, 1.33 TFLOPS FP16, half of it FP32",
+        "NVIDIA: 256 Pascal cores at 1.30 GHz (mode Max-N), 2 FLOP a cycle (1.33 TFLOPS FP16, half of it FP32)",
     ),
     "nx": Device(
         "Jetson Xavier NX", 845, _JETSON, 16 * GIB, _FEDVIT, _FEDVIT,
-        "NVIDIA: 384 Volta cores at 1.1 GHz, 2 FLOP a cycle",
+        "NVIDIA: 384 Volta cores at 1.1 GHz, the module's highest clock, 2 FLOP a cycle",
     ),
     "agx": Device(
         "Jetson AGX Xavier", 1410, _JETSON, 32 * GIB, _FEDVIT, _FEDVIT,

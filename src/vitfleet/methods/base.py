@@ -217,6 +217,18 @@ class Method(ABC, Generic[Params]):
     def work(self, job: Job) -> Work:
         """Do a client's round, yielding each training it wants."""
 
+    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+        """Return the shapes of what a client keeps besides its model, by what its last message said of itself.
+
+        Its costs follow from it: nothing by default.
+
+        Parameters
+        ----------
+        channels, side
+            Of the client's images.
+        """
+        return {}
+
     # What a model is used with
 
     @abstractmethod

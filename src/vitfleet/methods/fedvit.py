@@ -48,5 +48,9 @@ class FedVit(SharedBody[FedVitConfig]):
             weights, objective, self.setting.train.epochs - params.head_epochs, memory=memory, score=True
         )
         known = knowledge.store(known, job.stage, job.shard, fitted.losses, params, self.setting.stages)
-        numbers = {**numbers, **knowledge.counted(fitted), "memory_bytes": knowledge.bytes_of(known)}
+        numbers = {**numbers, **knowledge.counted(fitted), **knowledge.told(known)}
         return Learned({**weights, **fitted.weights}, fitted, numbers, knowledge.write(known))
+
+    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+        """Return the shapes of the stored samples."""
+        return knowledge.imagine(said, channels, side, self.params, self.setting.stages)

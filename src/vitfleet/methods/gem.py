@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from vitfleet.config.methods import AGemConfig, GemConfig, MemoryTable
-from vitfleet.message import Tensors
+from vitfleet.message import Numbers, Tensors
 from vitfleet.methods import knowledge
 from vitfleet.methods.base import Job
 from vitfleet.methods.body import Learned, Learning, SharedBody
@@ -45,8 +45,12 @@ class Episodic(SharedBody[Params]):
         rng = Address(self.setting.seed, Purpose.MEMORY, client=job.client, epoch=job.stage).generator()
         scores = torch.from_numpy(rng.random(len(job.shard)))
         known = knowledge.store(known, job.stage, job.shard, scores, self.params, self.setting.stages)
-        numbers = {**knowledge.counted(fitted), "memory_bytes": knowledge.bytes_of(known)}
+        numbers = {**knowledge.counted(fitted), **knowledge.told(known)}
         return Learned({**weights, **fitted.weights}, fitted, numbers, knowledge.write(known))
+
+    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+        """Return the shapes of the stored samples."""
+        return knowledge.imagine(said, channels, side, self.params, self.setting.stages)
 
 
 class Gem(Episodic[GemConfig]):

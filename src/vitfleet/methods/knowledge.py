@@ -22,6 +22,7 @@ from vitfleet.train.objective import Fitted, Memory
 from vitfleet.train.surgery import COUNTS, OBTUSE
 
 _PREFIX = "memory."
+MOST_STORED = 2**31  # more than any device has: a count that a message says is not believed beyond it
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,38 @@ def _names(stage: int) -> tuple[str, str]:
 def bytes_of(known: Knowledge) -> int:
     """Return the bytes that are stored."""
     return sum(len(one) * one.sample_bytes for one in known.values())
+
+
+def told(known: Knowledge) -> Numbers:
+    """Return what a message says of the knowledge: its bytes, and the samples stored of each stage so far."""
+    stages = range(max(known, default=-1) + 1)
+    stored = [len(known[stage]) if stage in known else 0 for stage in stages]
+    return {"memory_bytes": bytes_of(known), "stored": stored}
+
+
+def stored_samples(said: Numbers) -> int:
+    """Return how many samples a client has stored that said this of itself."""
+    return sum(_counts(said))
+
+
+def _counts(said: Numbers) -> list[int]:
+    """Return the samples stored of each stage, as far as a message says something sensible of it."""
+    stored = said.get("stored")
+    counts = stored if isinstance(stored, list) else []
+    return [min(count, MOST_STORED) if isinstance(count, int) and count > 0 else 0 for count in counts]
+
+
+def imagine(said: Numbers, channels: int, side: int, params: MemoryTable, stages: int) -> dict[str, Tensor]:
+    """Return the shapes of the knowledge of a client that said this of itself; what cannot be is cut to what can."""
+    one = Stored(*_blank(1, channels, side))
+    most = MOST_STORED if params.memory_bytes is None else params.memory_bytes // one.sample_bytes
+    counts = [min(count, most) for count in _counts(said)[:stages]]
+    return write({stage: Stored(*_blank(count, channels, side)) for stage, count in enumerate(counts) if count})
+
+
+def _blank(count: int, channels: int, side: int) -> tuple[Tensor, Tensor]:
+    images = torch.empty(count, channels, side, side, dtype=torch.uint8, device="meta")
+    return images, torch.empty(count, dtype=torch.int16, device="meta")
 
 
 def recall(known: Knowledge, stage: int, together: bool = False) -> Memory | None:

@@ -321,13 +321,18 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, str]:
     return rows
 
 
+def _warm_up(total: dict[str, Any]) -> str:
+    seconds = total.get("warm_up_seconds")
+    return f", {seconds:.1f} s of it warm-up" if seconds else ""
+
+
 def summary_table(summary: dict[str, Any], title: str) -> Table:
     """Return a run's summary as a table."""
     table = Table(title=title or None, title_justify="left", show_header=False)
     message, total, client = (summary[key] for key in ("message", "total", "client"))
     rows = {
         "method": summary["method"],
-        "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s",
+        "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s{_warm_up(total)}",
         **_accuracies(summary),
         "a client's message up": human_bytes(message["up_bytes"]),
         "a client's message down": human_bytes(message["down_bytes"]),

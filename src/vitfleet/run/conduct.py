@@ -14,7 +14,7 @@ from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, Verdict, in_order
 from vitfleet.message import Number, State
-from vitfleet.methods.base import Gathering, RefusalError
+from vitfleet.methods.base import Gathering, Method, RefusalError
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.run import continual
 from vitfleet.run.costs import message_size
@@ -43,13 +43,15 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
     records = LineFile(folder / "records.jsonl", latest.records_length if latest else 0)
     timings = LineFile(folder / "timings.jsonl", latest.timings_length if latest else 0)
     curves = Curves(config, folder, session.round + 1)
+    warmth = session.trainer.courses.warmth
+    warmth.progress = progress
     try:
         for round in range(session.round + 1, config.rounds + 1):
             started = time.perf_counter()
             record = play_round(session, round, progress)
             seconds = time.perf_counter() - started
             records.append(record.line())
-            timings.append(json.dumps({"round": round, "seconds": seconds}))
+            timings.append(json.dumps({"round": round, "seconds": seconds, "warm_up_seconds": warmth.taken()}))
             curves.add(record)
             if _checkpoint_due(config, round):
                 session.ranks.wait()  # until nobody reads the checkpoint before
@@ -98,7 +100,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     """Play one round and move the session on to its end."""
     config, server = session.config, session.server
     due = round % config.eval.every == 0 or round == config.rounds
-    turns, traffic = session.dispatch.turns(server, session.heard, session.traffic, round)
+    turns, traffic = session.dispatch.turns(server, session.heard, session.said, session.traffic, round)
     asked = {turn.client: turn for turn in turns if turn.failure is None}
 
     def requests() -> Iterator[Request]:
@@ -114,6 +116,7 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             turn = asked[reply.client]
             if reply.lost:
                 session.heard.pop(reply.client, None)
+                session.said.pop(reply.client, None)
             if reply.up is None:
                 entries.append(_entry(turn, failure=reply.failure or "no reply"))
                 continue
@@ -127,10 +130,11 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
             gflops = session.gflops(round, reply.client, numbers)
             entries.append(_entry(turn, up_bytes, numbers, verdict=reply.verdict, gflops=gflops))
             del reply  # before the next one comes
-    session.server, set_aside = _close(session, gathering, round, taken)
+    session.server, set_aside = _close(session, gathering, round, taken, progress)
     used = [client for client in taken if client not in set_aside]
     session.fleet.settle(used)
     session.heard |= dict.fromkeys(used, round)
+    session.said |= {entry.client: entry.numbers for entry in entries if entry.client in used}
     entries = sorted((_without(entry, set_aside.get(entry.client)) for entry in entries), key=lambda one: one.client)
     session.round = round
     session.traffic = traffic
@@ -149,14 +153,18 @@ def play_round(session: Session, round: int, progress: Progress = SILENCE) -> Ro
     )
 
 
-def _close(session: Session, gathering: Gathering, round: int, taken: list[int]) -> tuple[State, Mapping[int, str]]:
+def _close(
+    session: Session, gathering: Gathering, round: int, taken: list[int], progress: Progress
+) -> tuple[State, Mapping[int, str]]:
     """Return the server's state after a round, and the replies that were set aside in the end, with the reason."""
     minimum = session.config.fleet.min_replies
     if len(taken) < minimum:
         reason = f"set aside: usable replies are {len(taken)}, and fleet.min_replies = {minimum}"
         return session.server, dict.fromkeys(taken, reason)
     state = gathering.finish()
-    return session.refine(state, round), gathering.refused
+    trains = type(session.method).refine is not Method.refine
+    with (progress if trains else SILENCE).task(f"round {round}: the server trains", 1):
+        return session.refine(state, round), gathering.refused
 
 
 def _without(entry: ClientRecord, reason: str | None) -> ClientRecord:

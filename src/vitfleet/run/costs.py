@@ -10,18 +10,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.models.net import Net
+from vitfleet.train.cohort import width_of
 from vitfleet.train.objective import Fit, Fitted, Objective
 from vitfleet.wire import encoded_size
 
@@ -54,24 +57,46 @@ class Rehearsal:
         The trainings it would ask for.
     answer
         What it would send and keep.
+    held
+        What it has in its hands all the while: what it was sent, and what it had kept.
     """
 
     fits: list[Fit]
     answer: Answer
+    held: list[Tensor]
 
 
-def rehearse(method: Method[Any], net: Net, round: int, client: int, labels: NDArray[np.int64]) -> Rehearsal:
-    """Play a client's first round; what it asks for and sends has shapes, but no numbers.
+def rehearse(
+    method: Method[Any],
+    net: Net,
+    side: int,
+    labels: NDArray[np.int64],
+    round: int = 1,
+    client: int = 0,
+    stage: int = 0,
+    own: State | None = None,
+) -> Rehearsal:
+    """Play a client's round; what it asks for and sends has shapes, but no numbers.
 
-    What a memory of earlier tasks adds is not in it: its gradients cost as much again for every stored sample.
+    Parameters
+    ----------
+    side
+        Pixels a side of the client's images.
+    labels
+        Of the client's images at this stage.
+    stage
+        How many tasks lie behind it.
+    own
+        What it has kept, in shapes; ``None``: its first round.
     """
     blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
     down = method.instruct(method.start(blank), round, client, None)
     held = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-    # As many images as labels, all of them one: nobody looks at them.
-    pixels = torch.zeros(1, len(net.mean), net.side, net.side, dtype=torch.uint8).expand(len(held), -1, -1, -1)
+    pixels = torch.empty(len(held), len(net.mean), side, side, dtype=torch.uint8, device="meta")
     shard = Shard(ImageSet(pixels, held), torch.arange(len(held)))
-    work = method.work(Job(round, client, down, method.base(blank).tensors, None, shard))
+    base = method.base(blank).tensors
+    work = method.work(Job(round, client, down, base, own, shard, stage))
+    held_tensors = [*down.tensors.values(), *base.values(), *(own.tensors.values() if own else ())]
     fits: list[Fit] = []
     try:
         fit = next(work)
@@ -80,12 +105,12 @@ def rehearse(method: Method[Any], net: Net, round: int, client: int, labels: NDA
             fit = work.send(_as_if_trained(fit, len(held)))
     except StopIteration as end:
         answer: Answer = end.value
-        return Rehearsal(fits, answer)
+        return Rehearsal(fits, answer, held_tensors)
 
 
 def _as_if_trained(fit: Fit, samples: int) -> Fitted:
     objective = fit.objective
-    trained = {name: fit.weights[name] for name in objective.trains}
+    trained = {name: torch.empty_like(fit.weights[name]) for name in objective.trains}
     # What was observed is read on the host: it has numbers, all of them zero.
     observed = {name: torch.zeros_like(one, device="cpu") for name, one in fit.sums.items()}
     if objective.transform:
@@ -101,23 +126,64 @@ class Costing:
     ----------
     method
         On the host: nothing of it is computed.
+    side
+        Pixels a side of the clients' images; by default, as many as the model takes.
     """
 
-    def __init__(self, method: Method[Any], net: Net, train: TrainConfig) -> None:
+    def __init__(self, method: Method[Any], net: Net, train: TrainConfig, side: int | None = None) -> None:
         self.method = method
         self.train = train
         self.net = with_constants_on(net, "meta")
+        self.side = side or net.side
         self._counted: dict[object, Flops] = {}
 
-    def rehearse(self, round: int, client: int, labels: NDArray[np.int64]) -> Rehearsal:
-        """Play a client's round."""
-        return rehearse(self.method, self.net, round, client, labels)
+    def rehearse(
+        self, round: int, client: int, labels: NDArray[np.int64], stage: int = 0, said: Numbers | None = None
+    ) -> Rehearsal:
+        """Play a client's round.
 
-    def flops(self, objective: Objective, weights: Tensors) -> Flops:
-        """Count one sample's operations under an objective."""
-        key = (objective.trains, objective.depth, objective.split)
+        Parameters
+        ----------
+        stage
+            How many tasks lie behind it.
+        said
+            What the client said of itself in its last message; ``None``: it is its first round.
+        """
+        own = None if said is None else self._own(said)
+        return rehearse(self.method, self.net, self.side, labels, round, client, stage, own)
+
+    def late_round(self, labels: Sequence[NDArray[np.int64]]) -> Rehearsal:
+        """Play a round of a client that has taken part in every task before, the last one too: the dearest it has.
+
+        Parameters
+        ----------
+        labels
+            Of the client's images at each stage.
+        """
+        said: Numbers | None = None
+        for stage, held in enumerate([*labels, labels[-1]]):
+            last = min(stage, len(labels) - 1)
+            rehearsal = self.rehearse(1, 0, held, last, said)
+            said = rehearsal.answer.up.numbers
+        return rehearsal
+
+    @cached_property
+    def _model(self) -> State | None:
+        """What a client without images keeps after its first round."""
+        return rehearse(self.method, self.net, self.side, NOTHING).answer.own
+
+    def _own(self, said: Numbers) -> State | None:
+        if self._model is None:
+            return None
+        kept = self.method.kept(said, len(self.net.mean), self.side)
+        return State({**self._model.tensors, **kept}, self._model.numbers)
+
+    def flops(self, objective: Objective, weights: Tensors, masked: bool = True) -> Flops:
+        """Count one sample's operations under an objective; of a whole image where it is not ``masked``."""
+        ratio = self.train.mask_ratio if masked else 0.0
+        key = (objective.trains, objective.depth, objective.split, ratio)
         if key not in self._counted:
-            self._counted[key] = count(self.net, objective, weights, self.train.mask_ratio)
+            self._counted[key] = count(self.net, objective, weights, ratio)
         return self._counted[key]
 
     def average(self, rehearsal: Rehearsal) -> Flops:
@@ -138,13 +204,12 @@ class Costing:
         total = 0
         steps = -(-samples // self.train.batch_size)
         for fit in rehearsal.fits:
-            flops = self.flops(fit.objective, fit.weights)
             passes = fit.epochs * samples * (1 if fit.elsewhere is None else 2)
-            if fit.memory is not None and len(fit.memory):
-                chooser = fit.objective.chooser
-                parts = min(len(fit.memory), chooser.k) if chooser else len(fit.memory)
-                passes += fit.epochs * steps * parts * fit.memory.labels.shape[1]
-            total += passes * flops.training + (samples * flops.forward if fit.score else 0)
+            total += passes * self.flops(fit.objective, fit.weights).training
+            stored = fit.epochs * stored_passes(fit, steps)
+            if stored or fit.score:  # neither is masked
+                whole = self.flops(fit.objective, fit.weights, masked=False)
+                total += stored * whole.training + (samples * whole.forward if fit.score else 0)
         return total
 
     def up_bytes(self, rehearsal: Rehearsal) -> int:
@@ -156,6 +221,20 @@ class Costing:
         blank = {name: torch.empty(shape, device="meta") for name, shape in self.net.anatomy.shapes.items()}
         server: State = self.method.start(blank)
         return message_size(self.method.instruct(server, 1, 0, None)), message_size(self.method.base(blank))
+
+
+def stored_passes(fit: Fit, steps: int) -> int:
+    """Count how often a stored sample is passed in an epoch for the gradients of a training's memory.
+
+    Where a chooser chooses, it has to see the gradients of all parts; until it chooses again only the chosen ones.
+    """
+    if fit.memory is None or not len(fit.memory):
+        return 0
+    parts, chooser = len(fit.memory), fit.objective.chooser
+    if chooser is None or parts <= chooser.k:
+        return steps * parts * width_of(fit.memory)
+    choices = -(-steps // chooser.every)
+    return (choices * parts + (steps - choices) * chooser.k) * width_of(fit.memory)
 
 
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
+from vitfleet.files import write_atomically
+from vitfleet.run.folder import identity
 from vitfleet.run.records import RoundRecord
 
 
@@ -97,11 +99,10 @@ class WeightsAndBiases:
     """A W&B run of the folder's name; where it goes is W&B's own settings' to say (``WANDB_MODE``, …)."""
 
     def __init__(self, module: Any, config: Config, folder: Path) -> None:
-        name = folder.resolve().name
         self._run = module.init(
             project="vitfleet",
-            name=name,
-            id=name,
+            name=folder.resolve().name,
+            id=identity(folder),  # other folders may have the same name
             resume="allow",
             dir=str(folder),
             config=config.model_dump(mode="json"),
@@ -122,7 +123,12 @@ class MLflow:
     def __init__(self, module: Any, config: Config, folder: Path) -> None:
         self._mlflow = module
         module.set_experiment("vitfleet")
-        module.start_run(run_name=folder.resolve().name)
+        started = folder / "mlflow-run"
+        if started.exists():  # a run that goes on
+            module.start_run(run_id=started.read_text())
+        else:
+            run = module.start_run(run_name=folder.resolve().name)
+            write_atomically(started, run.info.run_id.encode())
         module.log_params({"method": config.method.name, "data": config.data.name, "seed": config.seed})
         module.log_dict(config.model_dump(mode="json"), "config.json")
 
@@ -142,16 +148,21 @@ def _tensorboard(config: Config, folder: Path, next_round: int) -> Tracker | Non
         return None
 
 
-def _asked_for(name: str) -> Any:
+def _asked_for(name: str, kind: Callable[[Any, Config, Path], Tracker], config: Config, folder: Path) -> Tracker:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         remedy = f"is not installed; pip install 'vitfleet[{name}]'"
         raise ConfigError("machine.trackers", name, remedy) from None
+    try:
+        return kind(module, config, folder)
+    except Exception as error:  # whatever of its own it raises: no login, no connection
+        remedy = f"does not start ({error}); mend its own settings, or leave it out"
+        raise ConfigError("machine.trackers", name, remedy) from error
 
 
 _TRACKERS: Mapping[str, Callable[[Config, Path, int], Tracker | None]] = {
     "tensorboard": _tensorboard,
-    "wandb": lambda config, folder, next_round: WeightsAndBiases(_asked_for("wandb"), config, folder),
-    "mlflow": lambda config, folder, next_round: MLflow(_asked_for("mlflow"), config, folder),
+    "wandb": lambda config, folder, next_round: _asked_for("wandb", WeightsAndBiases, config, folder),
+    "mlflow": lambda config, folder, next_round: _asked_for("mlflow", MLflow, config, folder),
 }

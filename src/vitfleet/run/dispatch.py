@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.clock import Flight, close_round, land
 from vitfleet.fleet.devices import DEVICES, MEGABYTE, Trip, deal_devices, trip_seconds
-from vitfleet.message import Message, State
+from vitfleet.message import Message, Numbers, State
 from vitfleet.methods.base import Method
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.costs import Costing, message_size
@@ -74,10 +74,16 @@ class VirtualFleet:
     costing: Costing
     labels: Callable[[int, int], NDArray[np.int64]]
 
-    def seconds(self, round: int, client: int, down_bytes: int) -> float:
-        """Return how long a client takes to receive, train and send, from costs alone."""
+    def seconds(self, round: int, stage: int, client: int, down_bytes: int, said: Numbers | None) -> float:
+        """Return how long a client takes to receive, train and send, from costs alone.
+
+        Parameters
+        ----------
+        said
+            What it said of itself when the server last heard from it; ``None`` if it never did.
+        """
         labels = self.labels(client, round)
-        rehearsal = self.costing.rehearse(round, client, labels)
+        rehearsal = self.costing.rehearse(round, client, labels, stage, said)
         flops = self.costing.round_flops(rehearsal, len(labels))
         trip = Trip(down_bytes, flops, self.costing.up_bytes(rehearsal))
         line = None if self.config.bandwidth is None else self.config.bandwidth * MEGABYTE
@@ -147,18 +153,28 @@ class Dispatch:
     base: Message
     virtual: VirtualFleet | None
 
-    def turns(self, server: State, heard: dict[int, int], traffic: Traffic, round: int) -> tuple[list[Turn], Traffic]:
-        """Return a round's turns, in the order of the clients, and what is under way after it."""
+    def turns(
+        self, server: State, heard: Mapping[int, int], said: Mapping[int, Numbers], traffic: Traffic, round: int
+    ) -> tuple[list[Turn], Traffic]:
+        """Return a round's turns, in the order of the clients, and what is under way after it.
+
+        Parameters
+        ----------
+        heard, said
+            The round in which the server last heard from a client, and what that said of itself.
+        """
         schedule = self.config.fleet.schedule
         if isinstance(schedule, BufferedSchedule):
-            return self._buffered(schedule, server, heard, traffic, round)
+            return self._buffered(schedule, server, heard, said, traffic, round)
         turns = [self._turn(server, round, one, heard.get(one)) for one in choose_clients(self.config, round)]
         if self.virtual is None:
             return turns, traffic
         virtual = self.virtual
         troubles = {turn.client: virtual.trouble(turn.client) for turn in turns}
         seconds = {
-            turn.client: virtual.seconds(round, turn.client, turn.down_bytes)
+            turn.client: virtual.seconds(
+                round, self.config.stage(round), turn.client, turn.down_bytes, said.get(turn.client)
+            )
             for turn in turns
             if troubles[turn.client] is None
         }
@@ -181,7 +197,13 @@ class Dispatch:
         return Turn(client, down, message_size(down) + first, since)
 
     def _buffered(
-        self, schedule: BufferedSchedule, server: State, heard: dict[int, int], traffic: Traffic, round: int
+        self,
+        schedule: BufferedSchedule,
+        server: State,
+        heard: Mapping[int, int],
+        said: Mapping[int, Numbers],
+        traffic: Traffic,
+        round: int,
     ) -> tuple[list[Turn], Traffic]:
         virtual = self.virtual
         assert virtual is not None  # the configuration says so
@@ -202,7 +224,8 @@ class Dispatch:
             client = idle[int(rng.integers(len(idle)))]
             since = heard.get(client)
             turn = self._turn(server, round, client, since)
-            ended = at + virtual.seconds(round, client, turn.down_bytes)
+            stage = self.config.stage(round)
+            ended = at + virtual.seconds(round, stage, client, turn.down_bytes, said.get(client))
             return Flight(ended, client, version, -1 if since is None else since, at)
 
         flights = list(traffic.flights)

@@ -6,7 +6,9 @@ import fcntl
 import json
 import platform
 import re
+import secrets
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -60,12 +62,8 @@ class RunFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Take back a folder whose run could not even be set up, so that its name is free again."""
-        deals = [f"{name}.{kind}" for name in ("partition", "tasks") for kind in ("json", "safetensors")]
-        for name in ("config.json", "about.json", *deals, "machine.json", ".lock"):
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Take back a folder that was made for a run which never got under way, so that its name is free again."""
+        shutil.rmtree(self.path)
 
 
 def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
@@ -138,3 +136,11 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def identity(folder: Path) -> str:
+    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
+    path = folder / "identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16).encode())
+    return path.read_text()

@@ -1,28 +1,35 @@
 """How much memory a client's training needs, without training: every allocation of one step is followed.
 
-One step is played on tensors that have shapes, types and lifetimes, but no numbers. What lives at its worst moment is
-what a device must have: weights, those that train once more, their gradients, the optimiser's state, and what the
-forward pass saves for the backward pass with the intermediate results of the moment. A frozen layer saves less, a
-masked image makes less to save.
+The trainer's own step is played on tensors that have shapes, types and lifetimes, but no numbers. What lives at its
+worst moment is what a device must have: weights, those that train once more, their gradients, the optimiser's state,
+and what the forward pass saves for the backward pass with the intermediate results of the moment. A frozen layer saves
+less, a masked image makes less to save; every stored task whose gradient is wanted has one of its own.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from vitfleet.config.schema import TrainConfig
+from vitfleet.config.schema import AugmentConfig, TrainConfig
+from vitfleet.data.batches import Batch
+from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.run.costs import forward, with_constants_on
-from vitfleet.train.objective import Fit, Step
+from vitfleet.run.costs import Rehearsal, with_constants_on
+from vitfleet.train.cohort import Assignment, Cohort, Place, bring_together
+from vitfleet.train.machine import Machine
+from vitfleet.train.objective import Fit
+from vitfleet.train.objective import Memory as Stored
+from vitfleet.train.trainer import Trainer, preprocess_for
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,13 @@ class Memory:
     Attributes
     ----------
     weights
-        The model as it was received, and a copy of what trains of it.
+        The model as it was received (and kept from earlier rounds), stored samples, and a copy of what trains.
     gradients
         Of what trains.
     optimizer
         Its state: two numbers a trained weight for AdamW, one for SGD with momentum.
     activations
-        All else that lives then: what the backward pass needs, and intermediate results.
+        All else that lives then: what the backward pass needs, reference gradients, and intermediate results.
     """
 
     weights: int
@@ -68,9 +75,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(one.untyped_storage())
         return made
 
-    def ignore(self, tensors: Tensors) -> None:
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave out what is counted elsewhere, and with it every view of it."""
-        for tensor in tensors.values():
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
 
@@ -91,61 +98,100 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return forget
 
 
-def training_memory(net: Net, fit: Fit, train: TrainConfig, bf16: bool = False, samples: int | None = None) -> Memory:
-    """Follow one step of a training.
+def round_memory(net: Net, rehearsal: Rehearsal, train: TrainConfig, bf16: bool = False, at_once: int = 1) -> Memory:
+    """Return the memory that the largest of a client's trainings in a round needs; see :func:`training_memory`."""
+    found = [training_memory(net, fit, train, bf16, rehearsal.held, at_once) for fit in rehearsal.fits]
+    return max(found, key=lambda one: one.total)
+
+
+def training_memory(
+    net: Net, fit: Fit, train: TrainConfig, bf16: bool = False, held: Iterable[Tensor] = (), at_once: int = 1
+) -> Memory:
+    """Follow two steps of a training, as the trainer takes them: in the second, the gradients of the first are there.
 
     Parameters
     ----------
     net
         The architecture; its own weights are not looked at.
-    samples
-        The client's: a step has no more, even where a batch would.
+    held
+        What the client has in its hands besides: what it was sent, and what it had kept.
+    at_once
+        Parts of a memory whose gradients are computed together; one takes the least memory.
     """
-    batch = train.batch_size if samples is None else max(1, min(train.batch_size, samples))
-    objective = fit.objective
-    trains = net.anatomy.trainable(objective.trains)
-    received = sum(_size(tensor) for tensor in fit.weights.values())
-    trained = sum(_size(fit.weights[name]) for name in trains)
+    trains = net.anatomy.trainable(fit.objective.trains)
+    received = _bytes([*held, *_given(fit)])
+    trained = _bytes([fit.weights[name] for name in trains])
     bare = with_constants_on(net, "cpu")
     bare.module.train()
+    machine = Machine(torch.device("cpu"), bf16)
+    trainer = Trainer(
+        bare, preprocess_for(bare, machine.device), train, AugmentConfig(), 1, machine, parts_at_once=at_once
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
-        weights = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in fit.weights.items()}
-        leaves = {name: torch.empty(fit.weights[name].shape, requires_grad=True) for name in trains}
-        # An anchor is often the received weights themselves: then it costs nothing.
-        constants = {
-            name: weights[name] if fit.weights.get(name) is one else torch.empty(one.shape, dtype=one.dtype)
-            for name, one in fit.constants.items()
-        }
-        extra = sum(_size(one) for name, one in fit.constants.items() if fit.weights.get(name) is not one)
-        fit = replace(fit, constants=constants)
+        images = torch.empty(train.batch_size, len(net.mean), net.side, net.side, dtype=torch.uint8)
+        places = torch.empty(train.batch_size, dtype=torch.long)
+        shard = Shard(ImageSet(images, places), places)
+        fit = _without_numbers(fit)
+        batch = _batch(net, train)
         ledger = Ledger()
-        for given in (weights, leaves, constants):
-            ledger.ignore(given)
+        ledger.ignore([*_given(fit), images, *batch.tensors()])
         with ledger:
-            held = [torch.empty(one.shape, dtype=one.dtype) for one in fit.sums.values()]  # the observer's
-            # Twice: in the second step the gradients of the first are still there.
-            gradients: list[torch.Tensor] = []
+            group = [Assignment(fit, shard, Place(0, 1, 0))]
+            given = bring_together(group, bare)
+            copied = ledger.live
+            cohort = Cohort(trainer.engine, group, given)
+            cohort.restart(None, train.lr)
+            ready = ledger.live
             for _ in range(2):
-                gradients = _step(bare, fit, {**weights, **leaves}, leaves, train, batch, bf16)
-            del gradients, held
-    state = 2 if train.optimizer == "adamw" else 1
-    return Memory(received + extra + trained, trained, state * trained, max(0, ledger.peak - trained))
+                cohort.advance(batch, torch.empty((), dtype=torch.long), refresh=True, known=[True])
+    return Memory(received + copied, trained, ready - copied, max(0, ledger.peak - ready - trained))
 
 
-def _step(
-    net: Net, fit: Fit, weights: Tensors, leaves: Tensors, train: TrainConfig, batch: int, bf16: bool
-) -> list[torch.Tensor]:
-    """Play forward and backward pass; return the gradients."""
-    images = torch.empty(batch, len(net.mean), net.side, net.side)
-    kept = net.kept(train.mask_ratio)
-    keep = torch.empty(batch, kept, dtype=torch.long) if train.mask_ratio else None
-    labels = torch.empty(batch, dtype=torch.long)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        logits = forward(net, fit.objective, weights, images, keep)
-    step = Step(logits, labels, torch.empty(batch), leaves, fit.constants, torch.empty(batch), torch.empty(()))
-    loss = fit.objective.loss(step)
-    return list(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
+def _given(fit: Fit) -> list[Tensor]:
+    memory = () if fit.memory is None else vars(fit.memory).values()
+    return [
+        *fit.weights.values(),
+        *fit.constants.values(),
+        *fit.sums.values(),
+        *(fit.elsewhere or {}).values(),
+        *memory,
+    ]
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _without_numbers(fit: Fit) -> Fit:
+    """Return the same training of tensors that have no numbers; what is one tensor stays one."""
+    made: dict[int, Tensor] = {}
+
+    def blank(tensors: Tensors) -> dict[str, Tensor]:
+        return {
+            name: made.setdefault(id(one), torch.empty(one.shape, dtype=one.dtype)) for name, one in tensors.items()
+        }
+
+    return replace(
+        fit,
+        weights=blank(fit.weights),
+        constants=blank(fit.constants),
+        sums=blank(fit.sums),
+        elsewhere=None if fit.elsewhere is None else blank(fit.elsewhere),
+        memory=None if fit.memory is None else Stored(**blank(vars(fit.memory))),
+    )
+
+
+def _batch(net: Net, train: TrainConfig) -> Batch:
+    places = torch.empty(train.batch_size, dtype=torch.long)
+    keep = torch.empty(train.batch_size, net.kept(train.mask_ratio), dtype=torch.long) if train.mask_ratio else None
+    return Batch(
+        index=places,
+        positions=places,
+        share=torch.empty(train.batch_size),
+        active=torch.empty(()),
+        shift=None,
+        flip=None,
+        brightness=None,
+        keep=keep,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, each counted once."""
+    return sum(one.numel() * one.element_size() for one in {id(one): one for one in tensors}.values())

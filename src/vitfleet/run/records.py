@@ -192,13 +192,19 @@ def clock_after(folder: Path, round: int) -> float:
     )
 
 
-def read_seconds(folder: Path) -> float:
-    """Return the seconds a run's rounds took, all its sessions together."""
+def read_seconds(folder: Path, which: str = "seconds") -> float:
+    """Return the seconds a run's rounds took, all its sessions together.
+
+    Parameters
+    ----------
+    which
+        ``seconds``, or ``warm_up_seconds``: those of them in which steps were compiled or captured.
+    """
     path = folder / "timings.jsonl"
     if not path.exists():
         return 0.0
     with path.open() as file:
-        return sum(float(json.loads(line)["seconds"]) for line in file if line.endswith("\n"))
+        return sum(float(json.loads(line).get(which, 0.0)) for line in file if line.endswith("\n"))
 
 
 @dataclass(frozen=True)
@@ -259,6 +265,7 @@ def summarize(
             "up_bytes": up_bytes,
             "down_bytes": down_bytes,
             "seconds": read_seconds(folder),
+            "warm_up_seconds": read_seconds(folder, "warm_up_seconds"),
             "virtual_seconds": virtual,
             "train_gflops": gflops,
             "participations": participations,

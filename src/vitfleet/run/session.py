@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +27,15 @@ from vitfleet.fleet.kit import make_kit, make_net
 from vitfleet.fleet.ranks import ALONE, Ranks, SharedFleet
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods import Method, make_method
+from vitfleet.methods.knowledge import stored_samples
 from vitfleet.models.net import Net
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.costs import NOTHING, Costing, Rehearsal
+from vitfleet.run.costs import NOTHING, Costing
 from vitfleet.run.dispatch import Dispatch, Traffic, Turn, freshen, virtual_fleet
 from vitfleet.run.evaluate import Evaluator
-from vitfleet.run.memory import training_memory
+from vitfleet.run.folder import identity
+from vitfleet.run.memory import round_memory
 from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
 from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
@@ -50,7 +50,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """A run in progress: what does not change, and the state after its last round."""
+    """A run in progress: what does not change, and the state after its last round.
+
+    Attributes
+    ----------
+    heard, said
+        The last round whose reply the server took from a client, and what that said of itself.
+    """
 
     config: Config
     folder: Path
@@ -71,6 +77,7 @@ class Session:
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     heard: dict[int, int] = field(default_factory=dict)
+    said: dict[int, Numbers] = field(default_factory=dict)
     learned: list[TaskRecord] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     ranks: Ranks = ALONE
@@ -85,12 +92,13 @@ class Session:
         samples = numbers.get("samples")
         if not isinstance(samples, int):
             return None
-        rehearsal = self.costing.rehearse(round, client, self.labels(client, round))
+        labels, stage = self.labels(client, round), self.config.stage(round)
+        rehearsal = self.costing.rehearse(round, client, labels, stage, self.said.get(client))
         return self.costing.round_flops(rehearsal, samples) / 1e9
 
     def labels(self, client: int, round: int) -> NDArray[np.int64]:
         """Return the labels of what a client trains on in a round."""
-        return _labels(self.config, self.data, self.partition, client, round)
+        return _labels(self.data, self.partition, client, self.config.stage(round))
 
     def refine(self, server: State, round: int) -> State:
         """Let the server train, if its method does; it has no images of its own. Of several ranks the first does it."""
@@ -111,14 +119,16 @@ class Session:
 
     def costs(self) -> ClientCosts:
         """Return what a client holds and does."""
-        rehearsal = self.costing.rehearse(1, 0, NOTHING)
-        flops = self.costing.average(rehearsal)
+        flops = self.costing.average(self.costing.rehearse(1, 0, NOTHING))
+        # Of all clients, the one that has stored most; devices say no more than that.
+        said = max(self.said.values(), key=stored_samples, default=None)
+        dearest = self.costing.rehearse(1, 0, NOTHING, self.config.stages - 1, said)
         return ClientCosts(
             params=self.params,
             trainable_params=self.net.anatomy.count(self.method.trains),
             forward_gflops=flops.forward / 1e9,
             train_gflops=flops.training / 1e9,
-            peak_memory_bytes=_memory(self.net, rehearsal, self.config, self.machine),
+            peak_memory_bytes=round_memory(self.net, dearest, self.config.train, self.machine.bf16).total,
         )
 
 
@@ -165,14 +175,19 @@ def open_session(
         net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, stages, tasks
     )
     host = make_method(config.method, replace(method.setting, device=torch.device("cpu")))
-    costing = Costing(host, net, config.train)
+    costing = Costing(host, net, config.train, data.train.side)
+
+    def labels(client: int, round: int) -> NDArray[np.int64]:
+        return _labels(data, partition, client, config.stage(round))
 
     def memory_bytes() -> int:
-        return _memory(net, costing.rehearse(1, 0, NOTHING), config, machine)
+        largest = int(partition.counts.sum(axis=1).argmax())
+        dearest = costing.late_round([_labels(data, partition, largest, stage) for stage in range(stages)])
+        return round_memory(net, dearest, config.train, machine.bf16).total
 
     virtual = None
     if grid is None:  # real devices have clocks of their own
-        virtual = virtual_fleet(config, memory_bytes, costing, partial(_labels, config, data, partition))
+        virtual = virtual_fleet(config, memory_bytes, costing, labels)
     if virtual is not None and ranks.first:
         virtual.write(folder)
     fleet: Fleet
@@ -212,24 +227,20 @@ def open_session(
         session.round = latest.round
         session.total_up_bytes, session.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         session.heard = dict(latest.heard)
-        session.learned = [
-            record.learned for record in read_records(folder) if record.learned and record.round <= latest.round
-        ]
+        for record in read_records(folder):
+            if record.round > latest.round:
+                break
+            session.learned += [record.learned] if record.learned else []
+            session.said |= {one.client: one.numbers for one in record.clients if one.failure is None}
+        session.said = {client: numbers for client, numbers in session.said.items() if client in session.heard}
     return session
 
 
-def _labels(
-    config: Config, data: DataSet, partition: Partition | Streams, client: int, round: int
-) -> NDArray[np.int64]:
-    place = partition.place(client, config.stage(round)) if isinstance(partition, Streams) else client
+def _labels(data: DataSet, partition: Partition | Streams, client: int, stage: int) -> NDArray[np.int64]:
+    place = partition.place(client, stage) if isinstance(partition, Streams) else client
     index = torch.from_numpy(partition.train.of(place)).to(data.train.labels.device)
     labels: NDArray[np.int64] = data.train.labels[index].cpu().numpy()
     return labels
-
-
-def _memory(net: Net, rehearsal: Rehearsal, config: Config, machine: Machine) -> int:
-    """Return the memory that the largest of a client's trainings needs."""
-    return max(training_memory(net, fit, config.train, machine.bf16).total for fit in rehearsal.fits)
 
 
 def _machine(config: Config, folder: Path, net: Net) -> Machine:
@@ -279,14 +290,6 @@ def _nobodys(config: Config) -> Partition:
     """Return the deal of a server whose devices have images of their own: it deals nothing."""
     nothing = Deal.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients * config.stages)
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
-
-
-def identity(folder: Path) -> str:
-    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
-    path = folder / "identity"
-    if not path.exists():
-        write_atomically(path, secrets.token_hex(16).encode())
-    return path.read_text()
 
 
 def _state_on(device: torch.device, state: State) -> State:

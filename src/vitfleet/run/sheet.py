@@ -25,7 +25,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.progress import SILENCE, Progress
 from vitfleet.run.costs import Costing, full_flops, typical_client
-from vitfleet.run.memory import training_memory
+from vitfleet.run.memory import round_memory
 
 DAY = 86_400.0
 # EFTViT's own mask, where a configuration does not say one: what the paper uses.
@@ -71,7 +71,8 @@ class Sheet:
     up_bytes, down_bytes, first_bytes
         A round's messages, and what a client is given once besides.
     samples, round_gflops
-        The typical client's images, and the operations of its whole round.
+        The typical client's images, and the operations of its whole round: not its first one, and where there are
+        tasks, one of the last, with samples stored of all others.
     devices
         For each kind of device, seconds of a round, whether the training fits into its memory, and megabytes a day.
     """
@@ -134,20 +135,19 @@ def _net(config: Config, images: Images, adaptation: Callable[[nn.Module], None]
     return build(model, images.classes, images.channels, images.side, config.seed, adaptation)
 
 
-def _sheet(config: Config, images: Images, labels: NDArray[np.int64], full: int) -> Sheet:
+def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], full: int) -> Sheet:
     net = _net(config, images, partial(adapt, config.method))
     stages = config.data.tasks.count if config.data.tasks else 1
     setting = Setting.of(net, config.train, config.rounds, config.seed, images.classes, torch.device("cpu"), stages)
     method = make_method(config.method, setting)
-    costing = Costing(method, net, config.train)
-    rehearsal = costing.rehearse(1, 0, labels)
-    flops = costing.average(rehearsal)
-    bf16 = config.machine.precision == "bf16"
-    memories = [training_memory(net, fit, config.train, bf16) for fit in rehearsal.fits]
-    memory = max(memories, key=lambda one: one.total)
+    costing = Costing(method, net, config.train, images.side)
+    flops = costing.average(costing.rehearse(1, 0, labels[0]))
+    rehearsal = costing.late_round(labels)
+    memory = round_memory(net, rehearsal, config.train, config.machine.precision == "bf16")
     up_bytes = costing.up_bytes(rehearsal)
     down_bytes, first_bytes = costing.down_bytes()
-    round_flops = costing.round_flops(rehearsal, len(labels))
+    samples = len(labels[-1])
+    round_flops = costing.round_flops(rehearsal, samples)
     trip = Trip(down_bytes, round_flops, up_bytes)
     return Sheet(
         method=config.method.name,
@@ -167,7 +167,7 @@ def _sheet(config: Config, images: Images, labels: NDArray[np.int64], full: int)
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         first_bytes=first_bytes,
-        samples=len(labels),
+        samples=samples,
         round_gflops=round_flops / 1e9,
         devices={name: _on_device(config, name, trip, memory.total) for name in DEVICES},
     )
@@ -191,15 +191,20 @@ def _images(config: Config, progress: Progress) -> Images:
     return Images(len(data.classes), data.train.channels, data.train.side, len(data.train))
 
 
-def _typical_labels(config: Config, images: Images) -> NDArray[np.int64]:
-    """Deal as many labels as the set has, the same of every class, and return those of the typical client."""
+def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
+    """Deal as many labels as the set has, the same of every class, and return the typical client's.
+
+    Task by task, where there are tasks, the typical one last.
+    """
     labels = np.arange(images.samples, dtype=np.int64) % images.classes
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
         streams = make_streams(config.data.tasks, clients, seed, labels, labels, images.classes)
-        sizes = [len(streams.train.of(streams.place(client, 0))) for client in range(clients)]
-        return labels[streams.train.of(streams.place(typical_client(sizes), 0))]
+        client = typical_client(streams.counts.sum(axis=1).tolist())
+        held = [labels[streams.train.of(streams.place(client, stage))] for stage in range(streams.stages)]
+        typical = typical_client([len(one) for one in held])
+        return [*held[:typical], *held[typical + 1 :], held[typical]]
     if config.data.partition.kind in {"source", "file"}:  # known only with the images: as if dealt evenly
-        return labels[::clients]
+        return [labels[::clients]]
     deal = make_partition(config.data.partition, clients, seed, labels, labels, images.classes, None, None)
-    return labels[deal.train.of(typical_client(deal.counts.sum(axis=1).tolist()))]
+    return [labels[deal.train.of(typical_client(deal.counts.sum(axis=1).tolist()))]]

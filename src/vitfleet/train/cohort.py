@@ -123,9 +123,17 @@ def bring_together(group: Sequence[Assignment], net: Net) -> Given:
     )
 
 
+def width_of(memory: Memory) -> int:
+    """Return the samples of each of a memory's parts as they are computed, padded ones among them.
+
+    It is a multiple of some samples, so that shapes recur from round to round.
+    """
+    return -(-memory.share.shape[1] // STORED_AT_ONCE) * STORED_AT_ONCE
+
+
 def _evened(memory: Memory) -> Memory:
-    """Return a memory whose parts are a multiple of some samples wide, so that shapes recur from round to round."""
-    missing = -memory.share.shape[1] % STORED_AT_ONCE
+    """Return a memory whose parts are as wide as they are computed."""
+    missing = width_of(memory) - memory.share.shape[1]
     if not missing:
         return memory
     return Memory(
@@ -192,7 +200,7 @@ class Cohort:
                 see = lift(objective.observer, self.many, constants, 0, 0)
                 sums = self.given.sums.tensors
                 for name, seen in see(sums, gradients, step).items():
-                    if seen is not sums[name] and seen.data_ptr() != sums[name].data_ptr():
+                    if seen.untyped_storage()._cdata != sums[name].untyped_storage()._cdata:  # not changed in place
                         sums[name].copy_(seen)
             applied: Tensors = gradients
             if objective.transform:

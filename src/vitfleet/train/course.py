@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
-from vitfleet.data.batches import Visits
+from vitfleet.data.batches import Batch, Visits
 from vitfleet.train.cohort import Assignment, Cohort, Engine, Given
+from vitfleet.train.warmth import Warmth
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
 
@@ -33,8 +35,9 @@ def _refreshes(cohort: Cohort, step: int) -> bool:
 class PlainCourse:
     """Takes every step as it is."""
 
-    def __init__(self, cohort: Cohort) -> None:
+    def __init__(self, cohort: Cohort, warmth: Warmth) -> None:
         self.cohort = cohort
+        self.warmth = warmth
 
     def epoch(self, visits: Visits, epoch: int) -> None:
         """Take an epoch's steps."""
@@ -42,7 +45,14 @@ class PlainCourse:
         now = torch.tensor(epoch, device=cohort.engine.machine.device)
         for place in range(len(visits)):
             batch = visits.step(place, cohort.many)
-            cohort.advance(batch, now, _refreshes(cohort, place), visits.active[place])
+            with self._first(batch) if cohort.engine.machine.compile else nullcontext():
+                cohort.advance(batch, now, _refreshes(cohort, place), visits.active[place])
+
+    def _first(self, batch: Batch) -> AbstractContextManager[None]:
+        """Show that a step is compiled, where it is the first of its form."""
+        objective = self.cohort.objective
+        form = objective.trains, objective.depth, objective.split, batch.index.shape
+        return self.warmth.once("compiling the model", form)
 
 
 class GraphCourse:
@@ -54,8 +64,9 @@ class GraphCourse:
         An epoch whose tables later ones must fit into.
     """
 
-    def __init__(self, cohort: Cohort, visits: Visits, pool: Any) -> None:
+    def __init__(self, cohort: Cohort, visits: Visits, pool: Any, warmth: Warmth) -> None:
         self.cohort = cohort
+        self.warmth = warmth
         self.pool = pool
         self.capacity = len(visits)
         self.tables = visits.all.map(torch.empty_like)
@@ -75,8 +86,10 @@ class GraphCourse:
             if kind in self.captured:
                 self.captured[kind].replay()
             else:
-                self._warm_up(kind)
-                self.captured[kind] = self._capture(kind)
+                compiling = "compiling the model and " if self.cohort.engine.machine.compile else ""
+                with self.warmth.making(f"{compiling}capturing a step"):
+                    self._warm_up(kind)
+                    self.captured[kind] = self._capture(kind)
 
     def _capture(self, kind: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -123,6 +136,7 @@ class Courses:
     """Finds a course for a group: a captured one of its form, or a new one."""
 
     def __init__(self) -> None:
+        self.warmth = Warmth()
         self.kept: list[GraphCourse] = []
         self.pool: Any = None  # a handle, opaque
 
@@ -138,18 +152,17 @@ class Courses:
             self.pool = torch.cuda.graph_pool_handle()
         cohort = Cohort(engine, group, given)
         cohort.restart(None, rate)
-        course = GraphCourse(cohort, visits, self.pool)
+        course = GraphCourse(cohort, visits, self.pool, self.warmth)
         self.kept = [*self.kept[-(KEPT - 1) :], course]
         return course
 
+    def plain(self, engine: Engine, group: Sequence[Assignment], given: Given, rate: float) -> Course:
+        """Return a course without graphs that is ready to start."""
+        cohort = Cohort(engine, group, given)
+        cohort.restart(None, rate)
+        return PlainCourse(cohort, self.warmth)
+
     def clear(self) -> None:
-        """Let all go."""
+        """Let all captured ones go."""
         self.kept.clear()
         self.pool = None
-
-
-def plain(engine: Engine, group: Sequence[Assignment], given: Given, rate: float) -> Course:
-    """Return a course without graphs that is ready to start."""
-    cohort = Cohort(engine, group, given)
-    cohort.restart(None, rate)
-    return PlainCourse(cohort)

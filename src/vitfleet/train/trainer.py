@@ -21,7 +21,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.plain import PlainForward
 from vitfleet.train.cohort import Assignment, Engine, Place, bring_together
-from vitfleet.train.course import Course, Courses, plain
+from vitfleet.train.course import Course, Courses
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Fitted
 from vitfleet.train.optim import learning_rate
@@ -112,7 +112,7 @@ class Trainer:
         rate = learning_rate(self.config, group[0].place.round, self.rounds)
         given = bring_together(group, self.net)
         if not len(group[0]):
-            return plain(self.engine, group, given, rate).cohort.results(group, [0])
+            return self.courses.plain(self.engine, group, given, rate).cohort.results(group, [0])
         self.net.module.train()
         graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.resident)
         course: Course | None = None
@@ -123,7 +123,7 @@ class Trainer:
                 course = (
                     self.courses.graph(self.engine, group, given, rate, visits)
                     if graphed
-                    else plain(self.engine, group, given, rate)
+                    else self.courses.plain(self.engine, group, given, rate)
                 )
             course.epoch(visits, epoch)
             steps = [taken + sum(row[who] for row in visits.active) for who, taken in enumerate(steps)]
