@@ -138,8 +138,13 @@ def test_the_plain_pass_is_timms(name: str) -> None:
         close(net(weights, images(net)), timms(net, weights)(images(net)))
 
 
-def test_attention_in_bfloat16_on_a_cpu_is_attention() -> None:
-    """There it is written out; nothing but the rounding may tell."""
+def test_attention_written_out_is_attention(small: Net) -> None:
+    images = torch.rand(2, 3, small.side, small.side)
+    weights = small.initial_weights()
+    assert torch.allclose(small(weights, images), small.with_attention_written_out()(weights, images), atol=1e-5)
+
+
+def test_attention_written_out_in_bfloat16_is_attention_but_for_the_rounding() -> None:
     rng = torch.Generator().manual_seed(3)
     exact = [torch.randn(2, 3, 17, 8, generator=rng, requires_grad=True) for _ in range(3)]
     rough = [one.detach().bfloat16().requires_grad_() for one in exact]

@@ -154,7 +154,7 @@ class Device:
         stream = stream_of(config, classes, client, machine.device)
         known = stream.tasks if stream and config.task_known else None
         kit = make_kit(config, net, classes, machine, config.stages, known)
-        judge = Judge(net, kit.trainer.preprocess, machine, config.eval.batch_size, known)
+        judge = Judge(kit.net, kit.trainer.preprocess, machine, config.eval.batch_size, known)
         return Desk(config, machine, kit, judge, self.images(config, terms).to(machine.device), stream)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -100,6 +100,10 @@ class Net:
         """Move the architecture's constants (index tables of some families) to a device."""
         self.module.to(device)
         return self
+
+    def with_attention_written_out(self) -> Net:
+        """Return the same function with plain products instead of the fused kernel of attention, where there is one."""
+        return self if self.plain is None else replace(self, plain=PlainForward(self.module.vit, fused=False))
 
     def kept(self, mask_ratio: float) -> int:
         """Return how many patches a mask leaves: a constant, so that shapes are static."""

@@ -30,10 +30,13 @@ class PlainForward:
         What the model is made of; its own weights are not looked at.
     compiled
         Whether to compile its layers.
+    fused
+        Whether attention is torch's fused kernel, or written out.
     """
 
-    def __init__(self, vit: Any, compiled: bool = False) -> None:
+    def __init__(self, vit: Any, compiled: bool = False, fused: bool = True) -> None:
         self.vit = vit
+        self.fused = fused
         # All layers of a plain ViT are made alike: what holds for the first, holds for every one, and so does what was
         # compiled for it. That takes seconds, where the whole model would take minutes.
         self.first = vit.blocks[0]
@@ -147,7 +150,8 @@ class PlainForward:
         keys = self._norm(weights, f"{path}.k_norm", attention.k_norm, keys)
         # Attention has no weights: the clients' axis is folded into the batch, and the fused kernel stays.
         q, k, v = (one.reshape(-1, count, *one.shape[-2:]).transpose(1, 2) for one in (queries, keys, values))
-        mixed = mix(q, k, v).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else mix(q, k, v)
+        mixed = mixed.transpose(1, 2)
         mixed = self._norm(weights, f"{path}.norm", attention.norm, mixed.reshape(*batch, count, -1))
         return self._linear(weights, f"{path}.proj", mixed)
 
@@ -175,11 +179,8 @@ class PlainForward:
 
 def mix(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Mix values by how well queries and keys agree; all ``[batch, heads, tokens, width]``."""
-    if queries.device.type == "cpu" and queries.dtype == torch.bfloat16:
-        # Here the fused kernel's backward pass takes three to five times as long as plain products.
-        agreement: Tensor = (queries * queries.shape[-1] ** -0.5) @ keys.mT
-        return agreement.softmax(dim=-1) @ values
-    return F.scaled_dot_product_attention(queries, keys, values)
+    agreement: Tensor = (queries * queries.shape[-1] ** -0.5) @ keys.mT
+    return agreement.softmax(dim=-1) @ values
 
 
 def affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,7 +61,7 @@ class Trainer:
         """What a step is computed with."""
         net = self.net
         if self.machine.compile and net.plain is not None:  # for training only: evaluation has other shapes
-            net = replace(net, plain=PlainForward(net.module.vit, compiled=True))
+            net = replace(net, plain=PlainForward(net.module.vit, compiled=True, fused=net.plain.fused))
 
         def forward(
             weights: Tensors, inputs: Tensor, batch: Batch | None, split: int | None, depth: int | None, onward: bool
