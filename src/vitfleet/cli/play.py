@@ -234,8 +234,6 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
     comparison
         The folder of the comparison that the run is part of.
     """
-    from vitfleet.run.records import read_records
-
     folder = held.path
     try:
         signal.signal(signal.SIGTERM, interrupt)
@@ -271,6 +269,8 @@ def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) 
         say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet resume {where_to}")
         raise typer.Exit(130) from None
     except UserError:
+        from vitfleet.run.records import read_records
+
         if fresh and next(read_records(folder), None) is None:  # it never got under way
             held.discard()
         raise
