@@ -22,7 +22,6 @@ from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet, ImageSet, Shard
 from vitfleet.data.tasks import order_of, tasks_of_classes
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Marks, Reply, Verdict
 from vitfleet.fleet.envelope import Order, Paper, Terms
 from vitfleet.fleet.inline import diverged
@@ -33,7 +32,7 @@ from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
 from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine, set_up
-from vitfleet.wire import Kind, decode, encode
+from vitfleet.wire import Kind, read, write
 
 Images = Callable[[Config, Terms], DataSet]
 
@@ -58,7 +57,7 @@ class Keep:
         """Keep what is given once. It belongs to a newcomer, who has nothing else."""
         for path in self.folder.glob("after-*"):
             path.unlink()
-        write_atomically(self.folder / "base.safetensors", encode(base))
+        write(self.folder / "base.safetensors", base)
 
     def after(self, round: int) -> State | None:
         """Return the state after a round; ``None`` if it is gone. One with nothing in it: the client keeps nothing."""
@@ -66,7 +65,7 @@ class Keep:
 
     def keep(self, round: int, state: State | None, before: int | None) -> None:
         """Keep the state after a round beside the one before it, and let go of all others."""
-        write_atomically(self._path(round), encode(state or State()))
+        write(self._path(round), state or State())
         wanted = {self._path(one) for one in (round, before) if one is not None}
         for path in set(self.folder.glob("after-*")) - wanted:
             path.unlink()
@@ -76,7 +75,7 @@ class Keep:
 
     def _read(self, kind: type[Kind], path: Path) -> Kind | None:
         try:
-            return decode(kind, path.read_bytes())
+            return read(kind, path)
         except (FileNotFoundError, UserError):  # a damaged file is a lost one: the server gives it anew
             return None
 
