@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
-from vitfleet.message import Named, Numbers
+from vitfleet.message import Named, Numbers, Tensors
 
 NUMBERS = "numbers"
 METADATA = "__metadata__"
@@ -117,7 +117,7 @@ def numbers_of(metadata: Mapping[str, str]) -> Numbers:
 
 def encoded_size(named: Named) -> int:
     """Return ``len(encode(named))`` without touching a tensor: a simulation counts every message's bytes."""
-    return len(_header(named)) + payload_size(named)
+    return len(_header(named.tensors, _metadata(named))) + payload_size(named)
 
 
 def payload_size(named: Named) -> int:
@@ -125,19 +125,31 @@ def payload_size(named: Named) -> int:
     return sum(_bytes(tensor) for tensor in named.tensors.values())
 
 
-def _parts(named: Named) -> Iterator[bytes | memoryview]:
-    """Yield the header, then the bytes of one tensor after the other: views, where a tensor lies in one piece."""
-    yield _header(named)
-    for _, tensor in _in_layout(named):
+def lay_out(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield a file of this format: its header, then the bytes of one tensor after the other.
+
+    Parameters
+    ----------
+    metadata
+        One key only: the format does not keep the order of several, and equal things shall be equal bytes.
+    """
+    yield _header(tensors, metadata)
+    for _, tensor in _in_layout(tensors):
         yield _raw(tensor.detach().cpu().contiguous())
 
 
-def _header(named: Named) -> bytes:
-    # One key of metadata: the format does not keep the order of several, and equal messages shall be equal bytes.
-    numbers = json.dumps(dict(named.numbers), separators=(",", ":"))
-    header: dict[str, object] = {METADATA: {NUMBERS: numbers}}
+def _parts(named: Named) -> Iterator[bytes | memoryview]:
+    return lay_out(named.tensors, _metadata(named))
+
+
+def _metadata(named: Named) -> dict[str, str]:
+    return {NUMBERS: json.dumps(dict(named.numbers), separators=(",", ":"))}
+
+
+def _header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {METADATA: dict(metadata)}
     offset = 0
-    for name, tensor in _in_layout(named):
+    for name, tensor in _in_layout(tensors):
         end = offset + _bytes(tensor)
         header[name] = {"dtype": _LAYOUT[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
@@ -146,8 +158,8 @@ def _header(named: Named) -> bytes:
     return len(padded).to_bytes(LENGTH_FIELD, "little") + padded
 
 
-def _in_layout(named: Named) -> list[tuple[str, Tensor]]:
-    return sorted(named.tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0]))
+def _in_layout(tensors: Tensors) -> list[tuple[str, Tensor]]:
+    return sorted(tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0]))
 
 
 def _places(header: dict[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -171,7 +183,7 @@ def _places(header: dict[str, Any], size: int) -> Iterator[tuple[str, torch.dtyp
 
 def _raw(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor that lies in one piece on the host."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def _bytes(tensor: Tensor) -> int:

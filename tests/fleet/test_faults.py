@@ -316,7 +316,9 @@ def test_an_honest_reply_comes_out_as_it_went_in() -> None:
 def test_what_is_no_reply_is_a_failure(missing: str) -> None:
     whole = pack_reply(Reply(0, Content({}, {"loss": 0.5, "samples": 1})))
     words = {key: value for key, value in whole.config_records[WORDS].items() if key != missing}
-    pieces = [{} if missing == PIECE else dict(whole[key]) for key in whole if key != WORDS and missing != "up"]
+    pieces = [
+        {} if missing == PIECE else dict(whole.config_records[key]) for key in whole if key != WORDS and missing != "up"
+    ]
     content = RecordDict({f"up/{place}": ConfigRecord(piece) for place, piece in enumerate(pieces)})
     if missing != WORDS:
         content[WORDS] = ConfigRecord(words)

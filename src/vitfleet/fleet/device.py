@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -80,9 +80,9 @@ class Keep:
             return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Device:
-    """One client, on its own machine.
+    """One client, on its own machine. What it works with stays from one order to the next of the same run.
 
     Attributes
     ----------
@@ -97,6 +97,7 @@ class Device:
     images: Images
     root: Path
     machine: MachineConfig
+    _last: tuple[Terms, int, DataSet, Desk] | None = field(default=None, init=False, repr=False)
 
     def answer(self, order: Order) -> Reply:
         """Do what an order asks; what the device's owner must mend is a failure that says so."""
@@ -147,14 +148,22 @@ class Device:
 
     def _desk(self, terms: Terms, client: int) -> Desk:
         config = validate(json.loads(terms.config))
+        images = self.images(config, terms)
+        if self._last is None or self._last[:2] != (terms, client) or self._last[2] is not images:
+            self._last = None  # before the next one is made
+            self._last = terms, client, images, self._lay(config, terms, client, images)
+        return self._last[3]
+
+    def _lay(self, config: Config, terms: Terms, client: int, images: DataSet) -> Desk:
         classes = len(terms.classes)
         net = make_net(config, classes, terms.channels, terms.side)
         machine = set_up(self.machine, net.width)
         stream = stream_of(config, classes, client, machine.device)
         known = stream.tasks if stream and config.task_known else None
         kit = make_kit(config, net, classes, machine, config.stages, known)
+        net.let_go()
         judge = Judge(net, kit.trainer.preprocess, machine, config.eval.batch_size, known)
-        return Desk(config, machine, kit, judge, self.images(config, terms).to(machine.device), stream)
+        return Desk(config, machine, kit, judge, images.to(machine.device), stream)
 
 
 @dataclass(frozen=True)

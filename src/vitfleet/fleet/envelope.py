@@ -83,7 +83,7 @@ def pack_order(order: Order) -> RecordDict:
 
 def unpack_order(content: RecordDict) -> Order:
     """Take an order out of its envelope."""
-    words = content.config_records[WORDS]
+    words = _words(content)
     return Order(
         round=_whole(words, "round"),
         client=_whole(words, "client"),
@@ -104,7 +104,7 @@ def pack_exam(paper: Paper) -> RecordDict:
 
 def unpack_exam(content: RecordDict) -> Paper:
     """Take an exam out of its envelope."""
-    words = content.config_records[WORDS]
+    words = _words(content)
     return Paper(
         client=_whole(words, "client"),
         stages=_whole(words, "stages"),
@@ -124,7 +124,7 @@ def pack_marks(marks: Marks) -> RecordDict:
 def unpack_marks(content: RecordDict, client: int, stages: int) -> Marks:
     """Take a device's marks out of their envelope; what cannot be marks is a failure that says why."""
     try:
-        words = content.config_records[WORDS]
+        words = _words(content)
         failure = str(words["failure"])[:LONGEST_REASON] or None
         if failure is not None:
             return Marks(client, failure=failure)
@@ -156,7 +156,7 @@ def unpack_reply(content: RecordDict, client: int, limit: int) -> Reply:
         Bytes that a message may have.
     """
     try:
-        words = content.config_records[WORDS]
+        words = _words(content)
         failure = str(words["failure"])[:LONGEST_REASON] or None
         if failure is not None:
             return Reply(client, None, failure=failure, lost=bool(words["lost"]))
@@ -190,7 +190,7 @@ def _pack(
 ) -> RecordDict:
     about = {field.name: getattr(terms, field.name) for field in fields(Terms)}
     written = ConfigRecord({**words, "since": -1 if since is None else since, **about})
-    pieces = {}
+    pieces: dict[str, ConfigRecord] = {}
     for name, message in messages.items():
         pieces |= {} if message is None else _pieces(name, message)
     return RecordDict({WORDS: written, **pieces})
@@ -226,7 +226,7 @@ def _pieces(name: str, message: Message) -> dict[str, ConfigRecord]:
 
 def _names(content: RecordDict, name: str) -> list[str]:
     """Return the names of a message's pieces, in their order."""
-    return sorted(key for key in content.config_records if key.startswith(f"{name}/"))
+    return sorted(key for key in content if key.startswith(f"{name}/"))
 
 
 def _take(content: RecordDict, name: str, limit: int | None = None) -> Message:
@@ -245,6 +245,15 @@ def _piece(record: RecordType) -> bytes:
     if not isinstance(piece, bytes):
         raise RefusalError("a piece of its message is not made of bytes")
     return piece
+
+
+def _words(content: RecordDict) -> ConfigRecord:
+    # Not `content.config_records`: what that returns refers to itself and so keeps every piece until Python looks for
+    # such things.
+    words = content[WORDS]
+    if not isinstance(words, ConfigRecord):
+        raise RefusalError(f"its {WORDS!r} are a {type(words).__name__}")
+    return words
 
 
 def _whole(words: ConfigRecord, name: str) -> int:
