@@ -48,7 +48,7 @@ from vitfleet.run.records import RoundRecord, read_records
 MIB = 2**20
 TURNS = 2
 SMALL = ["rounds=6", "model.dim=256", "model.depth=6", "model.heads=4", "model.patch_size=2", "data.limit=40"]
-LARGE = ["rounds=2", "model.name=vit_base_patch16_224", "data.limit=60", "train.batch_size=1", "train.optimizer=sgd"]
+LARGE = ["rounds=2", "model.name=vit_base_patch16_224", "data.limit=24", "train.batch_size=1", "train.optimizer=sgd"]
 COMMON = ["data.partition.kind=iid", "eval.every=1000", "eval.batch_size=4", "machine.device=cpu", "machine.threads=1"]
 
 
