@@ -1,7 +1,10 @@
 """What the way over real machines costs, on loopback with TLS and keys.
 
-python benchmarks/fleet.py overhead --out /tmp/overhead   # 18 MB and 2 devices, beside Flower's own minimal app
-python benchmarks/fleet.py memory --out /tmp/memory       # ViT-B, 4 devices: the server's largest memory
+python benchmarks/fleet.py overhead --out /tmp/overhead   # 18 MB and 2 devices, in turns with Flower's own minimal app
+python benchmarks/fleet.py memory --out /tmp/memory       # ViT-B, 4 devices: the largest memory of each process
+
+A round is timed from the end of the one before to its own: ours ends when its checkpoint is committed, Flower's when
+its strategy has aggregated. The first round of each fleet is left out: devices join in it, and load what stays.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -41,8 +46,9 @@ from vitfleet.run.folder import create
 from vitfleet.run.records import RoundRecord, read_records
 
 MIB = 2**20
+TURNS = 2
 SMALL = ["rounds=6", "model.dim=256", "model.depth=6", "model.heads=4", "model.patch_size=2", "data.limit=40"]
-LARGE = ["rounds=1", "model.name=vit_base_patch16_224", "data.limit=60", "train.batch_size=1", "train.optimizer=sgd"]
+LARGE = ["rounds=2", "model.name=vit_base_patch16_224", "data.limit=24", "train.batch_size=1", "train.optimizer=sgd"]
 COMMON = ["data.partition.kind=iid", "eval.every=1000", "eval.batch_size=4", "machine.device=cpu", "machine.threads=1"]
 
 
@@ -53,20 +59,24 @@ class Lines:
 
 
 class Peaks:
-    """The largest resident memory of the server's processes, looked at ten times a second."""
+    """The largest resident memory of a fleet's processes of each kind, looked at ten times a second."""
 
-    def __init__(self, marks: Sequence[str]) -> None:
+    def __init__(self, out: Path, marks: Sequence[str]) -> None:
+        self.out = str(out)
         self.peaks = dict.fromkeys(marks, 0)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch)
 
     def watch(self) -> None:
         while not self.ended.wait(0.1):
-            for process in psutil.process_iter(["cmdline", "memory_info"]):
-                line, memory = " ".join(process.info["cmdline"] or []), process.info["memory_info"]
-                for mark in self.peaks:
-                    if mark in line and memory is not None:
-                        self.peaks[mark] = max(self.peaks[mark], memory.rss)
+            for process in psutil.process_iter():
+                try:
+                    line = " ".join(process.cmdline())
+                    mark = next((mark for mark in self.peaks if mark in line), None)
+                    if mark is not None and process.environ().get("FLWR_HOME", "").startswith(self.out):
+                        self.peaks[mark] = max(self.peaks[mark], process.memory_info().rss)
+                except psutil.Error:  # it has just ended, or is somebody else's
+                    continue
 
 
 def join(out: Path, names: Sequence[str], door: Door, certs: Certs) -> list[subprocess.Popen[bytes]]:
@@ -108,7 +118,29 @@ def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
                 stop(device)
 
 
-def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, floats: int) -> float:
+def play_timed(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> list[float]:
+    """Run ours and return the seconds of its rounds, by the times of its checkpoints."""
+    seen: list[float] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        manifest = out / "run" / "checkpoint" / "checkpoint.json"
+        while not over.wait(0.02):
+            if manifest.exists() and (written := manifest.stat().st_mtime_ns / 1e9) not in seen[-1:]:
+                seen.append(written)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        play(out, config, certs, names)
+    finally:
+        over.set()
+        watcher.join()
+    assert len(seen) == config.rounds
+    return [later - earlier for earlier, later in pairwise(seen)]
+
+
+def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, floats: int) -> list[float]:
     """Run Flower's own app as its documentation has it: its own intervals, its own database in memory, no gate."""
     port, home = free_port(), out / "flower-home"
     home.mkdir()
@@ -136,7 +168,8 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
         flwr(door, ["run", app, LINK, "--run-config", words])
         while not report.exists():
             time.sleep(0.5)
-        return float(json.loads(report.read_text())["seconds"])
+        ends = json.loads(report.read_text())["ends"]
+        return [later - earlier for earlier, later in pairwise(ends[1:])]
     finally:
         for process in reversed(processes):
             stop(process)
@@ -144,21 +177,36 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
 
 def overhead(out: Path) -> None:
     names = ("one", "two")
-    config, certs = prepare(out, names, SMALL)
-    play(out, config, certs, names)
-    records = list(read_records(out / "run"))
-    size = records[-1].clients[0].up_bytes
-    lines = [json.loads(line)["seconds"] for line in (out / "run" / "timings.jsonl").read_text().splitlines()]
-    ours = statistics.median(lines[1:])
-    theirs = play_minimal(out, names, certs, config.rounds, size // 4)
-    print(f"a message of {size / 1e6:.1f} MB, 2 devices: {ours:.2f} s a round, Flower's own app {theirs:.2f} s, "
-          f"{ours / theirs:.2f} times")  # fmt: skip
+    shutil.rmtree(out, ignore_errors=True)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for turn in range(TURNS):
+        here = out / str(turn)
+        config, certs = prepare(here, names, SMALL)
+        ours += play_timed(here, config, certs, names)
+        size = list(read_records(here / "run"))[-1].clients[0].up_bytes
+        theirs += play_minimal(here, names, certs, config.rounds, size // 4)
+        print(f"turn {turn}: ours {shown(ours)}; Flower's {shown(theirs)}", flush=True)
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    print(f"a message of {size / 1e6:.1f} MB, {len(names)} devices, median of {len(ours)} rounds: {mine:.2f} s, "
+          f"Flower's own app {other:.2f} s (of {len(theirs)}), {mine / other:.2f} times")  # fmt: skip
+
+
+def shown(seconds: Sequence[float]) -> str:
+    return " ".join(f"{one:.1f}" for one in seconds)
+
+
+def bare(module: str) -> int:
+    """Return the resident memory of a process that has imported a module and done nothing."""
+    code = f"import {module}, psutil; print(psutil.Process().memory_info().rss)"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
 
 
 def memory(out: Path) -> None:
     names = ("one", "two", "three", "four")
     config, certs = prepare(out, names, LARGE)
-    peaks = Peaks(("flwr-serverapp", "flower-superlink", "vitfleet.deploy.gate"))
+    app, marks = "flwr-serverapp", ("flower-superlink", "vitfleet.deploy.gate", "flwr-clientapp", "deploy.worker")
+    peaks = Peaks(out, (app, *marks))
     peaks.thread.start()
     try:
         play(out, config, certs, names)
@@ -166,9 +214,12 @@ def memory(out: Path) -> None:
         peaks.ended.set()
         peaks.thread.join()
     size = list(read_records(out / "run"))[-1].clients[0].up_bytes
-    print(f"messages of {size / MIB:.0f} MiB from 4 devices")
+    print(f"messages of {size / MIB:.0f} MiB from {len(names)} devices")
     for mark, peak in peaks.peaks.items():
         print(f"{mark}: {peak / MIB:.0f} MiB, {peak / size:.2f} messages")
+    idle = bare("vitfleet.deploy.server_app")
+    print(f"{app} before it has done anything: {idle / MIB:.0f} MiB; what it adds: "
+          f"{(peaks.peaks[app] - idle) / MIB:.0f} MiB, {(peaks.peaks[app] - idle) / size:.2f} messages")  # fmt: skip
 
 
 if __name__ == "__main__":

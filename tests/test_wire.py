@@ -6,16 +6,20 @@ import contextlib
 import json
 import math
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 from torch import Tensor
 
+from vitfleet import wire
 from vitfleet.errors import UserError
 from vitfleet.message import Message, Named, Number, State
-from vitfleet.wire import decode, encode, encoded_size, payload_size
+from vitfleet.wire import assemble, cut, decode, encode, encoded_size, payload_size, read, write
 
 DTYPES = [
     torch.float64,
@@ -98,6 +102,50 @@ def test_tensors_come_back_exactly(dtype: torch.dtype) -> None:
 @settings(deadline=None)
 def test_any_message_comes_back(sent: Message) -> None:
     assert_same(decode(Message, encode(sent)), sent)
+
+
+@given(messages)
+@settings(deadline=None)
+def test_the_format_is_that_of_safetensors(sent: Message) -> None:
+    """Byte for byte what the library writes, and what it reads."""
+    plain = {name: tensor.clone() for name, tensor in sent.tensors.items()}
+    numbers = json.dumps(dict(sent.numbers), separators=(",", ":"))
+    assert encode(sent) == save(plain, {"numbers": numbers})
+    assert_same(Message(load(encode(sent)), sent.numbers), sent)
+
+
+@given(messages, st.integers(1, 300))
+@settings(deadline=None)
+def test_pieces_are_the_same_bytes(sent: Message, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PIECE", size)
+        pieces = list(cut(sent))
+    assert b"".join(pieces) == encode(sent)
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert 0 < len(pieces[-1]) <= size
+    assert_same(assemble(Message, iter(pieces), len(encode(sent))), sent)
+
+
+def test_a_file_is_the_same_bytes(tmp_path: Path) -> None:
+    sent = State({"a": torch.randn(3, 5), "b": torch.ones(2, dtype=torch.int64)}, {"n": 1})
+    write(tmp_path / "state", sent)
+    assert (tmp_path / "state").read_bytes() == encode(sent)
+    assert_same(read(State, tmp_path / "state"), sent)
+
+
+def test_pieces_are_let_go_while_they_are_read() -> None:
+    """Of a large message that came in pieces, never all of them and all its tensors are there at once."""
+    sent = Message({str(place): torch.full((2**20,), float(place)) for place in range(4)})  # 4 MiB each
+    pieces, held = list(cut(sent)), []
+
+    def hand_over() -> Iterator[bytes]:
+        pieces.reverse()
+        while pieces:
+            held.append(len(pieces))
+            yield pieces.pop()
+
+    assert_same(assemble(Message, hand_over(), encoded_size(sent)), sent)
+    assert held == [5, 4, 3, 2, 1]
 
 
 @given(messages)
@@ -201,6 +249,26 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 META = "__metadata__"
+NOTHING = {META: {"numbers": "{}"}}
+EIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}  # right, if there were eight bytes
+WRONG: list[object] = [
+    None,
+    [],
+    EIGHT,
+    {**EIGHT, "shape": [0]},
+    {**EIGHT, "dtype": "F32", "data_offsets": [0, 0]},
+    {**EIGHT, "data_offsets": [-8, 0]},
+    {**EIGHT, "data_offsets": [0]},
+    {**EIGHT, "data_offsets": "08"},
+    {**EIGHT, "dtype": "F33", "shape": [0], "data_offsets": [0, 0]},
+    {**EIGHT, "dtype": 4, "shape": [0], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [-1, 0], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [False], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [0.0], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [2**70, 0], "data_offsets": [0, 0]},
+    {**EIGHT, "shape": [2**40], "data_offsets": [0, 2**42]},
+]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +283,7 @@ META = "__metadata__"
         {META: {"numbers": '{"n": "text"}'}},
         {META: {"numbers": '{"n": {"deeper": 1}}'}},
         {META: {"numbers": "[" * 100_000}},
+        *({**NOTHING, "a": about} for about in WRONG),
     ],
     ids=[
         "no metadata",
@@ -226,6 +295,7 @@ META = "__metadata__"
         "text inside",
         "table inside",
         "deep",
+        *(str(number) for number in range(len(WRONG))),
     ],
 )
 def test_a_file_of_another_kind_is_refused(header: object) -> None:

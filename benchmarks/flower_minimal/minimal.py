@@ -21,10 +21,14 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=2, min_available_nodes=2)
     while len(list(grid.get_node_ids())) < 2:
         time.sleep(0.5)
-    started = time.perf_counter()
-    strategy.start(grid=grid, initial_arrays=ArrayRecord(model), num_rounds=int(words["rounds"]))
-    seconds = (time.perf_counter() - started) / int(words["rounds"])
-    Path(str(words["report"])).write_text(json.dumps({"seconds": seconds}))
+    ends: list[float] = []  # of round 0, before the first, and of every round
+
+    def note(round: int, arrays: ArrayRecord) -> None:
+        ends.append(time.perf_counter())
+
+    rounds = int(words["rounds"])
+    strategy.start(grid=grid, initial_arrays=ArrayRecord(model), num_rounds=rounds, evaluate_fn=note)
+    Path(str(words["report"])).write_text(json.dumps({"ends": ends}))
 
 
 @client.train()

@@ -1,22 +1,30 @@
-"""Messages and states as bytes: the safetensors format, numbers as JSON in its header. Never pickle."""
+"""Messages and states as bytes: the safetensors format, numbers as JSON in its header. Never pickle.
+
+Bytes are made and read in pieces, so that nobody holds a large message twice: what is sent is cut from one tensor after
+the other, and what came is filled into one tensor after the other while its pieces are let go.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TypeVar
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.message import Named, Numbers
+from vitfleet.files import write_atomically
+from vitfleet.message import Named, Numbers, Tensors
 
 NUMBERS = "numbers"
+METADATA = "__metadata__"
 ALIGNMENT = 8
 LENGTH_FIELD = 8  # bytes of the header's length, before the header
+LONGEST_HEADER = 10**8  # the format's own bound
+PIECE = 4 * 2**20  # bytes
 
 # How the format names dtypes, in the order in which it lays tensors out (widest first, then by name).
 _LAYOUT: Mapping[torch.dtype, str] = {
@@ -35,23 +43,33 @@ _LAYOUT: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _RANK = {dtype: rank for rank, dtype in enumerate(_LAYOUT)}
+_DTYPE = {name: dtype for dtype, name in _LAYOUT.items()}
 
 Kind = TypeVar("Kind", bound=Named)
 
 
 def encode(named: Named) -> bytes:
     """Serialize tensors and numbers."""
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in named.tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        if storage in storages:  # the format has no aliases: what shares memory is written twice
-            plain = plain.clone()
-        storages.add(storage)
-        tensors[name] = plain
-    # One key only: the format does not keep the order of several, and equal messages shall be equal bytes.
-    return save(tensors, {NUMBERS: _numbers(named)})
+    return b"".join(_parts(named))
+
+
+def cut(named: Named) -> Iterator[bytes]:
+    """Yield what :func:`encode` returns, in pieces of one size, the last one shorter."""
+    piece = bytearray()
+    for part in _parts(named):
+        rest = memoryview(part)
+        while len(rest) >= (room := PIECE - len(piece)):
+            piece += rest[:room]
+            yield bytes(piece)
+            piece, rest = bytearray(), rest[room:]
+        piece += rest
+    if piece:
+        yield bytes(piece)
+
+
+def write(path: Path, named: Named) -> None:
+    """Write what :func:`encode` returns into a file, whole or not at all."""
+    write_atomically(path, _parts(named))
 
 
 def decode(kind: type[Kind], data: bytes) -> Kind:
@@ -62,13 +80,30 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
     UserError
         If the bytes are not such a message, or are damaged.
     """
+    return assemble(kind, [data], len(data))
+
+
+def read(kind: type[Kind], path: Path) -> Kind:
+    """Read back what :func:`write` wrote; raises as :func:`decode` does."""
+    with path.open("rb") as file:
+        return assemble(kind, iter(lambda: file.read(PIECE), b""), path.stat().st_size)
+
+
+def assemble(kind: type[Kind], pieces: Iterable[bytes], size: int) -> Kind:
+    """Read back what :func:`cut` yielded, ``size`` bytes in all; raises as :func:`decode` does."""
+    source = _Source(iter(pieces))
     try:
-        tensors = load(data)
-        length = int.from_bytes(data[:LENGTH_FIELD], "little")
-        header = json.loads(data[LENGTH_FIELD : LENGTH_FIELD + length])
-        numbers = numbers_of(header["__metadata__"])
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"a {kind.__name__.lower()} of {len(data)} bytes cannot be read: {error}") from error
+        length = int.from_bytes(source.take(LENGTH_FIELD), "little")
+        if length > min(LONGEST_HEADER, size - LENGTH_FIELD):
+            raise ValueError("its header is longer than it may be")
+        header = json.loads(source.take(length))
+        numbers = numbers_of(header.pop(METADATA))
+        tensors = {}
+        for name, dtype, shape in _places(header, size - LENGTH_FIELD - length):
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            source.fill(_raw(tensors[name]))
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        raise UserError(f"a {kind.__name__.lower()} of {size} bytes cannot be read: {error}") from error
     return kind(tensors=tensors, numbers=numbers)
 
 
@@ -80,37 +115,114 @@ def numbers_of(metadata: Mapping[str, str]) -> Numbers:
     return numbers
 
 
+def encoded_size(named: Named) -> int:
+    """Return ``len(encode(named))`` without touching a tensor: a simulation counts every message's bytes."""
+    return len(_header(named.tensors, _metadata(named))) + payload_size(named)
+
+
+def payload_size(named: Named) -> int:
+    """Return the bytes of the tensors alone, without framing."""
+    return sum(_bytes(tensor) for tensor in named.tensors.values())
+
+
+def lay_out(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield a file of this format: its header, then the bytes of one tensor after the other.
+
+    Parameters
+    ----------
+    metadata
+        One key only: the format does not keep the order of several, and equal things shall be equal bytes.
+    """
+    yield _header(tensors, metadata)
+    for _, tensor in _in_layout(tensors):
+        yield _raw(tensor.detach().cpu().contiguous())
+
+
+def _parts(named: Named) -> Iterator[bytes | memoryview]:
+    return lay_out(named.tensors, _metadata(named))
+
+
+def _metadata(named: Named) -> dict[str, str]:
+    return {NUMBERS: json.dumps(dict(named.numbers), separators=(",", ":"))}
+
+
+def _header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {METADATA: dict(metadata)}
+    offset = 0
+    for name, tensor in _in_layout(tensors):
+        end = offset + _bytes(tensor)
+        header[name] = {"dtype": _LAYOUT[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+    return len(padded).to_bytes(LENGTH_FIELD, "little") + padded
+
+
+def _in_layout(tensors: Tensors) -> list[tuple[str, Tensor]]:
+    return sorted(tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0]))
+
+
+def _places(header: dict[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    """Yield the tensors that a header tells of, in the order of their bytes, which must be the ``size`` that there are.
+
+    A header comes from anybody: all of it is checked before the first tensor is made.
+    """
+    found, end = [], 0
+    for name, about in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, shape, offsets = _DTYPE[about["dtype"]], about["shape"], about["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
+            raise ValueError(f"{name!r} has no such shape or place")
+        start, end_before, end = offsets[0], end, offsets[1]
+        if start != end_before or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} does not lie where it must")
+        found.append((name, dtype, shape))
+    if end != size:
+        raise ValueError(f"its tensors take {end} bytes, and there are {size}")
+    yield from found
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor that lies in one piece on the host."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _is_number(value: object) -> bool:
     if isinstance(value, list):
         return all(isinstance(one, int | float) for one in value)
     return isinstance(value, int | float)
 
 
-def encoded_size(named: Named) -> int:
-    """Return ``len(encode(named))`` without copying a tensor.
+class _Source:
+    """Pieces of bytes as one row of them; a piece that was read is let go."""
 
-    A simulation counts every message's bytes; serializing gigabytes only to measure them would cost more
-    than the training of a small model. The tests hold this to the real encoder's output.
-    """
-    header: dict[str, object] = {"__metadata__": {NUMBERS: _numbers(named)}}
-    offset = 0
-    for name, tensor in sorted(named.tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0])):
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _LAYOUT[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    padded = -(-length // ALIGNMENT) * ALIGNMENT
-    return LENGTH_FIELD + padded + offset
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.pieces = pieces
+        self.rest = memoryview(b"")
 
+    def take(self, length: int) -> bytes:
+        """Return the next bytes."""
+        taken = bytearray()
+        while len(taken) < length:
+            taken += self._next(length - len(taken))
+        return bytes(taken)
 
-def payload_size(named: Named) -> int:
-    """Return the bytes of the tensors alone, without framing."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in named.tensors.values())
+    def fill(self, target: memoryview) -> None:
+        """Read the next bytes into memory."""
+        done = 0
+        while done < len(target):
+            part = self._next(len(target) - done)
+            target[done : done + len(part)] = part
+            done += len(part)
 
-
-def _numbers(named: Named) -> str:
-    return json.dumps(dict(named.numbers), separators=(",", ":"))
+    def _next(self, most: int) -> memoryview:
+        while not self.rest:
+            piece = next(self.pieces, None)
+            if piece is None:
+                raise ValueError("it ends too early")
+            self.rest = memoryview(piece)
+        part, self.rest = self.rest[:most], self.rest[most:]
+        return part

@@ -13,7 +13,7 @@ from conftest import MakeConfig
 from vitfleet.data import own as own_room
 from vitfleet.data.deal import write_shards
 from vitfleet.data.images import DataSet
-from vitfleet.data.own import Form, load_once, load_own
+from vitfleet.data.own import Form, OwnImages, load_own
 from vitfleet.data.partition import Partition, deal_images
 from vitfleet.data.sources import load
 from vitfleet.errors import DataError
@@ -76,7 +76,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         picture(tmp_path / "photos" / "cat" / f"{number}.png", (200, 0, 0))
-    first = load_once(tmp_path / "photos", FORM, tmp_path / "kept")
+    first = OwnImages(tmp_path / "photos", tmp_path / "kept").load(FORM)
     read: list[Path] = []
 
     def counted(path: Path, form: Form) -> DataSet:
@@ -84,17 +84,17 @@ def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monke
         return load_own(path, form)
 
     monkeypatch.setattr(own_room, "load_own", counted)
-    again = load_once(tmp_path / "photos", FORM, tmp_path / "kept")
+    again = OwnImages(tmp_path / "photos", tmp_path / "kept").load(FORM)
     assert not read
     for mine, theirs in ((first.train, again.train), (first.test, again.test)):
         assert torch.equal(mine.images, theirs.images)
         assert torch.equal(mine.labels, theirs.labels)
     picture(tmp_path / "photos" / "dog" / "0.png", (0, 0, 200))
-    assert len(load_once(tmp_path / "photos", FORM, tmp_path / "kept").train) == len(first.train) + 1
-    load_once(tmp_path / "photos", replace(FORM, side=4), tmp_path / "kept")
+    assert len(OwnImages(tmp_path / "photos", tmp_path / "kept").load(FORM).train) == len(first.train) + 1
+    OwnImages(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, side=4))
     assert len(read) == 2
     kept = list((tmp_path / "kept").iterdir())
     assert len(kept) == 1  # what is no longer true is not kept
     kept[0].write_bytes(b"half a file")
-    load_once(tmp_path / "photos", replace(FORM, side=4), tmp_path / "kept")
+    OwnImages(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, side=4))
     assert len(read) == 3

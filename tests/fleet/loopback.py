@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
@@ -30,13 +30,7 @@ Answer = Callable[[int, Message], RecordDict | Error | None]
 
 def copied(content: RecordDict) -> RecordDict:
     """Return what arrives of a content: new objects, made from its bytes."""
-    arrays = {name: ArrayRecord.inflate(*_deflated(record)) for name, record in content.array_records.items()}
-    words = {name: ConfigRecord(dict(record)) for name, record in content.config_records.items()}
-    return RecordDict({**arrays, **words})
-
-
-def _deflated(record: ArrayRecord) -> tuple[bytes, dict[str, Any]]:
-    return record.deflate(), {child.object_id: child for child in (record.children or {}).values()}
+    return RecordDict({name: ConfigRecord.inflate(record.deflate()) for name, record in content.items()})
 
 
 @dataclass

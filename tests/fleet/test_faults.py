@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
 from hypothesis import given
@@ -23,13 +23,21 @@ from chaos import Restricted
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.fleet.base import Marks, Reply, Verdict
-from vitfleet.fleet.envelope import TENSORS, WORDS, pack_marks, pack_reply, unpack_marks, unpack_order, unpack_reply
+from vitfleet.fleet.envelope import (
+    PIECE,
+    WORDS,
+    pack_marks,
+    pack_reply,
+    unpack_marks,
+    unpack_order,
+    unpack_reply,
+)
 from vitfleet.fleet.flower import EXAM, Clock, FlowerFleet, looking_often
 from vitfleet.message import Message as Content
 from vitfleet.run.conduct import conduct, play_round
 from vitfleet.run.records import read_records
 from vitfleet.run.session import Session, open_session
-from vitfleet.wire import decode, encode
+from vitfleet.wire import encode
 
 ROUNDS, CLIENTS = 5, 4
 EVERYBODY = (f"rounds={ROUNDS}", f"fleet.clients={CLIENTS}", f"fleet.per_round={CLIENTS}", "eval.clients=0")
@@ -72,16 +80,24 @@ def failures(folder: Path) -> dict[tuple[int, int], str]:
     }
 
 
+def round_of(message: Message) -> int:
+    return int(str(message.content.config_records[WORDS]["round"]))
+
+
 def changed(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor]) -> RecordDict:
     """Return a reply with every floating tensor changed."""
-    up = decode(Content, content.array_records[TENSORS]["up"].data)
+    up = unpack_reply(content, 0, 10**9).up
+    assert up is not None
     tensors = {name: change(one) if one.is_floating_point() else one for name, one in up.tensors.items()}
     return with_up(content, encode(replace(up, tensors=tensors)))
 
 
 def with_up(content: RecordDict, data: bytes) -> RecordDict:
-    array = Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
-    return RecordDict({WORDS: content.config_records[WORDS], TENSORS: ArrayRecord({"up": array})})
+    cut = {
+        f"up/{place}": ConfigRecord({PIECE: data[place * 100_000 :][:100_000]})
+        for place in range(len(data) // 100_000 + 1)
+    }
+    return RecordDict({WORDS: content.config_records[WORDS], **cut})
 
 
 FAULTS: Mapping[tuple[int, int], tuple[str, Callable[[RecordDict], RecordDict | Error | None]]] = {
@@ -108,7 +124,7 @@ def test_a_run_with_faults_is_the_run_without_those_replies(name: str, tiny_conf
     def answer(client: int, message: Message) -> RecordDict | Error | None:
         honest = devices.answer(client, message)
         assert isinstance(honest, RecordDict)
-        fault = FAULTS.get((unpack_order(message.content).round, client))
+        fault = FAULTS.get((round_of(message), client))
         return honest if fault is None else fault[1](honest)
 
     session = open_fleet(on_devices, tmp_path / "faulty", answer)
@@ -131,7 +147,7 @@ def test_a_server_killed_within_a_round_goes_on_as_if_it_had_not_been(
     devices = Devices(flower(config), tmp_path / "data", tmp_path / "state")
 
     def killed(client: int, message: Message) -> RecordDict | Error | None:
-        if unpack_order(message.content).round == 3 and client == 2:
+        if round_of(message) == 3 and client == 2:
             raise KeyboardInterrupt
         return devices.answer(client, message)
 
@@ -322,13 +338,16 @@ def test_an_honest_reply_comes_out_as_it_went_in() -> None:
     assert unpack_reply(pack_reply(lost), 4, 10**6) == lost
 
 
-@pytest.mark.parametrize("missing", [WORDS, TENSORS, "up", "failure"])
+@pytest.mark.parametrize("missing", [WORDS, "up", PIECE, "failure"])
 def test_what_is_no_reply_is_a_failure(missing: str) -> None:
     whole = pack_reply(Reply(0, Content({}, {"loss": 0.5, "samples": 1})))
     words = {key: value for key, value in whole.config_records[WORDS].items() if key != missing}
-    tensors = {key: value for key, value in whole.array_records[TENSORS].items() if key != missing}
-    content = RecordDict({WORDS: ConfigRecord(words), TENSORS: ArrayRecord(tensors)})
-    content.pop(missing, None)
+    pieces = [
+        {} if missing == PIECE else dict(whole.config_records[key]) for key in whole if key != WORDS and missing != "up"
+    ]
+    content = RecordDict({f"up/{place}": ConfigRecord(piece) for place, piece in enumerate(pieces)})
+    if missing != WORDS:
+        content[WORDS] = ConfigRecord(words)
     assert f"no {missing!r} in it" in (unpack_reply(content, 0, 10**6).failure or "")
 
 

@@ -1,6 +1,6 @@
 """A device's own images: its folder or parquet files, under the classes that the server names.
 
-Decoded once, they are kept beside the device's other things: on a fleet every round is a process of its own.
+Decoded once, they are kept in memory, and beside the device's other things for the process that comes next.
 """
 
 from __future__ import annotations
@@ -77,22 +77,44 @@ def load_own(path: Path, form: Form) -> DataSet:
     return DataSet(path.name, form.classes, trained, tested, (*lost, *lost_too))
 
 
-def load_once(path: Path, form: Form, folder: Path) -> DataSet:
-    """Read the images under a path, or what was kept in a folder when they were last read and were the same."""
-    kept = folder / f"images-{_fingerprint(path, form)}.safetensors"
-    splits = _read_kept(kept)
-    if splits is not None:
-        return DataSet(path.name, form.classes, *splits)
-    data = load_own(path, form)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("images-*.safetensors"):
-        old.unlink()
-    if data.train.images.numel() + data.test.images.numel() <= LARGEST_KEPT:
-        parts = {"train": data.train, "test": data.test}
-        tensors = {f"{part}.images": images.images for part, images in parts.items()}
-        tensors |= {f"{part}.labels": images.labels for part, images in parts.items()}
-        write_atomically(kept, save(tensors))
-    return data
+class OwnImages:
+    """A device's images: read when they have changed, else as they were when they were last read.
+
+    Parameters
+    ----------
+    path
+        Where they are: see :func:`load_own`.
+    folder
+        Where they are kept once they are decoded.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path = path
+        self.folder = folder
+        self._last: tuple[str, DataSet] | None = None
+
+    def load(self, form: Form) -> DataSet:
+        """Return the images; as long as they are the same, the same object."""
+        fingerprint = _fingerprint(self.path, form)
+        if self._last is None or self._last[0] != fingerprint:
+            self._last = None  # before the others are read
+            self._last = fingerprint, self._load(form, self.folder / f"images-{fingerprint}.safetensors")
+        return self._last[1]
+
+    def _load(self, form: Form, kept: Path) -> DataSet:
+        splits = _read_kept(kept)
+        if splits is not None:
+            return DataSet(self.path.name, form.classes, *splits)
+        data = load_own(self.path, form)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("images-*.safetensors"):
+            old.unlink()
+        if data.train.images.numel() + data.test.images.numel() <= LARGEST_KEPT:
+            parts = {"train": data.train, "test": data.test}
+            tensors = {f"{part}.images": images.images for part, images in parts.items()}
+            tensors |= {f"{part}.labels": images.labels for part, images in parts.items()}
+            write_atomically(kept, save(tensors))
+        return data
 
 
 def _read_kept(file: Path) -> tuple[ImageSet, ImageSet] | None:

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
 from vitfleet.deploy.notes import Notes
-from vitfleet.deploy.processes import COMPLAINT, die_with_parent
+from vitfleet.deploy.processes import COMPLAINT, die_with_parent, free_at_once
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.conduct import conduct
@@ -53,6 +53,7 @@ def open_folder(folder: str, preset: str, overrides: str) -> RunFolder:
 def main(grid: Grid, context: Context) -> None:
     """Conduct a run's remaining rounds."""
     die_with_parent()
+    free_at_once()
     words = context.run_config
     held = open_folder(str(words["folder"]), str(words["preset"]), str(words["overrides"]))
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet, ImageSet, Shard
 from vitfleet.data.tasks import order_of, tasks_of_classes
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Marks, Reply, Verdict
 from vitfleet.fleet.envelope import Order, Paper, Terms
 from vitfleet.fleet.inline import diverged
@@ -33,7 +32,7 @@ from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
 from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine, set_up
-from vitfleet.wire import Kind, decode, encode
+from vitfleet.wire import Kind, read, write
 
 Images = Callable[[Config, Terms], DataSet]
 
@@ -58,7 +57,7 @@ class Keep:
         """Keep what is given once. It belongs to a newcomer, who has nothing else."""
         for path in self.folder.glob("after-*"):
             path.unlink()
-        write_atomically(self.folder / "base.safetensors", encode(base))
+        write(self.folder / "base.safetensors", base)
 
     def after(self, round: int) -> State | None:
         """Return the state after a round; ``None`` if it is gone. One with nothing in it: the client keeps nothing."""
@@ -66,7 +65,7 @@ class Keep:
 
     def keep(self, round: int, state: State | None, before: int | None) -> None:
         """Keep the state after a round beside the one before it, and let go of all others."""
-        write_atomically(self._path(round), encode(state or State()))
+        write(self._path(round), state or State())
         wanted = {self._path(one) for one in (round, before) if one is not None}
         for path in set(self.folder.glob("after-*")) - wanted:
             path.unlink()
@@ -76,14 +75,14 @@ class Keep:
 
     def _read(self, kind: type[Kind], path: Path) -> Kind | None:
         try:
-            return decode(kind, path.read_bytes())
+            return read(kind, path)
         except (FileNotFoundError, UserError):  # a damaged file is a lost one: the server gives it anew
             return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Device:
-    """One client, on its own machine.
+    """One client, on its own machine. What it works with stays from one order to the next of the same run.
 
     Attributes
     ----------
@@ -98,6 +97,7 @@ class Device:
     images: Images
     root: Path
     machine: MachineConfig
+    _last: tuple[Terms, int, DataSet, Desk] | None = field(default=None, init=False, repr=False)
 
     def answer(self, order: Order) -> Reply:
         """Do what an order asks; what the device's owner must mend is a failure that says so."""
@@ -148,14 +148,22 @@ class Device:
 
     def _desk(self, terms: Terms, client: int) -> Desk:
         config = validate(json.loads(terms.config))
+        images = self.images(config, terms)
+        if self._last is None or self._last[:2] != (terms, client) or self._last[2] is not images:
+            self._last = None  # before the next one is made
+            self._last = terms, client, images, self._lay(config, terms, client, images)
+        return self._last[3]
+
+    def _lay(self, config: Config, terms: Terms, client: int, images: DataSet) -> Desk:
         classes = len(terms.classes)
         net = make_net(config, classes, terms.channels, terms.side)
         machine = set_up(self.machine, net.width)
         stream = stream_of(config, classes, client, machine.device)
         known = stream.tasks if stream and config.task_known else None
         kit = make_kit(config, net, classes, machine, config.stages, known)
+        net.let_go()
         judge = Judge(kit.net, kit.trainer.preprocess, machine, config.eval.batch_size, known)
-        return Desk(config, machine, kit, judge, self.images(config, terms).to(machine.device), stream)
+        return Desk(config, machine, kit, judge, images.to(machine.device), stream)
 
 
 @dataclass(frozen=True)

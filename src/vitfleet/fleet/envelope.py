@@ -1,6 +1,8 @@
 """What a Flower message holds: an order to a device and its reply, an exam and its marks.
 
-Tensors travel as safetensors, never as pickle.
+Tensors travel as safetensors, never as pickle, cut into pieces, each a record of its own: taking a message in, Flower
+then holds it once. (Of an array it holds three copies: the pieces it came in, put together, and as bytes.) Who unpacks
+takes the pieces out one by one.
 
 Every field that comes from the other end is checked for its type here; what the tensors and numbers mean is checked
 by whoever uses them.
@@ -11,15 +13,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ConfigRecord, RecordDict
+from flwr.app.message.recorddict import RecordType
 
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Marks, Reply, Verdict
 from vitfleet.message import Message
 from vitfleet.methods.base import RefusalError
-from vitfleet.wire import decode, encode
+from vitfleet.wire import assemble, cut
 
-WORDS, TENSORS = "words", "tensors"
+WORDS, PIECE = "words", "piece"
 LARGEST_NUMBER = 2**53  # beyond it a float no longer counts by ones
 LONGEST_LIST = 65536
 LONGEST_REASON = 500
@@ -80,7 +83,7 @@ def pack_order(order: Order) -> RecordDict:
 
 def unpack_order(content: RecordDict) -> Order:
     """Take an order out of its envelope."""
-    words, tensors = content.config_records[WORDS], content.array_records[TENSORS]
+    words = _words(content)
     return Order(
         round=_whole(words, "round"),
         client=_whole(words, "client"),
@@ -88,8 +91,8 @@ def unpack_order(content: RecordDict) -> Order:
         stage=_whole(words, "stage"),
         since=_since(words),
         terms=_terms(words),
-        down=decode(Message, tensors["down"].data),
-        base=decode(Message, tensors["base"].data) if "base" in tensors else None,
+        down=_take(content, "down"),
+        base=_take(content, "base") if _names(content, "base") else None,
     )
 
 
@@ -101,14 +104,14 @@ def pack_exam(paper: Paper) -> RecordDict:
 
 def unpack_exam(content: RecordDict) -> Paper:
     """Take an exam out of its envelope."""
-    words, tensors = content.config_records[WORDS], content.array_records[TENSORS]
+    words = _words(content)
     return Paper(
         client=_whole(words, "client"),
         stages=_whole(words, "stages"),
         since=_since(words),
         terms=_terms(words),
-        server=decode(Message, tensors["server"].data),
-        base=decode(Message, tensors["base"].data) if "base" in tensors else None,
+        server=_take(content, "server"),
+        base=_take(content, "base") if _names(content, "base") else None,
     )
 
 
@@ -121,7 +124,7 @@ def pack_marks(marks: Marks) -> RecordDict:
 def unpack_marks(content: RecordDict, client: int, stages: int) -> Marks:
     """Take a device's marks out of their envelope; what cannot be marks is a failure that says why."""
     try:
-        words = content.config_records[WORDS]
+        words = _words(content)
         failure = str(words["failure"])[:LONGEST_REASON] or None
         if failure is not None:
             return Marks(client, failure=failure)
@@ -141,8 +144,7 @@ def pack_reply(reply: Reply) -> RecordDict:
     words = ConfigRecord(
         {"failure": reply.failure or "", "lost": reply.lost, "right": verdict.right, "tested": verdict.tested}
     )
-    tensors = ArrayRecord({} if reply.up is None else {"up": _array(reply.up)})
-    return RecordDict({WORDS: words, TENSORS: tensors})
+    return RecordDict({WORDS: words, **({} if reply.up is None else _pieces("up", reply.up))})
 
 
 def unpack_reply(content: RecordDict, client: int, limit: int) -> Reply:
@@ -154,14 +156,11 @@ def unpack_reply(content: RecordDict, client: int, limit: int) -> Reply:
         Bytes that a message may have.
     """
     try:
-        words, tensors = content.config_records[WORDS], content.array_records[TENSORS]
+        words = _words(content)
         failure = str(words["failure"])[:LONGEST_REASON] or None
         if failure is not None:
             return Reply(client, None, failure=failure, lost=bool(words["lost"]))
-        data = tensors["up"].data
-        if len(data) > limit:
-            raise RefusalError(f"its message has {len(data)} bytes, and fleet.max_message_mb allows {limit}")
-        up = decode(Message, data)
+        up = _take(content, "up", limit)
         check_numbers(up)
         tested = _whole(words, "tested")
         return Reply(client, up, _verdict(words["right"], tested) if tested >= 0 else None)
@@ -191,8 +190,10 @@ def _pack(
 ) -> RecordDict:
     about = {field.name: getattr(terms, field.name) for field in fields(Terms)}
     written = ConfigRecord({**words, "since": -1 if since is None else since, **about})
-    tensors = ArrayRecord({name: _array(message) for name, message in messages.items() if message is not None})
-    return RecordDict({WORDS: written, TENSORS: tensors})
+    pieces: dict[str, ConfigRecord] = {}
+    for name, message in messages.items():
+        pieces |= {} if message is None else _pieces(name, message)
+    return RecordDict({WORDS: written, **pieces})
 
 
 def _since(words: ConfigRecord) -> int | None:
@@ -219,9 +220,40 @@ def _verdict(right: object, tested: object) -> Verdict:
     raise RefusalError(f"it says it named {right} of {tested} images rightly")
 
 
-def _array(message: Message) -> Array:
-    data = encode(message)
-    return Array(dtype="uint8", shape=(len(data),), stype="safetensors", data=data)
+def _pieces(name: str, message: Message) -> dict[str, ConfigRecord]:
+    return {f"{name}/{place:06d}": ConfigRecord({PIECE: piece}) for place, piece in enumerate(cut(message))}
+
+
+def _names(content: RecordDict, name: str) -> list[str]:
+    """Return the names of a message's pieces, in their order."""
+    return sorted(key for key in content if key.startswith(f"{name}/"))
+
+
+def _take(content: RecordDict, name: str, limit: int | None = None) -> Message:
+    """Take a message out of an envelope, piece by piece."""
+    names = _names(content, name)
+    if not names:
+        raise KeyError(name)
+    size = sum(len(_piece(content[key])) for key in names)
+    if limit is not None and size > limit:
+        raise RefusalError(f"its message has {size} bytes, and fleet.max_message_mb allows {limit}")
+    return assemble(Message, (_piece(content.pop(key)) for key in names), size)
+
+
+def _piece(record: RecordType) -> bytes:
+    piece = record[PIECE]
+    if not isinstance(piece, bytes):
+        raise RefusalError("a piece of its message is not made of bytes")
+    return piece
+
+
+def _words(content: RecordDict) -> ConfigRecord:
+    # Not `content.config_records`: what that returns refers to itself and so keeps every piece until Python looks for
+    # such things.
+    words = content[WORDS]
+    if not isinstance(words, ConfigRecord):
+        raise RefusalError(f"its {WORDS!r} are a {type(words).__name__}")
+    return words
 
 
 def _whole(words: ConfigRecord, name: str) -> int:

@@ -139,13 +139,20 @@ class WeightedMean(Gathering):
         if self.config.rule == "mean":
             for held in kept:
                 self._fold(held.samples, held.tensors)
-            made = {name: total / self.shares[name] for name, total in self.sums.items()}
+            names = list(self.sums)
         else:
-            names = dict.fromkeys(name for held in kept for name in held.tensors)
-            made = {name: self._robust([held.tensors[name] for held in kept if name in held.tensors]) for name in names}
-        self.moved = set(made)
+            names = list(dict.fromkeys(name for held in kept for name in held.tensors))
+        self.moved = set(names)
         known = self.server.tensors
-        return State({**known, **{name: one.to(known[name].dtype) for name, one in made.items()}}, self.server.numbers)
+        # One after the other: a model in float64 takes twice its room, and its sums are there already.
+        made = {name: self._made(name, kept).to(known[name].dtype) for name in names}
+        return State({**known, **made}, self.server.numbers)
+
+    def _made(self, name: str, kept: list[Held]) -> Tensor:
+        """Return what becomes of a tensor, and let its sum go."""
+        if self.config.rule == "mean":
+            return self.sums.pop(name).div_(self.shares[name])
+        return self._robust([held.tensors[name] for held in kept if name in held.tensors])
 
     def _robust(self, sent: list[Tensor]) -> Tensor:
         """Return, coordinate by coordinate, the mean without the extremes, or the median."""

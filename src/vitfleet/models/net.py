@@ -96,6 +96,13 @@ class Net:
         state = self.module.vit.state_dict()
         return {name: state[name].detach().clone() for name in self.anatomy.shapes}
 
+    def let_go(self) -> None:
+        """Let go of the weights the architecture was built with: on a machine of a fleet they come with messages."""
+        for place, part in self.module.vit.named_modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if (f"{place}.{name}" if place else name) in self.anatomy.shapes:
+                    setattr(part, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
+
     def to(self, device: torch.device) -> Net:
         """Move the architecture's constants (index tables of some families) to a device."""
         self.module.to(device)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.message import State
-from vitfleet.wire import decode, encode, numbers_of
+from vitfleet.wire import numbers_of, read, write
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -94,7 +94,7 @@ class Checkpoints:
     def read(self, name: str) -> State:
         """Read one of a checkpoint's states."""
         try:
-            return decode(State, (self.folder / name).read_bytes())
+            return read(State, self.folder / name)
         except (UserError, FileNotFoundError) as error:
             raise UserError(f"{self.folder / name}: cannot be read ({error}); the run cannot go on") from None
 
@@ -127,17 +127,17 @@ class Checkpoints:
                 clients.pop(client, None)
             else:
                 clients[client] = f"client-{client:06d}-round-{round:06d}.safetensors"
-                write_atomically(self.folder / clients[client], encode(state))
+                write(self.folder / clients[client], state)
         parts: dict[str, str] = {}
         for key, part in server.parts.items():
             if before is not None and self._parts.get(key) is part:
                 parts[key] = before.parts[key]
             else:
                 parts[key] = f"{key}-round-{round:06d}.safetensors"
-                write_atomically(self.folder / parts[key], encode(part))
+                write(self.folder / parts[key], part)
         self._parts = dict(server.parts)
         name = f"server-round-{round:06d}.safetensors"
-        write_atomically(self.folder / name, encode(server))
+        write(self.folder / name, server)
         manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
         self.latest = manifest

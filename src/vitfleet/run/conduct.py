@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from safetensors.torch import save
-
 from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Request, Verdict, in_order
@@ -23,6 +21,7 @@ from vitfleet.run.dispatch import Traffic, Turn
 from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, summarize
 from vitfleet.run.session import Session
 from vitfleet.train.optim import learning_rate
+from vitfleet.wire import lay_out
 
 
 class Listener(Protocol):
@@ -222,6 +221,5 @@ def _save_model(session: Session) -> None:
         "input": {"channels": session.data.train.channels, "side": session.net.side},
         "normalisation": {"mean": session.net.mean, "std": session.net.std},
     }
-    tensors = {name: weights[name].detach().cpu().contiguous() for name in session.net.anatomy.shapes}
-    # One key of metadata: the format does not keep the order of several, and equal models shall be equal bytes.
-    write_atomically(session.folder / "model.safetensors", save(tensors, {"vitfleet": json.dumps(about)}))
+    tensors = {name: weights[name] for name in session.net.anatomy.shapes}
+    write_atomically(session.folder / "model.safetensors", lay_out(tensors, {"vitfleet": json.dumps(about)}))

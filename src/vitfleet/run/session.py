@@ -161,6 +161,8 @@ def open_session(
     kit = make_kit(config, net, len(data.classes), machine, stages, tasks)
     net, method, trainer = kit.net, kit.method, kit.trainer
     initial = _on(machine.device, net.initial_weights())
+    if grid is not None and config.data.tasks is None:  # tasks are compared with what was before them
+        net.let_go()
     base = method.base(initial)
     with ranks.first_ahead():
         checkpoints = Checkpoints(folder)
