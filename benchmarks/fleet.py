@@ -196,10 +196,21 @@ def shown(seconds: Sequence[float]) -> str:
     return " ".join(f"{one:.1f}" for one in seconds)
 
 
-def bare(module: str) -> int:
-    """Return the resident memory of a process that has imported a module and done nothing."""
-    code = f"import {module}, psutil; print(psutil.Process().memory_info().rss)"
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
+BARE = """
+import psutil
+from torch.utils import tensorboard
+from vitfleet.config import load_config
+from vitfleet.data.sources import load
+from flwr.superlink import cli
+from vitfleet.deploy import server_app
+load(load_config("digits").data)
+print(psutil.Process().memory_info().rss)
+"""
+
+
+def bare() -> int:
+    """Return the memory of a process that has imported what the server's app imports and read the data, no more."""
+    return int(subprocess.run([sys.executable, "-c", BARE], capture_output=True, check=True, text=True).stdout)
 
 
 def memory(out: Path) -> None:
@@ -217,8 +228,8 @@ def memory(out: Path) -> None:
     print(f"messages of {size / MIB:.0f} MiB from {len(names)} devices")
     for mark, peak in peaks.peaks.items():
         print(f"{mark}: {peak / MIB:.0f} MiB, {peak / size:.2f} messages")
-    idle = bare("vitfleet.deploy.server_app")
-    print(f"{app} before it has done anything: {idle / MIB:.0f} MiB; what it adds: "
+    idle = bare()
+    print(f"{app} before it has a model: {idle / MIB:.0f} MiB; what it adds: "
           f"{(peaks.peaks[app] - idle) / MIB:.0f} MiB, {(peaks.peaks[app] - idle) / size:.2f} messages")  # fmt: skip
 
 

@@ -14,14 +14,17 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app.user_config import UserConfig
 from loopback import LoopbackGrid, deal
 from test_flower import Nobody, flower, same
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
+from vitfleet.deploy.client_app import train
 from vitfleet.deploy.worker import WorkerError, ask
 from vitfleet.run.conduct import conduct
+from vitfleet.run.folder import create
 from vitfleet.run.records import read_records
 from vitfleet.run.session import open_session
 
@@ -185,3 +188,22 @@ def test_the_process_of_a_message_imports_no_torch() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "flwr.clientapp" in loaded
     assert not {"torch", "timm", "torchvision", "PIL", "pyarrow", "safetensors"} & set(loaded)
+
+
+def test_a_simulated_device_answers_without_a_worker(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("rounds=2", "eval.clients=0")
+    folder = tmp_path / "flower"
+    create(flower(config), folder, "flower", ["test"]).release()
+
+    def answer(client: int, message: Message) -> RecordDict:
+        node: UserConfig = {"partition-id": client, "num-partitions": config.fleet.clients, "threads": 1}
+        context = Context(1, 1, node, RecordDict(), {"folder": str(folder)})
+        return train(message, context).content
+
+    names = [str(client) for client in range(config.fleet.clients)]
+    session = open_session(flower(config), folder, grid=LoopbackGrid(answer, names))
+    conduct(session, Nobody())
+    inline = open_session(config, tmp_path / "inline")
+    conduct(inline, Nobody())
+    assert same(inline, session)
+    assert not workers()
