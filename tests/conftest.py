@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
@@ -23,6 +24,11 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.train.machine import Machine
 from vitfleet.train.trainer import Trainer, preprocess_for
+
+# A busy machine is slow: that says nothing of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
 
 pytest_plugins = ["made_runs"]  # runs made by hand, for reports
 
