@@ -91,7 +91,7 @@ def test_weights_gradients_and_optimiser_are_counted_by_hand() -> None:
 
 def test_activations_grow_with_the_batch_and_shrink_with_the_mask() -> None:
     small, large = (memory_of(batch, name="fed-full").activations for batch in (8, 32))
-    assert 3.5 < large / small < 4.1
+    assert 3.5 < large / small < 4.5  # gradients that are not there yet at the worst moment are taken off both
     masked = memory_of(32, 0.75, name="fed-full").activations
     assert 0.15 < masked / large < 0.35
 
