@@ -111,7 +111,7 @@ def test_over_selection_asks_more_and_takes_the_first(tiny_config: MakeConfig, t
 def test_who_has_too_little_memory_is_flagged_not_trained(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.session.training_memory", lambda *_: _Huge())
+    monkeypatch.setattr("vitfleet.run.session.round_memory", lambda *_: _Huge())
     play(tiny_config("fleet.devices={agx=1, pi4-2gb=1}"), tmp_path)
     kinds = json.loads((tmp_path / "devices.json").read_text())
     small = {client for client, name in enumerate(kinds["clients"]) if name == "pi4-2gb"}
@@ -155,7 +155,7 @@ def test_buffered_rounds_overlap_and_survive_a_stop(method: str, tiny_config: Ma
 def test_too_few_devices_with_memory_enough_for_a_buffer(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.session.training_memory", lambda *_: _Huge())
+    monkeypatch.setattr("vitfleet.run.session.round_memory", lambda *_: _Huge())
     session = open_session(tiny_config("fleet.devices={agx=1, pi4-2gb=1}", *BUFFERED), tmp_path)
     with pytest.raises(UserError, match="only 4 clients have memory enough"):
         conduct(session, Until())

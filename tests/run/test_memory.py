@@ -91,8 +91,7 @@ def test_weights_gradients_and_optimiser_are_counted_by_hand() -> None:
 
 def test_activations_grow_with_the_batch_and_shrink_with_the_mask() -> None:
     small, large = (memory_of(batch, name="fed-full").activations for batch in (8, 32))
-    # A little more than four: with few images the worst moment comes before all gradients are there.
-    assert 3.5 < large / small < 4.5
+    assert 3.5 < large / small < 4.5  # gradients that are not there yet at the worst moment are taken off both
     masked = memory_of(32, 0.75, name="fed-full").activations
     assert 0.15 < masked / large < 0.35
 
@@ -126,4 +125,4 @@ def test_the_model_from_before_an_aggregation_is_held_too() -> None:
     anatomy = build(MODEL, 10, 3, 32, 0).anatomy
     body = FLOAT * anatomy.count(anatomy.body)
     newcomer, returning = memory_of(name="fedvit"), memory_of(name="fedvit", stored=[])
-    assert returning.weights - newcomer.weights >= 2 * body  # as it was kept, and a copy to take gradients at
+    assert returning.weights - newcomer.weights == 2 * body  # as it was kept, and a copy to take gradients at
