@@ -24,7 +24,7 @@ METADATA = "__metadata__"
 ALIGNMENT = 8
 LENGTH_FIELD = 8  # bytes of the header's length, before the header
 LONGEST_HEADER = 10**8  # the format's own bound
-PIECE = 4 * 2**20  # bytes
+PIECE = 2**20  # bytes: a slow line must get one through before Flower loses its patience, after 30 seconds
 
 # How the format names dtypes, in the order in which it lays tensors out (widest first, then by name).
 _LAYOUT: Mapping[torch.dtype, str] = {

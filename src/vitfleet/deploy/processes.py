@@ -28,14 +28,11 @@ from vitfleet.deploy.certs import Certs
 from vitfleet.errors import UserError
 
 # Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
-# Arrays travel in small pieces, two at a time: a piece that is not through in 30 seconds is sent again, and again, and
-# Flower's own 5 MiB never got up a line of 100 KB/s.
 SETTINGS = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-    "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(2**20),
 }
 COMPLAINT = "complaint.txt"  # in a run's folder: what its owner must mend
 MANY_COMMANDS = """
