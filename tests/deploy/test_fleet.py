@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +119,6 @@ def test_three_devices_are_as_good_as_one_process(site: Site, tiny_config: MakeC
         inline, flower = (tmp_path / f"{where}-{name}" for where in ("inline", "flower"))
         assert (inline / "records.jsonl").read_bytes() == (flower / "records.jsonl").read_bytes()
         assert server_state(inline) == server_state(flower)
-
-
-def test_flower_cuts_messages_into_the_pieces_that_we_say(tmp_path: Path) -> None:
-    """It has no public setting for it, and a slow line needs small ones."""
-    code = "from flwr.app import Array; print(len(Array('uint8', (3 * 2**20,), 'raw', bytes(3 * 2**20)).slice_array()))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, check=True)
-    assert int(done.stdout) == 3
 
 
 def only_devices_come_in(site: Site) -> None:
