@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from vitfleet import files
+from vitfleet import files, wire
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
@@ -190,7 +190,8 @@ def test_a_file_half_written_is_never_taken_for_whole(
     checkpoints = Checkpoints(tmp_path)
     written: list[str] = []
 
-    def half(path: Path, data: bytes) -> None:
+    def half(path: Path, given: bytes | Iterable[bytes | memoryview]) -> None:
+        data = given if isinstance(given, bytes) else b"".join(given)
         if len(written) < nth:
             written.append(path.name)
             files.write_atomically(path, data)
@@ -204,7 +205,8 @@ def test_a_file_half_written_is_never_taken_for_whole(
             patch.setattr(os, "fsync", stop)
             files.write_atomically(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_atomically", half)
+    for module in (checkpoint, wire):
+        monkeypatch.setattr(module, "write_atomically", half)
     with pytest.raises(Crash):
         commit_second(checkpoints)
     assert any(path.name.endswith(".tmp") for path in checkpoints.folder.iterdir())
