@@ -14,6 +14,7 @@ from vitfleet.train.cohort import Assignment, Cohort, Engine, Given
 from vitfleet.train.warmth import Warmth
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
+CAPACITY = 8  # an epoch's tables have room for a multiple of so many steps, so that a longer epoch needs no new capture
 
 
 class Course(Protocol):
@@ -61,15 +62,15 @@ class GraphCourse:
     Parameters
     ----------
     visits
-        An epoch whose tables later ones must fit into.
+        An epoch whose tables say what room later ones have.
     """
 
     def __init__(self, cohort: Cohort, visits: Visits, pool: Any, warmth: Warmth) -> None:
         self.cohort = cohort
         self.warmth = warmth
         self.pool = pool
-        self.capacity = len(visits)
-        self.tables = visits.all.map(torch.empty_like)
+        self.capacity = -(-len(visits) // CAPACITY) * CAPACITY
+        self.tables = visits.all.map(lambda rows: rows.new_empty(self.capacity, *rows.shape[1:]))
         device = cohort.engine.machine.device
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros((), dtype=torch.long, device=device)
