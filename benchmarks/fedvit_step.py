@@ -28,7 +28,7 @@ from vitfleet.models.zoo import build
 from vitfleet.train.cohort import Assignment, Place
 from vitfleet.train.machine import set_up
 from vitfleet.train.objective import Fit, Memory, Objective, References, Step
-from vitfleet.train.surgery import Integrator, MostDissimilar, products, solve
+from vitfleet.train.surgery import Integrator, MostDissimilar, in_pieces, products, solve
 from vitfleet.train.trainer import Trainer, preprocess_for
 
 CLASSES = 100
@@ -137,7 +137,9 @@ def time_of_solve(clients: int, k: int, parameters: int, device: torch.device, r
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
     own = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
-    gram, slack, size = torch.vmap(lambda one, many: products({"w": one}, {"w": many}))(own, rows)
+    gram, slack, size = torch.vmap(lambda one, many: products(in_pieces({"w": one[None]}), in_pieces({"w": many})))(
+        own, rows
+    )
     lifted = torch.vmap(lambda a, b, c: solve(a, b, c).v)
 
     def once() -> None:

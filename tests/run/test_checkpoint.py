@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ def assert_state(found: State, value: float) -> None:
 
 def commit_first(checkpoints: Checkpoints) -> None:
     checkpoints.commit(1, state(1), {0: state(10), 3: state(13)}, {0: 1, 3: 1}, (100, 40), (7, 8))
+    checkpoints.wait()
 
 
 def commit_second(checkpoints: Checkpoints) -> None:
     changed = {0: None, 3: state(23), 5: state(25)}
     checkpoints.commit(2, state(2), changed, {0: 1, 3: 2, 5: 2}, (200, 80), (14, 16))
+    checkpoints.wait()
 
 
 def assert_first(checkpoints: Checkpoints) -> None:
@@ -85,6 +88,7 @@ def test_a_client_that_did_not_change_is_not_written_again(tmp_path: Path) -> No
     before = checkpoints.folder / checkpoints.latest.clients[0]
     stamp = before.stat().st_mtime_ns, before.stat().st_ino
     checkpoints.commit(2, state(2), {3: state(23)}, {}, (0, 0), (0, 0))
+    checkpoints.wait()
     assert (before.stat().st_mtime_ns, before.stat().st_ino) == stamp
     again = Checkpoints(tmp_path)
     assert again.latest is not None
@@ -221,3 +225,45 @@ def test_write_atomically_replaces_whole_files_and_leaves_nothing_else(tmp_path:
         files.write_atomically(path, data)
         assert path.read_bytes() == data
         assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit_first(checkpoints)
+    released = threading.Event()
+
+    def held_up(path: Path, named: State) -> None:
+        assert released.wait(60)
+        wire.write(path, named)
+
+    monkeypatch.setattr(checkpoint, "write", held_up)
+    checkpoints.commit(2, state(2), {0: None, 3: state(23)}, {}, (0, 0), (0, 0))
+    assert_first(checkpoints)
+    assert checkpoints.client(0) is None
+    found = checkpoints.client(3)
+    assert found is not None
+    assert_state(found, 23)
+    released.set()
+    checkpoints.wait()
+    assert checkpoints.latest is not None
+    assert checkpoints.latest.round == 2
+    again = checkpoints.client(3)
+    assert again is not None
+    assert_state(again, 23)
+    assert checkpoints.client(0) is None
+
+
+def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit_first(checkpoints)
+
+    def full(path: Path, named: State) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    checkpoints.commit(2, state(2), {}, {}, (0, 0), (0, 0))
+    with pytest.raises(OSError, match="No space left"):
+        commit_second(checkpoints)
+    assert_first(Checkpoints(tmp_path))

@@ -20,6 +20,7 @@ from vitfleet.train.surgery import (
     MostDissimilar,
     Rotation,
     distances_to,
+    in_pieces,
     obtuse,
     products,
     solve,
@@ -68,7 +69,7 @@ def test_the_integrator_equals_quadprog_on_200_random_problems() -> None:
 def test_the_dual_is_solved_to_1e_8(k: int) -> None:
     for seed in range(20):
         gradient, rows = problem(1000 + seed, k, size=80)
-        gram, slack, size = products({"w": gradient}, {"w": rows})
+        gram, slack, size = products(in_pieces({"w": gradient[None]}), in_pieces({"w": rows}))
         solution = solve(gram, slack, size)
         # The conditions of Karush, Kuhn and Tucker, on rows and gradient of unit length.
         lengths = gram.diagonal().sqrt()

@@ -4,21 +4,28 @@ A checkpoint is a manifest, ``checkpoint.json``, that names the files it is made
 names never used before and only then is the manifest replaced, so a crash at any moment leaves the last
 complete checkpoint. A client's state is written when it changed, not every round. Files that no manifest
 names any more are removed after the commit.
+
+Writing goes on beside the next round: states are values that nobody changes, and what has left the device is
+written by a thread of its own, which never touches the device. Until a checkpoint is complete, what it holds of a
+client is read from memory, and a crash leaves the one before.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
-from vitfleet.message import State
+from vitfleet.message import State, Tensors
 from vitfleet.wire import numbers_of, read, write
 
 MANIFEST = "checkpoint.json"
@@ -71,6 +78,9 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
         self.latest = self._read_manifest()
         self._parts: Mapping[str, State] = {}  # as they were last written or read
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._unwritten: Mapping[int, State | None] = {}  # clients' states of a checkpoint that is not complete yet
         self._sweep()
 
     def reload(self) -> None:
@@ -99,7 +109,10 @@ class Checkpoints:
             raise UserError(f"{self.folder / name}: cannot be read ({error}); the run cannot go on") from None
 
     def client(self, client: int) -> State | None:
-        """Return a client's own state as of the last checkpoint, memory-mapped: only what is used is read."""
+        """Return a client's own state as of the last commit; from its file memory-mapped: only what is used is read."""
+        unwritten = self._unwritten
+        if client in unwritten:
+            return unwritten[client]
         name = self.latest.clients.get(client) if self.latest else None
         return None if name is None else self._map(name)
 
@@ -119,33 +132,51 @@ class Checkpoints:
         lengths: tuple[int, int],
         totals: tuple[int, int],
     ) -> None:
-        """Write a checkpoint of a finished round and let the one before go."""
+        """Begin to write a checkpoint of a finished round, after which the one before goes."""
+        self.wait()
         before = self.latest
         clients = dict(before.clients) if before else {}
+        files: dict[str, State] = {}
+        unwritten: dict[int, State | None] = {}
         for client, state in changed.items():
             if state is None:
                 clients.pop(client, None)
+                unwritten[client] = None
             else:
                 clients[client] = f"client-{client:06d}-round-{round:06d}.safetensors"
-                write(self.folder / clients[client], state)
+                files[clients[client]] = unwritten[client] = on_host(state)
         parts: dict[str, str] = {}
         for key, part in server.parts.items():
             if before is not None and self._parts.get(key) is part:
                 parts[key] = before.parts[key]
             else:
                 parts[key] = f"{key}-round-{round:06d}.safetensors"
-                write(self.folder / parts[key], part)
+                files[parts[key]] = on_host(part)
         self._parts = dict(server.parts)
         name = f"server-round-{round:06d}.safetensors"
-        write(self.folder / name, server)
+        files[name] = on_host(server)
         manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
+        self._unwritten = unwritten
+        self._writing = self._writer.submit(self._write, files, manifest)
+
+    def _write(self, files: dict[str, State], manifest: Manifest) -> None:
+        for name in list(files):
+            write(self.folder / name, files.pop(name))
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
-        self.latest = manifest
+        before, self.latest = self.latest, manifest
+        self._unwritten = {}  # only now: somebody may be asking for a client's state meanwhile
         for name in _files(before) - _files(manifest):
             (self.folder / name).unlink()
 
+    def wait(self) -> None:
+        """Wait until what was committed is complete; what went wrong with it is raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def mapped(self, server: State) -> State:
         """Return the server's state with every part memory-mapped from its file of the last checkpoint."""
+        self.wait()
         assert self.latest is not None
         self._parts = {key: self._map(name) for key, name in self.latest.parts.items()}
         return replace(server, parts=dict(self._parts))
@@ -166,3 +197,19 @@ class Checkpoints:
 
 def _files(manifest: Manifest | None) -> set[str]:
     return {manifest.server, *manifest.clients.values(), *manifest.parts.values()} if manifest else set()
+
+
+def on_host(state: State) -> State:
+    """Return a state, without its parts, whose tensors are on the host; they come there in one piece a type."""
+    away: dict[torch.dtype, dict[str, Tensor]] = {}
+    for name, tensor in state.tensors.items():
+        if tensor.device.type != "cpu":
+            away.setdefault(tensor.dtype, {})[name] = tensor
+    come = {name: tensor for some in away.values() for name, tensor in _fetched(some).items()}
+    return State({name: come.get(name, tensor) for name, tensor in state.tensors.items()}, state.numbers)
+
+
+def _fetched(tensors: Tensors) -> Tensors:
+    row = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
+    pieces = torch.split(row, [tensor.numel() for tensor in tensors.values()])
+    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}

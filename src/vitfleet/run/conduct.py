@@ -62,6 +62,8 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
                     (records.length(), timings.length()),
                     (session.total_up_bytes, session.total_down_bytes),
                 )
+                if not session.overlaps:
+                    session.checkpoints.wait()
                 session.ranks.wait()
                 _map_parts(session)
             listener.round_done(record, seconds)
@@ -69,6 +71,7 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
         records.close()
         timings.close()
         curves.close()
+        session.checkpoints.wait()
     _save_model(session)
     return summarize(folder, config, session.costs(), continual.summary(folder, config))
 

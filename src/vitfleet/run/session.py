@@ -113,6 +113,14 @@ class Session:
         return refined
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a round may begin while the checkpoint before it is still being written.
+
+        Not where somebody else goes by it: devices remember one round, other ranks read what is written.
+        """
+        return self.config.fleet.kind == "inline" and self.ranks.size == 1
+
+    @property
     def params(self) -> int:
         """Parameters of the model on a client."""
         return self.net.anatomy.count(self.net.anatomy.whole)

@@ -266,10 +266,10 @@ class Cohort:
             axis = 1 if self.many else 0
             rows = {name: one.unsqueeze(axis) for name, one in _gradients(losses, self.elsewhere).items()}
             found.append(References(rows, torch.ones_like(self.loss, dtype=torch.bool).unsqueeze(-1)))
-        if not found:
-            return None
+        if len(found) < 2:
+            return found[0] if found else None
         axis = 1 if self.many else 0
-        together = {name: torch.cat([one.gradients[name] for one in found], dim=axis) for name in self.trains}
+        together = _put_together([one.gradients for one in found], axis)
         return References(together, torch.cat([one.present for one in found], dim=-1))
 
     def _recall(self, gradients: Tensors, refresh: bool) -> References:
@@ -306,7 +306,8 @@ class Cohort:
         for start in range(0, parts, at_once):
             some = {name: one.narrow(axis, start, min(at_once, parts - start)) for name, one in memory.items()}
             rows.append(self._gradients_of_parts(some, axis))
-        together = {name: torch.cat([row[name] for row in rows], dim=axis) for name in self.trains}
+        # Of one piece, there is nothing to put together: they are hundreds of megabytes.
+        together = rows[0] if len(rows) == 1 else _put_together(rows, axis)
         return References(together, memory["share"].sum(dim=-1) > 0)
 
     def _gradients_of_parts(self, memory: Tensors, axis: int) -> dict[str, Tensor]:
@@ -363,6 +364,10 @@ def _gradients(losses: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
     # A fused optimiser goes through memory as it lies, and batched products leave theirs transposed.
     return {name: one.contiguous() for name, one in zip(leaves, found, strict=True)}
+
+
+def _put_together(rows: Sequence[Tensors], axis: int) -> dict[str, Tensor]:
+    return {name: torch.cat([row[name] for row in rows], dim=axis) for name in rows[0]}
 
 
 def _clipped(gradients: Tensors, limit: float, many: bool) -> dict[str, Tensor]:

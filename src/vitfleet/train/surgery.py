@@ -16,11 +16,11 @@ order).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vitfleet.message import Tensors
 from vitfleet.train.objective import References, Step
@@ -31,7 +31,7 @@ DEPENDENT = 1e-12  # a row whose squared distance from the span of those taken u
 SOLVED = 1e-8  # what counts as solved
 VANISHED = 1e-7  # a turned gradient this much shorter than g is all rounding: it is none
 ACUTE = -1e-6  # the least cosine that the check lets pass
-PIECE = 8192  # numbers of a gradient that are multiplied at once
+PIECE = 8192  # numbers of a gradient that are multiplied at once; see in_pieces
 COUNTS = ("integrated", "rotated", "degenerate", "unsolved")  # steps, of what is told here: see Turned
 TUNING = "tuning_"  # what the same counts are called by where it is the fine tuning that is meant
 OBTUSE = "obtuse"  # and those that the check, where it is on, found wrong
@@ -166,7 +166,8 @@ def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float
     margin
         GEM's γ: the least of every multiplier, once any constraint is broken.
     """
-    gram, slack, size = products(gradients, references)
+    own, rows = in_pieces({name: one[None] for name, one in gradients.items()}), in_pieces(references, gradients)
+    gram, slack, size = products(own, rows)
     here = present.to(torch.float64)
     gram, slack = gram * here[:, None] * here[None, :], slack * here
     lengths = gram.diagonal().clamp(min=0).sqrt()
@@ -177,34 +178,42 @@ def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float
     v = torch.where(broken, solution.v + least, torch.zeros_like(least))
     left = size + 2 * (v @ slack) + v @ gram @ v
     vanished = broken & (left <= VANISHED**2 * size)
-    applied: dict[str, Tensor] = {}
-    for name, own in gradients.items():
-        weights = v.view(-1, *(1,) * own.dim())
-        moved = own + (weights * references[name]).sum(0)  # in v's float64
-        applied[name] = torch.where(broken, torch.where(vanished, 0, moved).to(own.dtype), own)
+    moved = torch.where(broken, torch.where(vanished, 0, own + v[None, None, :] @ rows), own)
+    applied = out_of_pieces(moved, gradients)
     odd = (present & (lengths == 0)).any() | (size == 0) | (broken & solution.dependent) | vanished
     return Turned(applied, broken.float(), odd.float(), (broken & ~solution.solved).float())
 
 
-def products(gradients: Tensors, references: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inner products of the references, those with the gradient, and its squared length, in float64.
+def in_pieces(rows: Tensors, names: Iterable[str] | None = None) -> Tensor:
+    """Return the numbers of some gradients, ``[k, …]`` each, as ``[pieces, k, PIECE]`` in float64, zeros at the end.
 
-    In float64: what a GPU does to float32 products (TF32) would spoil the angles. Few rows of millions of numbers are
-    no shape for a matrix product, whose work would fall to a handful of a GPU's processors; so they are cut into
-    pieces, every piece is multiplied on its own, and the products are summed.
+    In float64: what a GPU does to float32 products (TF32) would spoil the angles. In pieces: few rows of millions of
+    numbers are no shape for a matrix product, whose work would fall to a handful of a GPU's processors; so every piece
+    is multiplied on its own, and the products are summed.
     """
-    together = torch.cat(
-        [torch.cat([references[name], own[None]]).flatten(1) for name, own in gradients.items()], dim=1
-    )
-    padded = F.pad(together, (0, -together.shape[1] % PIECE))
-    pieces = padded.reshape(len(together), -1, PIECE).transpose(0, 1).double()
-    gram = (pieces @ pieces.mT).sum(0)
-    return gram[:-1, :-1], gram[:-1, -1], gram[-1, -1]
+    flat = [rows[name].flatten(1) for name in (rows if names is None else names)]
+    missing = -sum(one.shape[1] for one in flat) % PIECE
+    together = torch.cat([*flat, flat[0].new_zeros(flat[0].shape[0], missing)], dim=1)
+    return together.reshape(together.shape[0], -1, PIECE).transpose(0, 1).contiguous().double()
+
+
+def out_of_pieces(pieces: Tensor, like: Tensors) -> dict[str, Tensor]:
+    """Return a single gradient, ``[pieces, 1, PIECE]``, in the shapes that it came in."""
+    sizes = [one.numel() for one in like.values()]
+    parts = torch.split(pieces.flatten()[: sum(sizes)], sizes)
+    return {name: part.reshape(one.shape).to(one.dtype) for (name, one), part in zip(like.items(), parts, strict=True)}
+
+
+def products(own: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inner products of the references, those with the gradient, and its squared length, in float64."""
+    gram, slack = (rows @ rows.mT).sum(0), (rows @ own.mT).sum(0).squeeze(-1)
+    return gram, slack, (own * own).sum()
 
 
 def obtuse(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
     """Return whether the angle to some reference is obtuse, its cosine below −1e-6: 0 or 1, a float32 scalar."""
-    gram, slack, size = products(gradients, references)
+    own = in_pieces({name: one[None] for name, one in gradients.items()})
+    gram, slack, size = products(own, in_pieces(references, gradients))
     lengths = (gram.diagonal() * size).sqrt()
     return (present & (slack < ACUTE * lengths)).any().float()
 
