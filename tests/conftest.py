@@ -30,7 +30,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
-pytest_plugins = ["made_runs"]  # runs made by hand, for reports
+pytest_plugins = ["made_runs", "made_sets"]  # runs made by hand, for reports; sets of images
 
 CLASSES = 5
 SIDE = 8
