@@ -17,15 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitfleet.config import read_config
 from vitfleet.config.schema import Config
 from vitfleet.deploy.processes import free_port
-from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request
-from vitfleet.message import State
+from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request
 from vitfleet.run.conduct import conduct
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
 from vitfleet.run.session import open_session
@@ -144,10 +143,9 @@ sys.meta_path.insert(0, Liar())
 
 
 @dataclass
-class Restricted:
+class Restricted(FleetAround[Fleet]):
     """A fleet in one process of which some replies are never asked for."""
 
-    inner: Fleet
     without: set[Place]
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
@@ -156,18 +154,6 @@ class Restricted:
                 yield Reply(request.client, None, failure="left out")
             else:
                 yield from self.inner.ask([request])
-
-    def settle(self, taken: Collection[int]) -> None:
-        self.inner.settle(taken)
-
-    def examine(self, exam: Exam) -> Iterator[Marks]:
-        return self.inner.examine(exam)
-
-    def own(self, client: int) -> State | None:
-        return self.inner.own(client)
-
-    def changed(self) -> Mapping[int, State | None]:
-        return self.inner.changed()
 
 
 class Nobody:
