@@ -21,8 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitfleet.config import read_config
+from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
+from vitfleet.data.deal import write_shards
+from vitfleet.data.holdings import holdings
+from vitfleet.data.sources import load
+from vitfleet.deploy.certs import make_certs
 from vitfleet.deploy.processes import free_port
 from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request
 from vitfleet.run.conduct import conduct
@@ -177,12 +181,12 @@ class Site:
         """Make keys, deal the images, write down how to lie."""
         (self.out / "liar").mkdir(parents=True)
         (self.out / "liar" / "sitecustomize.py").write_text(LIAR)
-        names = ",".join(self.plan.names)
-        subprocess.run(self.vitfleet("certs", self.out / "fleet", "--names", names), check=True)
-        given = self._given()
-        subprocess.run(
-            self.vitfleet("deal", "digits", "--out", self.out / "data", "--names", names, *given), check=True
-        )
+        names = self.plan.names
+        make_certs(self.out / "fleet", [], names)
+        everybody = {"fleet.clients": len(names), "fleet.per_round": len(names)}
+        config = load_config("digits", self._overrides(), everybody)
+        data = load(config.data)
+        write_shards(data, holdings(config, data), list(names), self.out / "data")
 
     def serve(self) -> None:
         """Start the server, with a new run or the one that is there."""
@@ -222,8 +226,11 @@ class Site:
                 raise RuntimeError(f"the server ended: see {self.out / 'server.log'}")
             time.sleep(0.2)
 
+    def _overrides(self) -> list[str]:
+        return [f"rounds={self.plan.rounds}", *self.plan.overrides]
+
     def _given(self) -> list[str]:
-        return [part for one in (f"rounds={self.plan.rounds}", *self.plan.overrides) for part in ("-o", one)]
+        return [part for one in self._overrides() for part in ("-o", one)]
 
     def _start(self, name: str, command: list[str], more: Mapping[str, str] | None = None) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
