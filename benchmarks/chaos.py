@@ -17,15 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitfleet.config import read_config
+from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
+from vitfleet.data.deal import write_shards
+from vitfleet.data.holdings import holdings
+from vitfleet.data.sources import load
+from vitfleet.deploy.certs import make_certs
 from vitfleet.deploy.processes import free_port
-from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request
-from vitfleet.message import State
+from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request
 from vitfleet.run.conduct import conduct
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
 from vitfleet.run.session import open_session
@@ -144,10 +147,9 @@ sys.meta_path.insert(0, Liar())
 
 
 @dataclass
-class Restricted:
+class Restricted(FleetAround[Fleet]):
     """A fleet in one process of which some replies are never asked for."""
 
-    inner: Fleet
     without: set[Place]
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
@@ -156,18 +158,6 @@ class Restricted:
                 yield Reply(request.client, None, failure="left out")
             else:
                 yield from self.inner.ask([request])
-
-    def settle(self, taken: Collection[int]) -> None:
-        self.inner.settle(taken)
-
-    def examine(self, exam: Exam) -> Iterator[Marks]:
-        return self.inner.examine(exam)
-
-    def own(self, client: int) -> State | None:
-        return self.inner.own(client)
-
-    def changed(self) -> Mapping[int, State | None]:
-        return self.inner.changed()
 
 
 class Nobody:
@@ -191,12 +181,12 @@ class Site:
         """Make keys, deal the images, write down how to lie."""
         (self.out / "liar").mkdir(parents=True)
         (self.out / "liar" / "sitecustomize.py").write_text(LIAR)
-        names = ",".join(self.plan.names)
-        subprocess.run(self.vitfleet("certs", self.out / "fleet", "--names", names), check=True)
-        given = self._given()
-        subprocess.run(
-            self.vitfleet("deal", "digits", "--out", self.out / "data", "--names", names, *given), check=True
-        )
+        names = self.plan.names
+        make_certs(self.out / "fleet", [], names)
+        everybody = {"fleet.clients": len(names), "fleet.per_round": len(names)}
+        config = load_config("digits", self._overrides(), everybody)
+        data = load(config.data)
+        write_shards(data, holdings(config, data), list(names), self.out / "data")
 
     def serve(self) -> None:
         """Start the server, with a new run or the one that is there."""
@@ -236,8 +226,11 @@ class Site:
                 raise RuntimeError(f"the server ended: see {self.out / 'server.log'}")
             time.sleep(0.2)
 
+    def _overrides(self) -> list[str]:
+        return [f"rounds={self.plan.rounds}", *self.plan.overrides]
+
     def _given(self) -> list[str]:
-        return [part for one in (f"rounds={self.plan.rounds}", *self.plan.overrides) for part in ("-o", one)]
+        return [part for one in self._overrides() for part in ("-o", one)]
 
     def _start(self, name: str, command: list[str], more: Mapping[str, str] | None = None) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from vitfleet.cli import main
+from vitfleet.cli.base import console
 from vitfleet.config import load_config
 from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
@@ -30,7 +35,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
-pytest_plugins = ["made_runs"]  # runs made by hand, for reports
+pytest_plugins = ["made_runs", "made_sets"]  # runs made by hand, for reports; sets of images
 
 CLASSES = 5
 SIDE = 8
@@ -170,6 +175,11 @@ def tiny_config(tiny_overrides: tuple[str, ...]) -> MakeConfig:
     return make
 
 
+# A command knows nothing of the user's data, has no network, and one thread.
+HIDDEN = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
+ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="session")
 def executable() -> Path:
     """Return the installed command."""
@@ -178,20 +188,32 @@ def executable() -> Path:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """Return the environment of a command: nothing of the user's data, no network, one thread."""
-    hidden = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
-    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    """Return the environment of a command."""
+    return {name: value for name, value in os.environ.items() if name not in HIDDEN} | ALONE
 
 
 @pytest.fixture(scope="session")
-def vitfleet(executable: Path, environment: dict[str, str]) -> Command:
-    """Return a function that runs the command to its end in a folder."""
+def vitfleet() -> Command:
+    """Return a function that runs the command in a folder, in this process: to start one takes seconds."""
 
     def run(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [str(executable), *map(str, arguments)]
-        return subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        command = ["vitfleet", *map(str, arguments)]
+        out, complaints, code = io.StringIO(), io.StringIO(), 0
+        terminate = signal.getsignal(signal.SIGTERM)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(complaints):
+            patch.chdir(cwd)
+            for name in HIDDEN:
+                patch.delenv(name, raising=False)
+            for name, value in ALONE.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", command)
+            patch.setattr(console, "stderr", False)  # --json changes it
+            try:
+                main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+            finally:
+                signal.signal(signal.SIGTERM, terminate)
+        return subprocess.CompletedProcess(command, code, out.getvalue(), complaints.getvalue())
 
     return run

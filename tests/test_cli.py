@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -15,10 +16,14 @@ from typing import TypeAlias
 
 import pytest
 
-from conftest import Command
+from conftest import Command, MakeConfig
 from vitfleet.config import presets
+from vitfleet.run.folder import create
 
+# What makes any preset on digits a run of some seconds.
+SMALL = ("data.limit=200", "train.epochs=1", "model.dim=16", "model.patch_size=4")
 Result: TypeAlias = subprocess.CompletedProcess[str]
+Launch: TypeAlias = Callable[..., subprocess.Popen[str]]
 
 
 def options(*overrides: str) -> list[str]:
@@ -36,12 +41,41 @@ def assert_refused(result: Result, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(
-    tmp_path_factory: pytest.TempPathFactory, vitfleet: Command, tiny_overrides: tuple[str, ...]
+    tmp_path_factory: pytest.TempPathFactory,
+    executable: Path,
+    environment: dict[str, str],
+    tiny_overrides: tuple[str, ...],
 ) -> tuple[Path, Result]:
-    """Return the folder of a tiny run that the command finished, and what it said."""
+    """Return the folder of a tiny run that the command finished in a process of its own, and what it said."""
     cwd = tmp_path_factory.mktemp("finished")
-    result = vitfleet(cwd, "run", "digits", *options(*tiny_overrides), "--out", "done", "--seed", "4")
+    command = [str(executable), "run", "digits", *options(*tiny_overrides), "--out", "done", "--seed", "4"]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return cwd / "done", result
+
+
+@pytest.fixture
+def launch(executable: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[Launch]:
+    """Return a function that starts the command and does not wait for its end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str | Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [str(executable), *map(str, arguments)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 def test_help_lists_the_commands(vitfleet: Command, tmp_path: Path) -> None:
@@ -118,8 +152,10 @@ def test_a_bad_override_is_one_sentence(override: str, words: list[str], vitflee
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_preset_nobody_knows_is_one_sentence(vitfleet: Command, tmp_path: Path) -> None:
-    assert_refused(vitfleet(tmp_path, "run", "digit"), "digit", "'digits'")
+def test_a_preset_nobody_knows_is_one_sentence(launch: Launch, vitfleet: Command, tmp_path: Path) -> None:
+    process = launch("run", "digit")
+    out, said = process.communicate(timeout=60)
+    assert_refused(subprocess.CompletedProcess(process.args, process.returncode, out, said), "digit", "'digits'")
     assert_refused(vitfleet(tmp_path, "run", "none.toml"), "none.toml")
     assert not (tmp_path / "runs").exists()
 
@@ -131,6 +167,7 @@ def test_more_clients_than_images_is_one_sentence_and_leaves_no_folder(vitfleet:
     assert not (tmp_path / "crowd").exists()
 
 
+@pytest.mark.usefixtures("nowhere")
 def test_a_data_set_that_is_not_there_is_one_sentence_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     arguments = options("data.name=cifar100", "machine.device=cpu")
@@ -147,37 +184,20 @@ def test_a_folder_without_a_run_cannot_be_resumed(folder: str, vitfleet: Command
 
 
 Started: TypeAlias = tuple[subprocess.Popen[str], Path]
-Start: TypeAlias = Callable[..., Started]
+Start: TypeAlias = Callable[[int], Started]
 
 
 @pytest.fixture
-def start(
-    executable: Path, environment: dict[str, str], tiny_overrides: tuple[str, ...], tmp_path: Path
-) -> Iterator[Start]:
+def start(launch: Launch, tiny_overrides: tuple[str, ...], tmp_path: Path) -> Start:
     """Return a function that starts a run of so many rounds and waits until it is under way."""
-    processes: list[subprocess.Popen[str]] = []
 
-    def begin(rounds: int, under_way: Callable[[Path], bool] = lambda folder: done(folder) >= 2) -> Started:
+    def begin(rounds: int) -> Started:
         folder = tmp_path / "a folder whose path is long enough to be wrapped in a narrow terminal" / "run"
-        command = [executable, "run", "digits", *options(*tiny_overrides, f"rounds={rounds}"), "--out", folder]
-        process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        processes.append(process)
-        wait_for(lambda: under_way(folder), process)
+        process = launch("run", "digits", *options(*tiny_overrides, f"rounds={rounds}"), "--out", folder)
+        wait_for(lambda: done(folder) >= 2, process)
         return process, folder
 
-    yield begin
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    return begin
 
 
 def done(folder: Path) -> int:
@@ -216,15 +236,32 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_does(
     assert json.loads((folder / "summary.json").read_text())["rounds"] == rounds
 
 
+def open_when_read(pipe: Path, process: subprocess.Popen[str]) -> int:
+    """Wait until a process reads from a named pipe, and return the pipe's other end: nothing comes out of it."""
+    while True:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads from it yet
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+
+
 def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
-    start: Start, vitfleet: Command, tmp_path: Path
+    launch: Launch, tiny_config: MakeConfig, vitfleet: Command, tmp_path: Path
 ) -> None:
-    process, folder = start(3, under_way=lambda folder: (folder / "config.json").exists())
+    folder = tmp_path / "run"
+    create(tiny_config(), folder, "run", ["test"]).release()
+    machine = folder / "machine.json"
+    os.mkfifo(machine)  # a file that is read while a run is set up: there it stays until it is stopped
+    process = launch("resume", folder)
+    pipe = open_when_read(machine, process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
+    os.close(pipe)
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert "vitfleet resume" in said
+    machine.unlink()
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
     assert done(folder) == 3
@@ -233,7 +270,7 @@ def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
 def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
     vitfleet: Command, tmp_path: Path
 ) -> None:
-    sizes = ["-o", "rounds=2", "-o", "data.limit=300", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    sizes = options(*SMALL, "rounds=2")
     done = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert done.returncode == 0, done.stderr
     for name in ("digits", "transfl-digits", "eftvit-digits"):
@@ -261,7 +298,7 @@ def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
 
 
 def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_path: Path) -> None:
-    sizes = ["-o", "rounds=1", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
+    sizes = options(*SMALL, "rounds=1")
     done = vitfleet(tmp_path, "compare", "digits", *sizes, "--seeds", "0,1", "--out", "seeds")
     assert done.returncode == 0, done.stderr
     assert "±" in done.stdout
@@ -270,23 +307,8 @@ def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_pat
     assert "--seeds 0;1: must be whole numbers" in wrong.stderr
 
 
-def test_runs_of_a_comparison_at_the_same_time_are_as_one_after_the_other(vitfleet: Command, tmp_path: Path) -> None:
-    sizes = ["-o", "rounds=2", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
-    methods = ["--method", "fedavg", "--method", "fed-head train.lr=0.01"]
-    for jobs in ("1", "2"):
-        done = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", jobs, "--out", f"jobs-{jobs}")
-        assert done.returncode == 0, done.stderr
-        assert "report:" in done.stdout
-    assert "fed-head-s0: finished" in done.stdout
-    for name in ("fedavg-s0", "fed-head-s0"):
-        lines = [(tmp_path / f"jobs-{jobs}" / name / "records.jsonl").read_bytes() for jobs in (1, 2)]
-        assert lines[0] == lines[1]
-    config = json.loads((tmp_path / "jobs-2" / "fed-head-s0" / "config.json").read_text())
-    assert (config["method"]["name"], config["train"]["lr"]) == ("fed-head", 0.01)
-
-
 def test_a_run_that_fails_beside_others_is_named(vitfleet: Command, tmp_path: Path) -> None:
-    sizes = ["-o", "rounds=1", "-o", "data.limit=200", "-o", "model.dim=16"]
+    sizes = options(*SMALL, "rounds=1")
     methods = ["--method", "fedavg", "--method", "fedprox data.name=folder data.path=nowhere"]
     done = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both")
     assert done.returncode == 2
@@ -295,23 +317,30 @@ def test_a_run_that_fails_beside_others_is_named(vitfleet: Command, tmp_path: Pa
     assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the others go on"
 
 
-def test_a_comparison_that_is_stopped_takes_its_runs_with_it(
-    executable: Path, environment: dict[str, str], vitfleet: Command, tmp_path: Path
+def test_runs_at_the_same_time_that_are_stopped_and_resumed_are_as_one_after_the_other(
+    launch: Launch, vitfleet: Command, tmp_path: Path
 ) -> None:
-    sizes = ["-o", "rounds=30", "-o", "data.limit=200", "-o", "train.epochs=1", "-o", "model.dim=16"]
-    methods = ["--method", "fedavg", "--method", "fedprox"]
-    command = [str(executable), "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    folders = [tmp_path / "both" / name for name in ("fedavg-s0", "fedprox-s0")]
-    wait_for(lambda: all((one / "records.jsonl").exists() and done(one) > 1 for one in folders), process)
+    what = ["digits", *options(*SMALL, "rounds=30"), "--method", "fedavg", "--method", "fed-head train.lr=0.01"]
+    process = launch("compare", *what, "--jobs", "2", "--out", "together")
+    names = "fedavg-s0", "fed-head-s0"
+    folders = [tmp_path / "together" / name for name in names]
+    wait_for(lambda: all(done(one) > 1 for one in folders), process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "vitfleet resume both --jobs 2" in said
+    assert "vitfleet resume together --jobs 2" in said
     assert max(done(one) for one in folders) < 30
-    resumed = vitfleet(tmp_path, "resume", "both", "--jobs", "2")  # refused if another process still had a run
+    resumed = vitfleet(tmp_path, "resume", "together", "--jobs", "2")  # refused if another process still had a run
     assert resumed.returncode == 0, resumed.stderr
-    assert [done(one) for one in folders] == [30, 30]
+    assert "fed-head-s0: finished" in resumed.stdout
+    assert "report:" in resumed.stdout
+    in_turn = vitfleet(tmp_path, "compare", *what, "--out", "in turn")
+    assert in_turn.returncode == 0, in_turn.stderr
+    for name in names:
+        records, others = (tmp_path / where / name / "records.jsonl" for where in ("together", "in turn"))
+        assert records.read_bytes() == others.read_bytes()
+    config = json.loads((folders[1] / "config.json").read_text())
+    assert (config["method"]["name"], config["train"]["lr"]) == ("fed-head", 0.01)
 
 
 def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) -> None:
@@ -335,7 +364,7 @@ def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) ->
 
 
 def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> None:
-    done = vitfleet(tmp_path, "run", "digits", "-o", "rounds=1", "-o", "data.limit=200", "--out", "one")
+    done = vitfleet(tmp_path, "run", "digits", *options(*SMALL, "rounds=1"), "--out", "one")
     assert done.returncode == 0, done.stderr
     reported = vitfleet(tmp_path, "report", "one")
     assert reported.returncode == 0, reported.stderr

@@ -77,7 +77,10 @@ def test_any_method_learns_tasks_on_devices(
     name: str, incremental: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     equal_to_one_process(
-        tiny_config(f"method.name={name}", *TASKS, "rounds=6", f"data.tasks.incremental={incremental}"), tmp_path
+        tiny_config(
+            f"method.name={name}", *TASKS, "data.tasks.count=2", "rounds=4", f"data.tasks.incremental={incremental}"
+        ),
+        tmp_path,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
-from vitfleet.fleet.base import Exam, Fleet, Marks, Reply, Request, Verdict, in_order
+from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request, Verdict, in_order
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
 from vitfleet.methods.fedavg import FedAvg
@@ -35,10 +35,9 @@ class Nobody:
 
 
 @dataclass
-class Shuffled:
+class Shuffled(FleetAround[Fleet]):
     """A fleet whose clients are trained in one random order and answer in another."""
 
-    inner: Fleet
     chance: random.Random
     moved: bool = False
 
@@ -50,18 +49,6 @@ class Shuffled:
         clients = [reply.client for reply in replies]
         self.moved = self.moved or clients != sorted(clients)
         yield from replies
-
-    def settle(self, taken: Collection[int]) -> None:
-        self.inner.settle(taken)
-
-    def examine(self, exam: Exam) -> Iterator[Marks]:
-        return self.inner.examine(exam)
-
-    def own(self, client: int) -> State | None:
-        return self.inner.own(client)
-
-    def changed(self) -> Mapping[int, State | None]:
-        return self.inner.changed()
 
 
 SIDE_BY_SIDE = {

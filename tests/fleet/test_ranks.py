@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import MakeConfig
+from conftest import Command, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.fleet.ranks import share_out
@@ -106,9 +106,10 @@ def test_a_run_of_one_rank_goes_on_with_two(tiny_config: MakeConfig, tmp_path: P
     assert written(parted) == written(whole)
 
 
-def test_a_comparison_is_not_shared(tmp_path: Path) -> None:
-    done = torchrun("-m", "vitfleet", "compare", "digits", "digits", "--out", str(tmp_path / "both"))
-    assert done.returncode
+def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    done = vitfleet(tmp_path, "compare", "digits", "digits", "--out", "both")
+    assert done.returncode == 2
     assert "a comparison is played by one process" in done.stderr
     assert not (tmp_path / "both").exists()
 

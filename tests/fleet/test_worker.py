@@ -152,9 +152,10 @@ def test_a_worker_sees_that_its_images_have_changed(
 
 
 def test_a_bug_is_told_and_the_worker_stays(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
+    folder = tmp_path / ("x" * 100) / ("y" * 100)  # longer than a socket's address may be
     for _ in range(2):
         with pytest.raises(WorkerError, match="KeyError"):
-            ask(tmp_path / "state", owner.pid, words(tmp_path), RecordDict({"words": ConfigRecord({"round": 1})}))
+            ask(folder, owner.pid, words(tmp_path), RecordDict({"words": ConfigRecord({"round": 1})}))
     assert len(workers()) == 1
 
 
@@ -175,12 +176,6 @@ def test_a_worker_that_dies_at_work_fails_the_message(
     with pytest.raises(WorkerError, match="ended while it was at work"):
         ask(tmp_path / "state", owner.pid, words(tmp_path), RecordDict())
     assert not workers()
-
-
-def test_a_folder_may_have_a_long_name(tmp_path: Path, owner: subprocess.Popen[bytes]) -> None:
-    folder = tmp_path / ("x" * 100) / ("y" * 100)
-    with pytest.raises(WorkerError, match="KeyError"):
-        ask(folder, owner.pid, words(tmp_path), RecordDict())
 
 
 def test_the_process_of_a_message_imports_no_torch() -> None:

@@ -1,53 +1,65 @@
 """Killed at any moment, also while it writes, a run resumes and ends with the same bytes.
 
-Random kills hit what takes time: imports, training, evaluation. Writes take next to none, so two more kinds of
+Random kills hit what takes time: setting up, training, evaluation. Writes take next to none, so two more kinds of
 test hold them up: one that kills at every kind of write in turn, and random kills of a run with slow writes.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
 from conftest import MakeConfig
+from vitfleet.cli import main
 from vitfleet.run.conduct import conduct
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
 
-# Sleeps between a file's writing and its renaming, around the renaming, and before a file is removed.
-SLOW = """
-import os, sys, time
-from pathlib import Path
+# Every run is a process of its own, forked from one that has imported already what takes a command seconds.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.pictures", "vitfleet.run.session"]
+)
 
-def slowed(action, before, after):
-    def act(*arguments, **keywords):
+Moment: TypeAlias = Callable[[], bool]
+
+
+def slowed(action: Callable[..., Any], before: float, after: float) -> Callable[..., Any]:
+    def act(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(before)
         result = action(*arguments, **keywords)
         time.sleep(after)
         return result
+
     return act
 
-pause = float(sys.argv.pop(1))
-os.fsync = slowed(os.fsync, pause, 0)
-os.replace = slowed(os.replace, 0, pause)
-Path.replace = slowed(Path.replace, 0, pause)
-Path.unlink = slowed(Path.unlink, pause, 0)
-from vitfleet.cli import main
-main()
-"""
 
-Moment: TypeAlias = Callable[[], bool]
+def command(arguments: Sequence[str], pause: float, log: Path) -> None:
+    """Be the command, in a process of its own; it pauses around the renaming of a draft and before a removal."""
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    for owner, name, before, after in (
+        (os, "fsync", pause, 0.0),
+        (os, "replace", 0.0, pause),
+        (Path, "replace", 0.0, pause),
+        (Path, "unlink", pause, 0.0),
+    ):
+        setattr(owner, name, slowed(getattr(owner, name), before, after))
+    sys.argv = ["vitfleet", *arguments]
+    main()
 
 
 @dataclass(frozen=True)
@@ -55,36 +67,32 @@ class Runner:
     """Starts one run, or goes on with it, as often as it takes."""
 
     folder: Path
-    command: Sequence[str]
     arguments: Sequence[str]
-    environment: dict[str, str]
+    pause: float
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self, pause: float) -> ForkServerProcess:
         known = (self.folder / "config.json").exists()
         what = ["resume", self.folder] if known else ["run", "digits", *self.arguments, "--out", self.folder]
-        with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [*self.command, *map(str, what)],
-                cwd=self.folder.parent,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        process = FORKS.Process(target=command, args=([*map(str, what)], pause, self._log))
+        process.start()
+        return process
 
     def finish(self) -> None:
-        assert self.start().wait(timeout=240) == 0, self.log()
+        process = self.start(pause=0.0)  # nobody wants to catch it at a write any more
+        process.join(timeout=240)
+        assert process.exitcode == 0, self.log()
 
     def kill_at(self, moment: Moment) -> bool:
         """Start, kill at a moment, and say whether the process was still there to be killed."""
-        process = self.start()
+        process = self.start(self.pause)
         while not moment():
-            if process.poll() is not None:
-                assert process.returncode == 0, self.log()
+            if process.exitcode is not None:
+                assert process.exitcode == 0, self.log()
                 return False
             time.sleep(0.002)
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait() == -signal.SIGKILL
+        process.kill()
+        process.join()
+        return process.exitcode == -signal.SIGKILL
 
     def lines(self) -> int:
         records = self.folder / "records.jsonl"
@@ -106,7 +114,11 @@ class Runner:
         return self.lines() > self.round() or there != named
 
     def log(self) -> str:
-        return (self.folder.parent / f"{self.folder.name}.log").read_text()
+        return self._log.read_text()
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}.log"
 
 
 MakeRunner: TypeAlias = Callable[..., Runner]
@@ -121,13 +133,10 @@ class Nobody:
 
 
 @pytest.fixture
-def runner(
-    executable: Path, environment: dict[str, str], tiny_overrides: tuple[str, ...], tmp_path: Path
-) -> MakeRunner:
-    def make(name: str, *overrides: str, pause: float = 0) -> Runner:
-        command = [sys.executable, "-c", SLOW, str(pause)] if pause else [str(executable)]
+def runner(tiny_overrides: tuple[str, ...], tmp_path: Path) -> MakeRunner:
+    def make(name: str, *overrides: str, pause: float = 0.0) -> Runner:
         arguments = [part for override in (*tiny_overrides, *overrides) for part in ("-o", override)]
-        return Runner(tmp_path / name, command, arguments, environment)
+        return Runner(tmp_path / name, arguments, pause)
 
     return make
 
@@ -184,18 +193,18 @@ def kill_repeatedly(runner: Runner, kills: int, chance: random.Random, reach: fl
     reached = []
     for kill in range(kills):
         early = kill % 5 == 4
-        moment = after(chance.uniform(0.2, 5)) if early else after_progress(runner, chance.uniform(0, reach))
+        moment = after(chance.uniform(0.1, 1)) if early else after_progress(runner, chance.uniform(0, reach))
         assert runner.kill_at(moment), f"kill {kill} came too late: give the run more rounds\n{runner.log()}"
         reached.append(runner.round())
     return reached
 
 
 def test_three_kills(runner: MakeRunner, undisturbed: Undisturbed) -> None:
-    killed = runner("killed", "rounds=60")
-    reached = kill_repeatedly(killed, 3, random.Random(0), reach=0.3)
+    killed = runner("killed", "rounds=40")
+    reached = kill_repeatedly(killed, 3, random.Random(0), reach=0.2)
     assert reached[0] >= 1
     killed.finish()
-    assert_equal_runs(killed, undisturbed("rounds=60"))
+    assert_equal_runs(killed, undisturbed("rounds=40"))
 
 
 def half_written(runner: Runner, write: str) -> Moment:
@@ -211,7 +220,7 @@ def recorded_but_not_kept(runner: Runner) -> Moment:
 
 
 def test_killed_at_every_kind_of_write_in_turn(runner: MakeRunner, undisturbed: Undisturbed) -> None:
-    killed = runner("killed", pause=0.15)
+    killed = runner("killed", "rounds=2", pause=0.15)
     for write in (
         "config.json",
         "partition.json",
@@ -227,7 +236,7 @@ def test_killed_at_every_kind_of_write_in_turn(runner: MakeRunner, undisturbed: 
             between = recorded_but_not_kept(killed)
             assert between()  # that very round's record is there already, and must go
     killed.finish()
-    assert_equal_runs(killed, undisturbed())
+    assert_equal_runs(killed, undisturbed("rounds=2"))
 
 
 def test_killed_while_a_clients_state_is_written(runner: MakeRunner, undisturbed: Undisturbed) -> None:
@@ -245,12 +254,12 @@ def test_killed_in_the_middle_of_the_third_task(runner: MakeRunner, undisturbed:
     settings = (
         "method.name=fedvit",
         "train.epochs=3",
-        "data.tasks.count=5",
+        "data.tasks.count=3",
         "data.tasks.classes=2",
         "data.tasks.per_client=[2, 2]",
         "data.tasks.share=[0.3, 0.5]",
         "data.tasks.rounds_per_task=3",
-        "rounds=15",
+        "rounds=9",
     )
     killed = runner("killed", *settings, pause=0.03)
     assert killed.kill_at(lambda: killed.round() == 7), killed.log()

@@ -5,7 +5,6 @@ Nothing here is needed: docs/fleet.md shows the plain Flower commands that do th
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shlex
@@ -26,6 +25,7 @@ import httpx
 
 from vitfleet.deploy.certs import Certs
 from vitfleet.errors import UserError
+from vitfleet.system import die_with_parent
 
 # Nothing is told to anybody, nothing is looked up, nothing is installed while running; tasks are looked for often.
 SETTINGS = {
@@ -45,8 +45,6 @@ LINK = "fleet"  # what the connection to our SuperLink is called
 START_PATIENCE = 60.0
 STOP_PATIENCE = 10.0
 RESTART_PAUSE = 15.0
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
-M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**20  # of glibc's mallopt; bytes
 
 
 @dataclass(frozen=True)
@@ -218,26 +216,6 @@ def _process(command: list[str], home: Path, log: str) -> Iterator[subprocess.Po
             yield process
         finally:
             stop(process)
-
-
-def die_with_parent() -> None:
-    """Ask the system to kill this process when the one that started it is gone, even if that was killed outright.
-
-    Whoever comes next must find the port and the run's folder free. Elsewhere than on Linux, see to it yourself.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_at_once() -> None:
-    """Have the C library give every large block of memory back to the system as soon as it is freed.
-
-    By itself glibc keeps freed blocks of up to 32 MiB, in parts that the next message does not fit into: a server then
-    holds a message or two that are no longer there. What computes on the CPU pays some per cent for it.
-    """
-    tell = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if tell is not None:  # another C library than glibc may have no such thing
-        tell(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def stay(command: list[str], home: Path, say: Callable[[str], None]) -> NoReturn:

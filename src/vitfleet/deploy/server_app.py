@@ -10,13 +10,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
 from vitfleet.deploy.notes import Notes
-from vitfleet.deploy.processes import COMPLAINT, die_with_parent, free_at_once
+from vitfleet.deploy.processes import COMPLAINT
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.conduct import conduct
 from vitfleet.run.folder import RunFolder, create, reopen
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
+from vitfleet.system import die_with_parent, free_at_once
 
 PATIENCE = 30.0  # seconds in which the process of a server that was killed ends too
 app = ServerApp()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from vitfleet.message import Message, State
 
@@ -107,6 +107,32 @@ class Fleet(Protocol):
     def changed(self) -> Mapping[int, State | None]:
         """Return the clients' states that changed since the last call: what a checkpoint must write."""
         ...
+
+
+Inner = TypeVar("Inner", bound=Fleet)
+
+
+@dataclass
+class FleetAround(Generic[Inner]):
+    """A fleet around another: it asks in its own way, and leaves the rest to the other."""
+
+    inner: Inner
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Pass on whose replies the server used."""
+        self.inner.settle(taken)
+
+    def examine(self, exam: Exam) -> Iterator[Marks]:
+        """Let the other fleet examine its clients."""
+        return self.inner.examine(exam)
+
+    def own(self, client: int) -> State | None:
+        """Return a client's own state, where the other fleet can see it."""
+        return self.inner.own(client)
+
+    def changed(self) -> Mapping[int, State | None]:
+        """Return the clients' states that changed since the last call."""
+        return self.inner.changed()
 
 
 def in_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
+from vitfleet.fleet.base import FleetAround, Reply, Request, Verdict
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, Named, State
 from vitfleet.wire import Kind, decode, encode
@@ -96,12 +96,11 @@ def joined() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-class SharedFleet:
-    """An inline fleet whose clients are trained by several ranks."""
+@dataclass
+class SharedFleet(FleetAround[InlineFleet]):
+    """An inline fleet whose clients are trained by several ranks; what they keep, every rank has."""
 
-    def __init__(self, inner: InlineFleet, ranks: Ranks) -> None:
-        self.inner = inner
-        self.ranks = ranks
+    ranks: Ranks
 
     def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Train this rank's share, then hear everybody's replies, in the order of the requests."""
@@ -124,22 +123,6 @@ class SharedFleet:
         if reply is None:
             self.inner.offer(client, own)
         return Reply(client, up, None if told["verdict"] is None else Verdict(**told["verdict"]))
-
-    def settle(self, taken: Collection[int]) -> None:
-        """Let the clients whose replies were used keep what they would keep: every rank has it."""
-        self.inner.settle(taken)
-
-    def examine(self, exam: Exam) -> Iterator[Marks]:
-        """Examine clients on this rank alone."""
-        return self.inner.examine(exam)
-
-    def own(self, client: int) -> State | None:
-        """Return a client's own state: every rank has it."""
-        return self.inner.own(client)
-
-    def changed(self) -> Mapping[int, State | None]:
-        """Hand over the states that changed since the last call, wherever the clients were trained."""
-        return self.inner.changed()
 
 
 def _plain(verdict: Verdict | None) -> dict[str, int] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vitfleet.config import read_config
 from vitfleet.progress import SILENCE, Progress
+from vitfleet.system import die_with_parent
 
 OUTPUT = "output.txt"  # in a run's folder: what its process said
 LOOK_EVERY = 0.2  # seconds
@@ -85,6 +86,7 @@ def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             start_new_session=True,  # a Ctrl-C is for whoever started them
+            preexec_fn=die_with_parent,  # who is killed outright cannot stop them
         )
 
 

@@ -1,0 +1,155 @@
+"""What was saved can be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vitfleet.config import load_config, presets, read_config
+from vitfleet.config.methods import FedAvgConfig, FedProxConfig, StandaloneConfig
+from vitfleet.config.schema import (
+    AugmentConfig,
+    ClassesPartition,
+    Config,
+    DataConfig,
+    DirichletPartition,
+    EvalConfig,
+    FilePartition,
+    FleetConfig,
+    IidPartition,
+    MachineConfig,
+    ModelConfig,
+    ShardsPartition,
+    SourcePartition,
+    TasksConfig,
+    TrainConfig,
+)
+
+
+def share(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> st.SearchStrategy[float]:
+    return st.floats(low, high, exclude_min=open_low, exclude_max=open_high)
+
+
+counts = st.integers(1, 10**9)
+positive = st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
+at_least_zero = st.floats(0, allow_nan=False, allow_infinity=False)
+texts = st.text(max_size=20)
+maybe_text = st.none() | texts
+
+partitions = st.one_of(
+    st.builds(IidPartition, imbalance=share(0, 5)),
+    st.builds(DirichletPartition, beta=positive, min_samples=st.integers(0, 100)),
+    st.builds(ClassesPartition, per_client=counts),
+    st.builds(ShardsPartition, per_client=counts),
+    st.just(SourcePartition()),
+    st.builds(FilePartition, path=texts),
+)
+methods = st.one_of(
+    st.just(StandaloneConfig()),
+    st.just(FedAvgConfig()),
+    st.builds(FedProxConfig, mu=at_least_zero),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    heads = draw(st.integers(1, 64))
+    return ModelConfig(
+        name=draw(st.just("vit") | texts),
+        image_size=draw(st.none() | st.integers(4, 1024)),
+        patch_size=draw(st.none() | st.integers(1, 64)),
+        dim=heads * draw(st.integers(8, 100)),
+        depth=draw(st.none() | st.integers(1, 64)),
+        heads=heads,
+        mlp_ratio=draw(positive),
+        weights=draw(maybe_text),
+    )
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> FleetConfig:
+    clients = draw(st.integers(1, 10**6))
+    return FleetConfig(clients=clients, per_round=draw(st.integers(1, clients)))
+
+
+configs = st.builds(
+    Config,
+    title=texts,
+    seed=st.integers(0, 2**70),
+    rounds=counts,
+    data=st.builds(
+        DataConfig,
+        name=texts,
+        path=maybe_text,
+        dir=maybe_text,
+        test_share=share(0, 1, open_low=True, open_high=True),
+        max_corrupt=share(0, 1),
+        limit=st.none() | counts,
+        partition=partitions,
+        augment=st.builds(
+            AugmentConfig, crop=share(0, 0.5), flip=st.booleans(), brightness=share(0, 1, open_high=True)
+        ),
+    ),
+    model=models(),
+    method=methods,
+    train=st.builds(
+        TrainConfig,
+        epochs=counts,
+        batch_size=counts,
+        optimizer=st.sampled_from(["adamw", "sgd"]),
+        lr=positive,
+        weight_decay=at_least_zero,
+        momentum=share(0, 1, open_high=True),
+        schedule=st.sampled_from(["cosine", "constant"]),
+        warmup_rounds=st.integers(0, 100),
+        clip=st.none() | positive,
+        mask_ratio=share(0, 1, open_high=True),
+    ),
+    fleet=fleets(),
+    eval=st.builds(EvalConfig, every=counts, batch_size=counts, clients=st.none() | counts),
+    machine=st.builds(
+        MachineConfig,
+        device=texts,
+        precision=st.sampled_from(["auto", "fp32", "bf16"]),
+        deterministic=st.booleans(),
+        threads=st.none() | counts,
+        checkpoint_every=counts,
+    ),
+)
+
+
+@given(config=configs)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_configuration_survives_its_file(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json(indent=2), encoding="utf-8")
+    assert read_config(path) == config
+    settled = load_config(str(path))  # as a run saves it: paths are absolute
+    path.write_text(settled.model_dump_json(indent=2), encoding="utf-8")
+    assert load_config(str(path)) == settled
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_resolved_preset_can_be_run_again(name: str, tmp_path: Path) -> None:
+    config = load_config(name, ["seed=3", "eval.clients=null"])
+    path = tmp_path / "config.json"
+    path.write_text(config.model_dump_json(), encoding="utf-8")
+    settled = load_config(str(path))  # as a run saves it: paths are absolute
+    path.write_text(settled.model_dump_json(indent=2), encoding="utf-8")
+    assert load_config(str(path)) == settled
+    # and overridden: the resolved file names every key of its method, which must not stand in the way
+    assert load_config(str(path), ["method.name=standalone"]).method == StandaloneConfig()
+
+
+def test_the_defaults_of_every_method_survive() -> None:
+    for method in get_args(Config.model_fields["method"].annotation):
+        if any(field.is_required() for field in method.model_fields.values()):
+            continue
+        # Some train the head for a few epochs first, some want tasks.
+        config = Config(method=method(), train=TrainConfig(epochs=3), data=DataConfig(tasks=TasksConfig()))
+        assert Config.model_validate(json.loads(config.model_dump_json())) == config
