@@ -30,9 +30,11 @@ MASKABLE = {
     "average of patches": ModelConfig(name="vit_base_patch16_siglip_gap_224", image_size=48, depth=1),
     "attention pooling": ModelConfig(name="vit_base_patch16_siglip_224", image_size=48, depth=1),
     "norm before the blocks": ModelConfig(name="vit_base_patch32_clip_224", image_size=96, depth=1),
+    "cait: the class token has layers of its own": ModelConfig(
+        name="cait_xxs24_224", image_size=32, patch_size=4, depth=2
+    ),
 }
 OTHERS = {
-    "cait": ModelConfig(name="cait_xxs24_224", image_size=32, patch_size=4, depth=2),
     "swin": ModelConfig(name="swin_tiny_patch4_window7_224", image_size=32),
     "pvt_v2": ModelConfig(name="pvt_v2_b0"),
     "pit": ModelConfig(name="pit_ti_224", image_size=32, patch_size=4),
@@ -80,6 +82,15 @@ def some_patches(net: Net, kept: int, seed: int = 0) -> Tensor:
 def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
     """Embed everything with timm's own modules, then throw away what is not kept."""
     patches: Tensor = vit.patch_embed(pictures)
+    if hasattr(vit, "blocks_token_only"):
+        placed = patches + vit.pos_embed
+        rows = [image[kept] for image, kept in zip(placed, keep, strict=True)]
+        tokens = vit.blocks(torch.stack(rows))
+        token = vit.cls_token.expand(len(tokens), -1, -1)
+        for block in vit.blocks_token_only:
+            token = block(tokens, token)
+        answer: Tensor = vit.head(vit.norm(token)[:, 0])
+        return answer
     prefix = [
         getattr(vit, name) for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
     ]

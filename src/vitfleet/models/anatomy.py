@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from timm.layers import Attention as SelfAttention
 from timm.layers import LayerScale, Mlp, PatchEmbed
+from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -204,6 +205,11 @@ def has_tokens(vit: Any) -> bool:
         and isinstance(vit.patch_embed.norm, nn.Identity | nn.LayerNorm)
         and all(_is_usual(block) for block in vit.blocks)
     )
+
+
+def can_drop_tokens(vit: Any) -> bool:
+    """Whether a model may be given some of an image's patches: a plain ViT, or a CaiT."""
+    return has_tokens(vit) or (isinstance(vit, Cait) and isinstance(vit.patch_embed, PatchEmbed))
 
 
 def _is_usual(block: Any) -> bool:

@@ -11,20 +11,31 @@ from torch.func import functional_call
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, dissect, has_tokens
-from vitfleet.models.plain import PlainForward
+from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, has_tokens
+from vitfleet.models.plain import PlainForward, affine, cut
 
 
 class Holder(nn.Module):
-    """Holds a timm model, its weights under ``vit.``; runs it as it is."""
+    """Holds a timm model, its weights under ``vit.``; runs it as it is, or a CaiT on some patches."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
         self.vit = vit
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of images."""
-        return cast(Tensor, self.vit(images))
+    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Return the logits of images, of which only the patches at these positions are embedded."""
+        if keep is None:
+            return cast(Tensor, self.vit(images))
+        vit: Any = self.vit
+        kernel = vit.patch_embed.proj.weight
+        patches = cut(images, kernel.shape[-1])
+        kept = patches.gather(1, keep.unsqueeze(-1).expand(*keep.shape, patches.shape[-1]))
+        rows = affine(kept, kernel.flatten(1), vit.patch_embed.proj.bias)
+        tokens = vit.blocks(vit.patch_embed.norm(rows) + vit.pos_embed[0][keep])
+        token = vit.cls_token.expand(len(tokens), -1, -1)
+        for block in vit.blocks_token_only:
+            token = block(tokens, token)
+        return cast(Tensor, vit.forward_head(vit.norm(torch.cat([token, tokens], dim=1))))
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Net:
             raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
         if self.plain is None:
             inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
-            return cast(Tensor, functional_call(self.module, inner, images, tie_weights=False))
+            return cast(Tensor, functional_call(self.module, inner, (images, keep), tie_weights=False))
         return self.plain(weights, images, keep, 0, None, depth)
 
     def until(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
@@ -126,6 +137,6 @@ class Net:
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
     plain = PlainForward(vit) if has_tokens(vit) else None
-    patches = vit.patch_embed.num_patches if plain else 0
+    patches = vit.patch_embed.num_patches if can_drop_tokens(vit) else 0
     prefix = vit.num_prefix_tokens if plain else 0
     return Net(Holder(vit), dissect(vit), plain, patches, prefix, vit.num_features, side, mean, std)
