@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
@@ -125,7 +126,7 @@ class InlineFleet:
         """Let the clients whose replies were used keep what they would keep."""
         for client, own in self._offered.items():
             if client in taken and (own is not None or self.own(client) is not None):
-                self._changed[client] = own
+                self._changed[client] = None if own is None else on_its_own(own)
         self._offered.clear()
 
     def examine(self, exam: Exam) -> Iterator[Marks]:
@@ -170,6 +171,15 @@ def in_windows(requests: Iterable[Request], size: int) -> Iterator[list[Request]
     asked = iter(requests)
     while window := list(islice(asked, size)):
         yield window
+
+
+def on_its_own(state: State) -> State:
+    """Return a state that keeps no other's memory: clients that were trained together have rows of the same tensors."""
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+    return State({name: apart(tensor) for name, tensor in state.tensors.items()}, state.numbers)
 
 
 def diverged(answer: Answer) -> str | None:

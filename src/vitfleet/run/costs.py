@@ -110,7 +110,8 @@ def rehearse(
 
 def _as_if_trained(fit: Fit, samples: int) -> Fitted:
     objective = fit.objective
-    trained = {name: torch.empty_like(fit.weights[name]) for name in objective.trains}
+    # Not empty_like: of a tensor without numbers it is worked out in Python, which takes as long as all the rest.
+    trained = {name: torch.empty(fit.weights[name].shape, device="meta") for name in objective.trains}
     # What was observed is read on the host: it has numbers, all of them zero.
     observed = {name: torch.zeros_like(one, device="cpu") for name, one in fit.sums.items()}
     if objective.transform:

@@ -217,20 +217,22 @@ class Cohort:
     def results(self, group: Sequence[Assignment], steps: Sequence[int]) -> list[Fitted]:
         """Return what came of it for each client; the tensors are the caller's own."""
         losses = self._scores(group) if group[0].fit.score else None
+        # One copy of what all clients trained, of which each has its row: not a copy a client and tensor.
+        after = {name: self.weights[name].detach().clone() for name in self.objective.trains}
+        sums = {name: one.detach().clone() for name, one in self.given.sums.tensors.items()}
+        counted = {name: one.clone() for name, one in self.counted.items()}
+        total = self.loss.clone()
         found: list[Fitted] = []
         for place, one in enumerate(group):
             samples = len(one)
 
             def mine(tensor: Tensor, place: int = place) -> Tensor:
-                return (tensor[place] if self.many else tensor).detach().clone()
+                return tensor[place] if self.many else tensor
 
-            selected = one.fit.objective.trains
-            trained = {name: mine(self.weights[name]) for name in selected}
-            observed = {
-                name: cut_back(mine(self.given.sums.tensors[name]), like) for name, like in one.fit.sums.items()
-            }
-            observed |= {name: mine(count) for name, count in self.counted.items()}
-            loss = mine(self.loss) / max(1, samples * one.fit.epochs)
+            trained = {name: mine(tensor) for name, tensor in after.items()}
+            observed = {name: cut_back(mine(sums[name]), like) for name, like in one.fit.sums.items()}
+            observed |= {name: mine(count) for name, count in counted.items()}
+            loss = mine(total) / max(1, samples * one.fit.epochs)
             scored = loss.new_empty(0) if losses is None else losses[place]
             found.append(Fitted(trained, loss, samples, steps[place], observed, scored))
         return found
