@@ -170,6 +170,25 @@ def seconds(play: Callable[[], None], device: torch.device, repeats: int) -> tup
     return first - best, best
 
 
+def show_kernels(play: Callable[[], None], device: torch.device, count: int) -> None:
+    """Print where a round's time goes on the device: the kernels that take most of it, those of captured steps too."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profiled:
+        play()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    # The raw events: torch's own table puts each of hundreds of thousands into a tree first, which takes minutes.
+    taken: dict[str, list[float]] = {}
+    for event in profiled.profiler.kineto_results.events():
+        entry = taken.setdefault(event.name(), [0.0, 0])
+        entry[0] += event.duration_ns() / 1e6
+        entry[1] += 1
+    whole = sum(milliseconds for milliseconds, _ in taken.values())
+    print(f"kernels: {whole:.1f} ms in all")
+    for name, (milliseconds, times) in sorted(taken.items(), key=lambda one: -one[1][0])[:count]:
+        print(f"  {milliseconds / whole:6.1%}  {milliseconds:9.2f} ms  {times:6d} ×  {name[:100]}", flush=True)
+
+
 def matmul_peak(machine: Machine) -> float:
     """Return the FLOP/s of a large matrix product in the precision of the run."""
     side = 8192 if machine.device.type == "cuda" else 1024
@@ -196,6 +215,7 @@ def main() -> None:
     parser.add_argument("--cohorts", type=int, nargs="+", help="sizes for the stacked ways; default: all clients")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
+    parser.add_argument("--kernels", type=int, default=0, help="show so many of the kernels that take most time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -243,6 +263,8 @@ def main() -> None:
             }
             rows.append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            if args.kernels:
+                show_kernels(play, base.device, args.kernels)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 with (args.out / f"speed-{args.task}.csv").open("w", newline="") as file:

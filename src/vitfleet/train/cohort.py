@@ -214,13 +214,22 @@ class Cohort:
             self.optimizer.step(applied, batch.active, known)
             self.loss += losses.detach() * (batch.share > 0).sum(dim=-1)
 
-    def results(self, group: Sequence[Assignment], steps: Sequence[int]) -> list[Fitted]:
-        """Return what came of it for each client; the tensors are the caller's own."""
+    def results(self, group: Sequence[Assignment], steps: Sequence[int], again: bool) -> list[Fitted]:
+        """Return what came of it for each client; the tensors are the caller's own.
+
+        Parameters
+        ----------
+        again
+            Whether others will train in the same tensors.
+        """
         losses = self._scores(group) if group[0].fit.score else None
-        # One copy of what all clients trained, of which each has its row: not a copy a client and tensor.
-        after = {name: self.weights[name].detach().clone() for name in self.objective.trains}
-        sums = {name: one.detach().clone() for name, one in self.given.sums.tensors.items()}
-        counted = {name: one.clone() for name, one in self.counted.items()}
+
+        def out(tensors: Tensors) -> dict[str, Tensor]:
+            """One copy of what all clients have, of which each is given its row: not a copy a client and tensor."""
+            return {name: one.detach().clone() if again else one.detach() for name, one in tensors.items()}
+
+        after = out({name: self.weights[name] for name in self.objective.trains})
+        sums, counted = out(self.given.sums.tensors), out(self.counted)
         total = self.loss.clone()
         found: list[Fitted] = []
         for place, one in enumerate(group):

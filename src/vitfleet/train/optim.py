@@ -50,7 +50,8 @@ class Optimizer:
         device = next(iter(leaves.values())).device if leaves else torch.device("cpu")
         adaptive = config.optimizer == "adamw"
         moments = 2 if adaptive else (1 if config.momentum else 0)
-        self.moments = [{name: torch.zeros_like(leaf) for name, leaf in leaves.items()} for _ in range(moments)]
+        # Whatever they hold: a training begins with a restart.
+        self.moments = [{name: torch.empty_like(leaf) for name, leaf in leaves.items()} for _ in range(moments)]
         # A GPU's kernel reads a float, a CPU's takes the number as it is.
         self.rate = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         self.taken = torch.zeros(clients or 1, device=device)

@@ -112,7 +112,7 @@ class Trainer:
         rate = learning_rate(self.config, group[0].place.round, self.rounds)
         given = bring_together(group, self.net)
         if not len(group[0]):
-            return self.courses.plain(self.engine, group, given, rate).cohort.results(group, [0])
+            return self.courses.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
         self.net.module.train()
         graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.resident)
         course: Course | None = None
@@ -128,7 +128,7 @@ class Trainer:
             course.epoch(visits, epoch)
             steps = [taken + sum(row[who] for row in visits.active) for who, taken in enumerate(steps)]
         assert course is not None
-        return course.cohort.results(group, steps)
+        return course.cohort.results(group, steps, again=graphed)
 
     def _visits(self, group: Sequence[Assignment], epoch: int, multiple: int) -> Visits:
         """Draw an epoch of every client and lay them side by side."""
