@@ -75,7 +75,7 @@ def main() -> None:
     def stored(parts: int) -> Memory:
         index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
         share = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
-        return Memory(images.images[index], images.labels[index], share)
+        return Memory(images.images[index], images.labels[index], share, (args.stored,) * parts)
 
     def seconds(objective: Objective, memories: list[Memory | None], steps: int) -> float:
         shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))

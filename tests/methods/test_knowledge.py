@@ -96,14 +96,15 @@ def test_knowledge_survives_a_clients_state() -> None:
     assert all(torch.equal(again[stage].labels, known[stage].labels) for stage in known)
 
 
-def test_recalled_are_the_tasks_before_one_part_each() -> None:
+def test_recalled_are_the_tasks_before_one_part_each_the_largest_first() -> None:
     known = {0: stored(4), 2: stored(2), 3: stored(6)}
     memory = recall(known, 3)
     assert memory is not None
     assert memory.images.shape == (3, 4, 1, 8, 8)  # the third task's own samples are not among them
-    expected = [[0.25] * 4, [0.0] * 4, [0.5, 0.5, 0.0, 0.0]]
+    assert memory.sizes == (4, 2, 0)
+    expected = [[0.25] * 4, [0.5, 0.5, 0.0, 0.0], [0.0] * 4]
     np.testing.assert_allclose(memory.share.numpy(), expected)
-    assert memory.labels.tolist() == [[0, 1, 2, 3], [0] * 4, [0, 1, 0, 0]]
+    assert memory.labels.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0] * 4]
     together = recall(known, 3, together=True)
     assert together is not None
     assert together.labels.tolist() == [[0, 1, 2, 3, 0, 1]]

@@ -165,12 +165,14 @@ class Longest:
 
 
 def remember(images: ImageSet, client: int, parts: int) -> Memory:
-    """Return a memory of three samples a part, the last one of which is padding; the client's last part is empty."""
-    index = (torch.arange(parts * 3).view(parts, 3) + client) % len(images)
-    share = torch.tensor([0.5, 0.5, 0.0]).repeat(parts, 1)
-    if client % 2:
-        share[-1] = 0
-    return Memory(images.images[index], images.labels[index], share)
+    """Return a memory whose parts have 18, 12, 6 … samples, or fewer by client; of some clients the last is empty."""
+    sizes = tuple(max(0, 18 - 6 * part - 2 * (client % 3)) for part in range(parts))
+    sizes = (*sizes[:-1], 0) if client % 2 else sizes
+    index = (torch.arange(parts * sizes[0]).view(parts, -1) + client) % len(images)
+    share = torch.zeros(index.shape)
+    for part, size in enumerate(sizes):
+        share[part, :size] = 1 / max(1, size)
+    return Memory(images.images[index], images.labels[index], share, sizes)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, None])
@@ -220,7 +222,8 @@ def test_a_reference_is_the_gradient_of_its_part(
         return torch.nn.functional.cross_entropy(logits, labels)
 
     own = loss(shard.images.images[shard.index], shard.images.labels[shard.index])
-    parts = [loss(memory.images[part][:2], memory.labels[part][:2]) for part in range(2)]  # the third is empty
+    assert memory.sizes == (16, 10, 0)
+    parts = [loss(memory.images[at][:size], memory.labels[at][:size]) for at, size in enumerate(memory.sizes) if size]
     total = torch.autograd.grad(own + parts[0] + parts[1], list(leaves.values()))
     close(fitted.weights, {n: weights[n] - 0.1 * g for n, g in zip(leaves, total, strict=True)}, 1e-6)
 

@@ -160,7 +160,9 @@ def _blank(count: int, channels: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def recall(known: Knowledge, stage: int, together: bool = False) -> Memory | None:
-    """Return the samples of the tasks before a stage as a training's memory; ``None`` where there are none.
+    """Return the samples of the tasks before a stage as a training's memory, the largest part first.
+
+    ``None`` where there are none.
 
     Parameters
     ----------
@@ -175,7 +177,9 @@ def recall(known: Knowledge, stage: int, together: bool = False) -> Memory | Non
     if together:
         joined = Stored(torch.cat([one.images for one in there]), torch.cat([one.labels for one in there]))
         old = [joined]
-    most = max(len(one) for one in old if one is not None)
+    old.sort(key=lambda one: 0 if one is None else -len(one))
+    sizes = tuple(0 if one is None else len(one) for one in old)
+    most = sizes[0]
     images = there[0].images.new_zeros(len(old), most, *there[0].images.shape[1:])
     labels = there[0].labels.new_zeros(len(old), most, dtype=torch.long)
     share = torch.zeros(len(old), most, device=labels.device)
@@ -184,7 +188,7 @@ def recall(known: Knowledge, stage: int, together: bool = False) -> Memory | Non
             images[place, : len(one)] = one.images
             labels[place, : len(one)] = one.labels.long()
             share[place, : len(one)] = 1 / len(one)
-    return Memory(images, labels, share)
+    return Memory(images, labels, share, sizes)
 
 
 def counted(fitted: Fitted, prefix: str = "") -> Numbers:

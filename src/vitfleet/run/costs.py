@@ -24,7 +24,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import width_of
+from vitfleet.train.cohort import widths_of
 from vitfleet.train.objective import Fit, Fitted, Objective
 from vitfleet.wire import encoded_size
 
@@ -232,10 +232,11 @@ def stored_passes(fit: Fit, steps: int) -> int:
     if fit.memory is None or not len(fit.memory):
         return 0
     parts, chooser = len(fit.memory), fit.objective.chooser
+    widths = widths_of([fit.memory])
     if chooser is None or parts <= chooser.k:
-        return steps * parts * width_of(fit.memory)
+        return steps * sum(widths)
     choices = -(-steps // chooser.every)
-    return (choices * parts + (steps - choices) * chooser.k) * width_of(fit.memory)
+    return choices * sum(widths) + (steps - choices) * chooser.k * widths[0]
 
 
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:

@@ -148,7 +148,7 @@ def training_memory(
 
 
 def _given(fit: Fit) -> list[Tensor]:
-    memory = () if fit.memory is None else vars(fit.memory).values()
+    memory = () if fit.memory is None else fit.memory.tensors().values()
     return [
         *fit.weights.values(),
         *fit.constants.values(),
@@ -167,13 +167,14 @@ def _without_numbers(fit: Fit) -> Fit:
             name: made.setdefault(id(one), torch.empty(one.shape, dtype=one.dtype)) for name, one in tensors.items()
         }
 
+    stored = fit.memory
     return replace(
         fit,
         weights=blank(fit.weights),
         constants=blank(fit.constants),
         sums=blank(fit.sums),
         elsewhere=None if fit.elsewhere is None else blank(fit.elsewhere),
-        memory=None if fit.memory is None else Stored(**blank(vars(fit.memory))),
+        memory=None if stored is None else Stored(**blank(stored.tensors()), sizes=stored.sizes),
     )
 
 

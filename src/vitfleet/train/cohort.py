@@ -23,7 +23,7 @@ from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Fitted, Memory, References, Step, within_task
 from vitfleet.train.optim import Optimizer
-from vitfleet.train.stack import Stack, cut_back, lift, stack
+from vitfleet.train.stack import Stack, alone, cut_back, lift, stack
 
 STORED_AT_ONCE = 8
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
@@ -75,34 +75,43 @@ class Engine:
 
 @dataclass
 class Given:
-    """What a group of clients is given, as one set of tensors."""
+    """What a group of clients is given, as one set of tensors.
+
+    Attributes
+    ----------
+    widths
+        How many samples of each of the memory's parts are computed on: see :func:`widths_of`.
+    """
 
     weights: Stack
     constants: Stack
     sums: Stack
     elsewhere: Stack
     memory: Stack
+    widths: tuple[int, ...]
 
     def all(self) -> list[Tensor]:
         """Return every tensor."""
         parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
         return [tensor for part in parts for tensor in part.tensors.values()]
 
-    def form(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
+    def form(self) -> tuple[object, ...]:
         """Return what must agree for one group to take another's place."""
         parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
-        return [
+        tensors = (
             (name, name in part.own, tensor.shape, tensor.dtype)
             for part in parts
             for name, tensor in part.tensors.items()
-        ]
+        )
+        return (self.widths, *tensors)
 
 
 def bring_together(group: Sequence[Assignment], net: Net) -> Given:
     """Stack what the clients of a group are given; one client's tensors get no axis."""
     fits = [one.fit for one in group]
     trains = net.anatomy.trainable(fits[0].objective.trains)
-    memories = [{} if fit.memory is None else vars(_evened(fit.memory)) for fit in fits]
+    widths = widths_of([fit.memory for fit in fits if fit.memory is not None])
+    memories = [{} if fit.memory is None else _as_wide(fit.memory, widths) for fit in fits]
     if len(group) == 1:
         fit = fits[0]
         # Running statistics are written in place by the forward pass, sums by observers: never somebody else's.
@@ -110,8 +119,14 @@ def bring_together(group: Sequence[Assignment], net: Net) -> Given:
         leaves = {name: fit.weights[name].detach().clone() for name in trains}
         sums = {name: one.clone() for name, one in fit.sums.items()}
         elsewhere = {} if fit.elsewhere is None else {name: fit.elsewhere[name].detach().clone() for name in trains}
-        plain = ({**fit.weights, **buffers, **leaves}, dict(fit.constants), sums, elsewhere, memories[0])
-        return Given(*(Stack(tensors, frozenset()) for tensors in plain))
+        return Given(
+            alone({**fit.weights, **buffers, **leaves}),
+            alone(dict(fit.constants)),
+            alone(sums),
+            alone(elsewhere),
+            alone(memories[0]),
+            widths,
+        )
     leaves_of = stack([{name: fit.weights[name].detach() for name in trains} for fit in fits], share=False)
     frozen = stack([{name: one for name, one in fit.weights.items() if name not in leaves_of.own} for fit in fits])
     return Given(
@@ -120,27 +135,27 @@ def bring_together(group: Sequence[Assignment], net: Net) -> Given:
         stack([fit.sums for fit in fits], share=False),
         stack([{} if fit.elsewhere is None else trains.take(fit.elsewhere) for fit in fits], share=False),
         stack(memories, share=False),
+        widths,
     )
 
 
-def width_of(memory: Memory) -> int:
-    """Return the samples of each of a memory's parts as they are computed, padded ones among them.
+def widths_of(memories: Sequence[Memory]) -> tuple[int, ...]:
+    """Return how many samples of each of the memories' parts are computed on, padded ones among them.
 
-    It is a multiple of some samples, so that shapes recur from round to round.
+    As many as the largest part of that place has, and a multiple of some, so that shapes recur from round to round.
     """
-    return -(-memory.share.shape[1] // STORED_AT_ONCE) * STORED_AT_ONCE
+    columns = zip(*(memory.sizes for memory in memories), strict=True)
+    return tuple(max(1, -(-max(column) // STORED_AT_ONCE)) * STORED_AT_ONCE for column in columns)
 
 
-def _evened(memory: Memory) -> Memory:
-    """Return a memory whose parts are as wide as they are computed."""
-    missing = width_of(memory) - memory.share.shape[1]
-    if not missing:
-        return memory
-    return Memory(
-        F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),
-        F.pad(memory.labels, (0, missing)),
-        F.pad(memory.share, (0, missing)),
-    )
+def _as_wide(memory: Memory, widths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return a memory's tensors, its parts as wide as the widest is computed."""
+    missing = max(widths, default=0) - memory.share.shape[1]
+    return {
+        "images": F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),
+        "labels": F.pad(memory.labels, (0, missing)),
+        "share": F.pad(memory.share, (0, missing)),
+    }
 
 
 class Cohort:
@@ -286,12 +301,13 @@ class Cohort:
     def _recall(self, gradients: Tensors, refresh: bool) -> References:
         """Return the gradients of the memory's parts, or of the chosen ones, at the current weights."""
         chooser, memory = self.objective.chooser, self.given.memory.tensors
-        if chooser is None or memory["share"].shape[-2] <= chooser.k:
-            return self._remember(memory)
+        widths = self.given.widths
+        if chooser is None or len(widths) <= chooser.k:
+            return self._remember(memory, widths)
         if not refresh:
             assert self.chosen is not None
-            return self._remember(self.chosen)
-        everything = self._remember(memory)
+            return self._remember(self.chosen, (widths[0],) * chooser.k)  # any of them may be the widest
+        everything = self._remember(memory, widths)
 
         def choose(own: Tensors, rows: Tensors, present: Tensor) -> Tensor:
             return chooser(own, References(rows, present))
@@ -308,15 +324,19 @@ class Cohort:
             rows = {name: take(one, 0, places) for name, one in everything.gradients.items()}
             return References(rows, take(everything.present, 0, places))
 
-    def _remember(self, memory: Tensors) -> References:
-        """Return the gradient of each part of a memory, several parts at once on the axis of clients."""
+    def _remember(self, memory: Tensors, widths: tuple[int, ...]) -> References:
+        """Return the gradient of each part of a memory; several parts of a width at once, on the axis of clients."""
         axis = 1 if self.many else 0
-        parts = memory["share"].shape[axis]
-        at_once = min(parts, self.engine.parts_at_once) if self.engine.net.stackable else 1
+        most = self.engine.parts_at_once if self.engine.net.stackable else 1
         rows: list[dict[str, Tensor]] = []
-        for start in range(0, parts, at_once):
-            some = {name: one.narrow(axis, start, min(at_once, parts - start)) for name, one in memory.items()}
+        start = 0
+        while start < len(widths):
+            width = widths[start]
+            alike = next((at for at in range(start, len(widths)) if widths[at] != width), len(widths))
+            count = min(most, alike - start)
+            some = {name: one.narrow(axis, start, count).narrow(axis + 1, 0, width) for name, one in memory.items()}
             rows.append(self._gradients_of_parts(some, axis))
+            start += count
         # Of one piece, there is nothing to put together: they are hundreds of megabytes.
         together = rows[0] if len(rows) == 1 else _put_together(rows, axis)
         return References(together, memory["share"].sum(dim=-1) > 0)

@@ -114,14 +114,22 @@ class Memory:
         uint8 ``[parts, samples, channels, side, side]`` and ``[parts, samples]``, padded to the largest part.
     share
         Each sample's share of its part's mean loss, ``[parts, samples]``; a padded sample has none.
+    sizes
+        The samples of each part, known on the host. The largest come first, so that of several clients the parts of one
+        place are about as large, and little is computed on padding.
     """
 
     images: Tensor
     labels: Tensor
     share: Tensor
+    sizes: tuple[int, ...]
 
     def __len__(self) -> int:
-        return self.images.shape[0]
+        return len(self.sizes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors."""
+        return {"images": self.images, "labels": self.labels, "share": self.share}
 
 
 class Observer(Protocol):

@@ -35,6 +35,11 @@ class Stack:
         return {name: 0 if name in self.own else None for name in self.tensors}
 
 
+def alone(tensors: dict[str, Tensor]) -> Stack:
+    """Return one client's tensors, which have no axis."""
+    return Stack(tensors, frozenset())
+
+
 def stack(clients: Sequence[Tensors], share: bool = True) -> Stack:
     """Stack the tensors of several clients, which have the same names.
 
