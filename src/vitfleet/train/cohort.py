@@ -26,6 +26,7 @@ from vitfleet.train.optim import Optimizer
 from vitfleet.train.stack import Stack, alone, cut_back, lift, stack
 
 STORED_AT_ONCE = 8
+SPARE = 1.2  # a captured step that computes on a little more padding is better than a capture
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
 
 
@@ -95,15 +96,19 @@ class Given:
         parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
         return [tensor for part in parts for tensor in part.tensors.values()]
 
-    def form(self) -> tuple[object, ...]:
+    def form(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
         """Return what must agree for one group to take another's place."""
         parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
-        tensors = (
+        return [
             (name, name in part.own, tensor.shape, tensor.dtype)
             for part in parts
             for name, tensor in part.tensors.items()
-        )
-        return (self.widths, *tensors)
+        ]
+
+    def covers(self, other: Given) -> bool:
+        """Whether what is computed on of this one's memory is as much as the other needs, and not much more."""
+        wider = all(own >= needed for own, needed in zip(self.widths, other.widths, strict=True))
+        return wider and sum(self.widths) <= SPARE * sum(other.widths)
 
 
 def bring_together(group: Sequence[Assignment], net: Net) -> Given:

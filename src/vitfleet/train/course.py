@@ -117,6 +117,7 @@ class GraphCourse:
             and self.capacity >= len(visits)
             and [one.shape[1:] for one in self.tables.tensors()] == [one.shape[1:] for one in visits.all.tensors()]
             and cohort.given.form() == given.form()
+            and cohort.given.covers(given)
         )
 
     def _warm_up(self, kind: bool) -> None:

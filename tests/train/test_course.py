@@ -1,0 +1,97 @@
+"""Captured courses serve other groups of their form; played here without a GPU: a replay takes the step as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from conftest import MakeShard, MakeTrainer
+from vitfleet.data.images import ImageSet
+from vitfleet.models.net import Net
+from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.course import GraphCourse
+from vitfleet.train.objective import Fit, Fitted, Memory, Objective
+from vitfleet.train.surgery import Integrator
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a captured step does, done again."""
+
+    course: GraphCourse
+    kind: bool
+
+    def replay(self) -> None:
+        self.course._step(self.kind)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphCourse]:
+    """Let courses be captured on a CPU; return the list that they are added to."""
+    courses: list[GraphCourse] = []
+
+    def capture(course: GraphCourse, kind: bool) -> Replay:
+        courses.append(course)
+        return Replay(course, kind)
+
+    monkeypatch.setattr(GraphCourse, "_capture", capture)
+    monkeypatch.setattr(GraphCourse, "_warm_up", GraphCourse._step)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return courses
+
+
+def remember(images: ImageSet, sizes: tuple[int, ...]) -> Memory:
+    index = torch.arange(len(sizes) * 24).view(-1, 24) % len(images)
+    share = torch.zeros(index.shape)
+    for part, size in enumerate(sizes):
+        share[part, :size] = 1 / size
+    return Memory(images.images[index], images.labels[index], share, sizes)
+
+
+def same(left: Sequence[Fitted], right: Sequence[Fitted]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.steps == other.steps
+        for name in one.weights:
+            torch.testing.assert_close(one.weights[name], other.weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_another_group_takes_the_place_of_the_one_before(
+    tiny_net: Net, captured: list[GraphCourse], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.whole)
+    handed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps an epoch, then five
+        fit = Fit(tiny_net.initial_weights(), objective, 2)
+        group = [Assignment(fit, make_shard(0, end), Place(7, round, client)) for client, end in enumerate(ends)]
+        answers = graphed.fit_together(group)
+        same(answers, plain.fit_together(group))
+        handed += [(one.weights["head.weight"], one.weights["head.weight"].clone()) for one in answers]
+    assert len(captured) == 1, "an epoch's tables have room to spare"
+    assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
+
+
+def test_a_captured_step_serves_memories_that_are_a_little_smaller(
+    tiny_net: Net, tiny_images: ImageSet, captured: list[GraphCourse], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True), parts_at_once=4)
+    objective = Objective(tiny_net.anatomy.whole, transform=Integrator())
+
+    def train(*sizes: tuple[int, ...]) -> int:
+        weights = tiny_net.initial_weights()
+        fits = [Fit(weights, objective, 1, memory=remember(tiny_images, one)) for one in sizes]
+        group = [Assignment(fit, make_shard(client, 20), Place(7, 1, client)) for client, fit in enumerate(fits)]
+        same(graphed.fit_together(group), plain.fit_together(group))
+        return len(captured)
+
+    assert train((18, 12, 6), (17, 9, 2)) == 1  # computed as 24, 16, 8
+    assert train((20, 10, 8), (3, 2, 1)) == 1
+    assert train((20, 6, 6), (18, 8, 1)) == 1  # 24, 8, 8 would do
+    assert train((24, 20, 6), (18, 8, 1)) == 2  # 24, 24, 8: more
+    assert train((24, 1, 1), (24, 1, 1)) == 2  # by the first again
+    assert train((8, 1, 1), (7, 1, 1)) == 3  # so much padding is not worth it
