@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
 from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request, Verdict, in_order
+from vitfleet.fleet.inline import on_its_own
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Answer, Job, Work
 from vitfleet.methods.fedavg import FedAvg
@@ -268,3 +269,12 @@ def test_a_state_that_is_dropped_is_told_as_dropped(
     fleet.settle([0])
     assert fleet.changed() == {0: None}
     assert fleet.own(0) is None
+
+
+def test_what_a_client_keeps_keeps_no_others_memory() -> None:
+    together, whole = torch.rand(4, 3), torch.rand(2)
+    kept = on_its_own(State({"row": together[1], "whole": whole}, {"seen": 2}))
+    assert torch.equal(kept.tensors["row"], together[1])
+    assert kept.tensors["row"].untyped_storage().nbytes() == 3 * 4
+    assert kept.tensors["whole"] is whole
+    assert kept.numbers == {"seen": 2}

@@ -52,12 +52,19 @@ class Calls:
         return called
 
 
-def test_wandb_and_mlflow_are_told_what_tensorboard_is(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def trackers(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, Calls]:
+    """W&B and MLflow, who only write down what they are told."""
     wandb, mlflow = Calls(), Calls()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    return wandb, mlflow
+
+
+def test_wandb_and_mlflow_are_told_what_tensorboard_is(
+    tiny_config: MakeConfig, tmp_path: Path, trackers: tuple[Calls, Calls]
+) -> None:
+    wandb, mlflow = trackers
     config = tiny_config("rounds=2", 'machine.trackers=["tensorboard", "wandb", "mlflow"]')
     conduct(open_session(config, tmp_path), Deaf())
 
@@ -76,11 +83,9 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
 
 
 def test_a_run_that_goes_on_is_the_same_run_to_them(
-    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: MakeConfig, tmp_path: Path, trackers: tuple[Calls, Calls]
 ) -> None:
-    wandb, mlflow = Calls(), Calls()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    wandb, mlflow = trackers
     for next_round in (1, 2):
         Curves(tiny_config('machine.trackers=["wandb", "mlflow"]'), tmp_path, next_round).close()
     first, second = (kwargs["id"] for name, _, kwargs in wandb.calls if name == "init")
