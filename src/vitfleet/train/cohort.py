@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def widths_of(memories: Sequence[Memory]) -> tuple[int, ...]:
 
     As many as the largest part of that place has, and a multiple of some, so that shapes recur from round to round.
     """
-    columns = zip(*(memory.sizes for memory in memories), strict=True)
+    columns = zip_longest(*(memory.sizes for memory in memories), fillvalue=0)
     return tuple(max(1, -(-max(column) // STORED_AT_ONCE)) * STORED_AT_ONCE for column in columns)
 
 
