@@ -28,7 +28,7 @@ from vitfleet.message import State
 from vitfleet.methods import Job, Setting, adapt, make_method
 from vitfleet.models.zoo import build
 from vitfleet.run.costs import client_flops
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.machine import set_up
 from vitfleet.train.trainer import Trainer, preprocess_for
 

@@ -25,7 +25,7 @@ from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, Tr
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.given import Assignment, Place
 from vitfleet.train.machine import set_up
 from vitfleet.train.objective import Fit, Memory, Objective, References, Step
 from vitfleet.train.surgery import Integrator, MostDissimilar, in_pieces, products, solve

@@ -34,7 +34,7 @@ from vitfleet.methods.knowledge import Stored, write
 from vitfleet.models.zoo import build
 from vitfleet.run.costs import Costing
 from vitfleet.run.memory import round_memory
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.trainer import ALL_PARTS, Trainer, preprocess_for
 

@@ -37,8 +37,8 @@ from vitfleet.methods.fedavg import FedAvg
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.run.costs import client_flops
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import Half, drive_together
+from vitfleet.train.given import Place
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.trainer import Trainer, preprocess_for
 

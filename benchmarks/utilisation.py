@@ -18,7 +18,7 @@ from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelCo
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.zoo import build
 from vitfleet.run.costs import full_flops
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.trainer import Trainer, preprocess_for

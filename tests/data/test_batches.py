@@ -41,7 +41,7 @@ def draw(**changes: Any) -> EpochDraws:
 def lay(draws: EpochDraws, kept: int = 64) -> Batch:
     """Return an epoch as one batch, in the order of the shard, so that images can be told apart."""
     visits = visit([replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, many=False)
-    return visits.step(0, many=False)
+    return visits.step(0, None)
 
 
 def batch(**changes: Any) -> Batch:
@@ -202,7 +202,7 @@ def test_an_epoch_is_laid_out_in_steps() -> None:
     draws = draw(augment=ALL, kept=16)
     visits = visit([draws], 20, 16, CPU, many=False)
     assert visits.widths == [20, 20, 10]  # the last batch is short
-    last = visits.step(2, many=False)
+    last = visits.step(2, None)
     assert np.array_equal(last.positions, draws.order[40:])
     assert np.array_equal(some_tensor(last.shift), some(draws.shift)[40:])
     assert np.array_equal(some_tensor(last.keep), some(draws.noise)[40:].argsort(axis=1, kind="stable")[:, :16])
@@ -211,23 +211,24 @@ def test_an_epoch_is_laid_out_in_steps() -> None:
 
 
 def test_clients_of_unequal_size_are_padded_with_nothing() -> None:
-    draws = [draw(samples=samples, client=samples) for samples in (50, 8, 21)]
+    draws = [draw(samples=samples, client=samples) for samples in (50, 21, 8)]
     visits = visit(draws, 20, 64, CPU, many=True)
     assert visits.widths == [20, 20, 10]
-    assert visits.active == [[True, True, True], [True, False, True], [True, False, False]]
+    assert visits.active == [3, 2, 1]
     for client, own in enumerate(draws):
         seen = [
             int(place)
             for step in range(3)
             for place, share in zip(
-                visits.step(step, many=True).positions[client], visits.step(step, many=True).share[client], strict=True
+                visits.step(step, 3).positions[client], visits.step(step, 3).share[client], strict=True
             )
             if share > 0
         ]
         assert seen == own.order.tolist(), "every sample once, in the client's own order"
         for step, active in enumerate(visits.active):
-            assert float(visits.all.share[step, client].sum()) == pytest.approx(1.0 if active[client] else 0.0)
-            assert float(visits.all.active[step, client]) == active[client]
+            assert float(visits.all.share[step, client].sum()) == pytest.approx(1.0 if client < active else 0.0)
+            assert float(visits.all.active[step, client]) == (client < active)
+        assert all(len(one) == 2 for one in visits.step(1, 2).tensors()), "those who have it, and nobody else"
 
 
 @pytest.mark.parametrize(("samples", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (50, 20)])
@@ -334,8 +335,8 @@ def test_an_empty_batch_stays_empty() -> None:
 def test_stacked_images_are_treated_as_they_would_be_alone() -> None:
     draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
     stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
-    together = visit(draws, 12, 64, CPU, many=True).step(0, many=True)
+    together = visit(draws, 12, 64, CPU, many=True).step(0, len(draws))
     got = preprocess(side=24)(stored, together)
     for client in range(3):
-        alone = visit([draws[client]], 12, 64, CPU, many=False).step(0, many=False)
+        alone = visit([draws[client]], 12, 64, CPU, many=False).step(0, None)
         assert torch.equal(got[client], preprocess(side=24)(stored[client], alone))

@@ -24,7 +24,7 @@ from vitfleet.models.net import Net
 from vitfleet.run.conduct import conduct, play_round
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.session import open_session
-from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.given import Assignment, Place
 from vitfleet.train.machine import limited
 from vitfleet.train.objective import Fit, Fitted, Objective
 from vitfleet.train.trainer import Trainer

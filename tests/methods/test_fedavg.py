@@ -16,7 +16,7 @@ from vitfleet.methods.aggregate import WeightedMean
 from vitfleet.methods.base import RefusalError
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.objective import Fit, Fitted, Objective
 
 

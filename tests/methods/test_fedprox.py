@@ -16,7 +16,7 @@ from vitfleet.methods import Job
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.fedprox import FedProx
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.objective import Fit, Fitted, Step
 
 PLACE = Place(0, 1, 0)

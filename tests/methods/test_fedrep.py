@@ -17,8 +17,8 @@ from vitfleet.methods import Job
 from vitfleet.methods.fedper import FedPer
 from vitfleet.methods.fedrep import FedRep
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
+from vitfleet.train.given import Place
 from vitfleet.train.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)

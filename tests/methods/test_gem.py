@@ -16,8 +16,8 @@ from vitfleet.methods import Answer, Job
 from vitfleet.methods.gem import AGem, Gem
 from vitfleet.methods.knowledge import read
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
+from vitfleet.train.given import Place
 from vitfleet.train.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

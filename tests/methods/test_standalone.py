@@ -13,7 +13,7 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Job, Setting
 from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.objective import Fit, Objective
 
 

@@ -27,8 +27,8 @@ from vitfleet.models.zoo import build
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
+from vitfleet.train.given import Place
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Objective, Step
 from vitfleet.train.trainer import Trainer, preprocess_for

@@ -31,7 +31,7 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
     kept = session.net.kept(0.5)
     side = session.data.train.side
     drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, session.net.patches, kept)
-    batch = visit([drawn], samples, kept, session.machine.device, many=False).step(0, many=False)
+    batch = visit([drawn], samples, kept, session.machine.device, many=False).step(0, None)
     assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))
     grid = round(session.net.patches**0.5)

@@ -23,7 +23,7 @@ from vitfleet.run.conduct import conduct
 from vitfleet.run.dispatch import choose_clients
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.session import Session, open_session
-from vitfleet.train.cohort import Assignment
+from vitfleet.train.given import Assignment
 from vitfleet.train.objective import Fitted
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Trainer

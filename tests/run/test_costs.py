@@ -20,7 +20,7 @@ from vitfleet.models.zoo import build
 from vitfleet.run.conduct import play_round
 from vitfleet.run.costs import Flops, client_flops, typical_client
 from vitfleet.run.session import open_session
-from vitfleet.train.cohort import Assignment
+from vitfleet.train.given import Assignment
 from vitfleet.train.objective import Fitted
 from vitfleet.train.trainer import Trainer
 

@@ -20,8 +20,8 @@ from vitfleet.models.tuning import add_lora, add_prompts
 from vitfleet.models.zoo import build
 from vitfleet.run.conduct import play_round
 from vitfleet.run.session import open_session
-from vitfleet.train.cohort import Assignment, Place
 from vitfleet.train.drive import groups
+from vitfleet.train.given import Assignment, Place
 from vitfleet.train.objective import Fit, Fitted, Memory, Objective, References, Step, cross_entropy
 from vitfleet.train.trainer import Trainer
 
@@ -275,14 +275,16 @@ def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_i
         shard = Shard(tiny_images, torch.arange(size))
         return Assignment(Fit(tiny_net.initial_weights(), objective, epochs), shard, Place(0, 1, 0))
 
-    def grouped(*wanted: Assignment, batch: int = 8) -> list[list[int]]:
-        found = groups(list(enumerate(wanted)), make_trainer(batch_size=batch))
+    def grouped(*wanted: Assignment, batch: int = 8, compile: bool = False) -> list[list[int]]:
+        trainer = make_trainer(batch_size=batch)
+        found = groups(list(enumerate(wanted)), replace(trainer, machine=replace(trainer.machine, compile=compile)))
         return sorted(sorted(place for place, _ in group) for group in found)
 
     assert grouped(client(40), client(30), client(20)) == [[0, 1, 2]]
     some = client(40), client(10), client(30), client(9)
-    assert grouped(*some, batch=1) == [[0, 2], [1, 3]]  # too much padding together
-    assert grouped(*some, batch=8) == [[0, 1, 2, 3]]  # a few steps more or less
+    assert grouped(*some, batch=1) == [[0, 1, 2, 3]]  # who has fewer steps is left out of the last ones
+    assert grouped(*some, batch=1, compile=True) == [[0, 2], [1, 3]]  # too much padding together
+    assert grouped(*some, batch=8, compile=True) == [[0, 1, 2, 3]]  # a few steps more or less
     assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # a step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # who has nothing needs no company

@@ -11,8 +11,8 @@ import torch
 from conftest import MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Assignment, Place
-from vitfleet.train.course import GraphCourse
+from vitfleet.train.course import GraphCourse, Kind, company
+from vitfleet.train.given import Assignment, Place
 from vitfleet.train.objective import Fit, Fitted, Memory, Objective
 from vitfleet.train.surgery import Integrator
 
@@ -22,7 +22,7 @@ class Replay:
     """What a captured step does, done again."""
 
     course: GraphCourse
-    kind: bool
+    kind: Kind
 
     def replay(self) -> None:
         self.course._step(self.kind)
@@ -33,7 +33,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphCourse]:
     """Let courses be captured on a CPU; return the list that they are added to."""
     courses: list[GraphCourse] = []
 
-    def capture(course: GraphCourse, kind: bool) -> Replay:
+    def capture(course: GraphCourse, kind: Kind) -> Replay:
         courses.append(course)
         return Replay(course, kind)
 
@@ -95,3 +95,26 @@ def test_a_captured_step_serves_memories_that_are_a_little_smaller(
     assert train((24, 20, 6), (18, 8, 1)) == 2  # 24, 24, 8: more
     assert train((24, 1, 1), (24, 1, 1)) == 2  # by the first again
     assert train((8, 1, 1), (7, 1, 1)) == 3  # so much padding is not worth it
+
+
+def test_who_has_no_more_steps_is_left_out_of_them(
+    tiny_net: Net, captured: list[GraphCourse], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    plain = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    sizes = (3, 30, 2, 20, 4, 12, 1)
+    group = [Assignment(fit, make_shard(0, size), Place(7, 1, client)) for client, size in enumerate(sizes)]
+    found = graphed.fit_together(group)
+    same(found, [plain.fit(one.fit, one.shard, one.place) for one in group])
+    assert [one.steps for one in found] == [2 * size for size in sizes]
+    assert {kind.clients for kind in captured[0].captured} == {7, 6, 4, 3, 2, 1}, "there is none for five"
+
+
+def test_so_many_clients_compute_a_step() -> None:
+    active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
+    assert company(active, captured=False, compiled=False) == active
+    assert company(active, captured=False, compiled=True) == [20] * 19
+    expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 4, *[6] * 5, 6, 6]
+    assert company(active, captured=True, compiled=False) == expected
+    assert company([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"

@@ -88,17 +88,17 @@ def test_one_client_steps_as_torchs_own_optimiser_does(config: TrainConfig) -> N
             for weight, gradient in zip(theirs, gradients.values(), strict=True):
                 weight.grad = gradient
             reference.step()
-            optimizer.step(gradients, torch.tensor(1.0), [True])
+            optimizer.step(gradients, None)
             for mine, expected in zip(ours.values(), theirs, strict=True):
                 assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("host_knows", [True, False])
+@pytest.mark.parametrize("fewer", [True, False], ids=["the first few", "looked up"])
 @pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_stacked_clients_step_as_each_would_alone_and_only_when_they_have_a_step(
-    config: TrainConfig, host_knows: bool
+    config: TrainConfig, fewer: bool
 ) -> None:
-    has = [[True, True, True], [True, False, True], [False, False, True], [True, False, True]]
+    has = [[True, True, True], [True, True, False], [True, False, False], [True, True, True]]
     together = random_like(WEIGHTS, 0, 3)
     alone = [{name: one[client].clone() for name, one in together.items()} for client in range(3)]
     optimizer = Optimizer(config, together, 3)
@@ -108,10 +108,14 @@ def test_stacked_clients_step_as_each_would_alone_and_only_when_they_have_a_step
         single.restart(0.1)
     for step, who in enumerate(has):
         gradients = random_like(WEIGHTS, step + 1, 3)
-        optimizer.step(gradients, torch.tensor([float(one) for one in who]), who if host_knows else None)
+        if fewer:
+            count = sum(who)
+            optimizer.first(count).step({name: one[:count] for name, one in gradients.items()}, None)
+        else:
+            optimizer.step(gradients, torch.tensor([float(one) for one in who]))
         for client, single in enumerate(singles):
             if who[client]:
-                single.step({name: one[client] for name, one in gradients.items()}, torch.tensor(1.0), [True])
+                single.step({name: one[client] for name, one in gradients.items()}, None)
     for client, weights in enumerate(alone):
         for name, weight in weights.items():
             assert torch.equal(together[name][client], weight), (client, name)

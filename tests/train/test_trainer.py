@@ -18,7 +18,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.plain import PlainForward
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.objective import Fit, Fitted, Objective, References, Step, cross_entropy
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Trainer

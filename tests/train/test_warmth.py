@@ -12,7 +12,7 @@ import torch
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.progress import Advance
-from vitfleet.train.cohort import Place
+from vitfleet.train.given import Place
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.warmth import Warmth
 

@@ -89,20 +89,31 @@ class Visits:
     widths
         How much of each step's batch is used by any client.
     active
-        Which clients have each step, ``[steps][clients]``, known on the host.
+        How many clients have each step, the first so many, known on the host.
     """
 
     all: Batch
     widths: list[int]
-    active: list[list[bool]]
+    active: list[int]
 
     def __len__(self) -> int:
         return len(self.widths)
 
-    def step(self, place: int, many: bool) -> Batch:
-        """Return one step's batch, no wider than it needs to be."""
-        width, axis = self.widths[place], 1 if many else 0
-        return self.all.map(lambda one: one[place].narrow(axis, 0, width) if one[place].dim() > axis else one[place])
+    def step(self, place: int, clients: int | None) -> Batch:
+        """Return one step's batch, no wider than it needs to be.
+
+        Parameters
+        ----------
+        clients
+            Of how many clients, the first so many; ``None`` where there is no axis of clients.
+        """
+        width, axis = self.widths[place], 0 if clients is None else 1
+
+        def cut(table: Tensor) -> Tensor:
+            row = table[place] if clients is None else table[place, :clients]
+            return row.narrow(axis, 0, width) if row.dim() > axis else row
+
+        return self.all.map(cut)
 
 
 def visit(
@@ -112,6 +123,8 @@ def visit(
 
     Parameters
     ----------
+    draws
+        Those of the clients with most samples first, so that who has a step is always the first few.
     kept
         How many patches of an image are kept, where draws say which.
     many
@@ -153,7 +166,7 @@ def visit(
         brightness=lay_all([one.brightness for one in draws]),
         keep=None if noise is None else noise.argsort(dim=-1, stable=True)[..., :kept].contiguous(),
     )
-    return Visits(batch, counts.max(axis=1).tolist(), active.tolist())
+    return Visits(batch, counts.max(axis=1).tolist(), active.sum(axis=1).tolist())
 
 
 def _send(array: Draws, device: torch.device) -> Tensor:

@@ -28,8 +28,8 @@ from vitfleet.fleet.inline import diverged
 from vitfleet.fleet.kit import Kit, make_kit, make_net
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Job
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import drive
+from vitfleet.train.given import Place
 from vitfleet.train.judge import Judge
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.wire import Kind, read, write

@@ -16,8 +16,8 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import Half, drive_together
+from vitfleet.train.given import Place
 from vitfleet.train.machine import limited
 from vitfleet.train.trainer import Trainer
 

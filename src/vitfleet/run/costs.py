@@ -24,7 +24,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import widths_of
+from vitfleet.train.given import widths_of
 from vitfleet.train.objective import Fit, Fitted, Objective
 from vitfleet.wire import encoded_size
 

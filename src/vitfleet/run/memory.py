@@ -25,7 +25,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.run.costs import Rehearsal, with_constants_on
-from vitfleet.train.cohort import Assignment, Cohort, Place, bring_together
+from vitfleet.train.cohort import Cohort
+from vitfleet.train.given import Assignment, Place, bring_together
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit
 from vitfleet.train.objective import Memory as Stored
@@ -143,7 +144,7 @@ def training_memory(
             cohort.restart(None, train.lr)
             ready = ledger.live
             for _ in range(2):
-                cohort.advance(batch, torch.empty((), dtype=torch.long), refresh=True, known=[True])
+                cohort.advance(batch, torch.empty((), dtype=torch.long), refresh=True, everybody=True)
     return Memory(received + copied, trained, ready - copied, max(0, ledger.peak - ready - trained))
 
 

@@ -37,8 +37,8 @@ from vitfleet.run.evaluate import Evaluator
 from vitfleet.run.folder import identity
 from vitfleet.run.memory import round_memory
 from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
-from vitfleet.train.cohort import Place
 from vitfleet.train.drive import SERVER, drive
+from vitfleet.train.given import Place
 from vitfleet.train.machine import Machine, resolved, set_up
 from vitfleet.train.room import rough_bytes
 from vitfleet.train.trainer import Trainer

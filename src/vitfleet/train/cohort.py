@@ -7,8 +7,8 @@ be run as it is, or captured once in a CUDA graph and replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,39 +18,15 @@ from torch.nn import functional as F
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import FeatureSet
-from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.train.given import Assignment, Given
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Fitted, Memory, References, Step, within_task
+from vitfleet.train.objective import Fitted, References, Step, within_task
 from vitfleet.train.optim import Optimizer
-from vitfleet.train.stack import Stack, alone, cut_back, lift, stack
+from vitfleet.train.stack import cut_back, lift
 
-STORED_AT_ONCE = 8
-SPARE = 1.2  # a captured step that computes on a little more padding is better than a capture
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in a run a training happens: what its randomness is addressed by."""
-
-    seed: int
-    round: int
-    client: int
-    first_epoch: int = 0
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A training, whose images, and where in the run."""
-
-    fit: Fit
-    shard: Shard
-    place: Place
-
-    def __len__(self) -> int:
-        return len(self.shard) if self.fit.features is None else len(self.fit.features)
 
 
 @dataclass(frozen=True)
@@ -75,95 +51,6 @@ class Engine:
     forward: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-@dataclass
-class Given:
-    """What a group of clients is given, as one set of tensors.
-
-    Attributes
-    ----------
-    widths
-        How many samples of each of the memory's parts are computed on: see :func:`widths_of`.
-    """
-
-    weights: Stack
-    constants: Stack
-    sums: Stack
-    elsewhere: Stack
-    memory: Stack
-    widths: tuple[int, ...]
-
-    def all(self) -> list[Tensor]:
-        """Return every tensor."""
-        parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
-        return [tensor for part in parts for tensor in part.tensors.values()]
-
-    def form(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
-        """Return what must agree for one group to take another's place."""
-        parts = (self.weights, self.constants, self.sums, self.elsewhere, self.memory)
-        return [
-            (name, name in part.own, tensor.shape, tensor.dtype)
-            for part in parts
-            for name, tensor in part.tensors.items()
-        ]
-
-    def covers(self, other: Given) -> bool:
-        """Whether what is computed on of this one's memory is as much as the other needs, and not much more."""
-        wider = all(own >= needed for own, needed in zip(self.widths, other.widths, strict=True))
-        return wider and sum(self.widths) <= SPARE * sum(other.widths)
-
-
-def bring_together(group: Sequence[Assignment], net: Net) -> Given:
-    """Stack what the clients of a group are given; one client's tensors get no axis."""
-    fits = [one.fit for one in group]
-    trains = net.anatomy.trainable(fits[0].objective.trains)
-    widths = widths_of([fit.memory for fit in fits if fit.memory is not None])
-    memories = [{} if fit.memory is None else _as_wide(fit.memory, widths) for fit in fits]
-    if len(group) == 1:
-        fit = fits[0]
-        # Running statistics are written in place by the forward pass, sums by observers: never somebody else's.
-        buffers = {name: one.clone() for name, one in fit.weights.items() if name not in net.anatomy.parameters}
-        leaves = {name: fit.weights[name].detach().clone() for name in trains}
-        sums = {name: one.clone() for name, one in fit.sums.items()}
-        elsewhere = {} if fit.elsewhere is None else {name: fit.elsewhere[name].detach().clone() for name in trains}
-        return Given(
-            alone({**fit.weights, **buffers, **leaves}),
-            alone(dict(fit.constants)),
-            alone(sums),
-            alone(elsewhere),
-            alone(memories[0]),
-            widths,
-        )
-    leaves_of = stack([{name: fit.weights[name].detach() for name in trains} for fit in fits], share=False)
-    frozen = stack([{name: one for name, one in fit.weights.items() if name not in leaves_of.own} for fit in fits])
-    return Given(
-        Stack({**frozen.tensors, **leaves_of.tensors}, frozen.own | leaves_of.own),
-        stack([fit.constants for fit in fits]),
-        stack([fit.sums for fit in fits], share=False),
-        stack([{} if fit.elsewhere is None else trains.take(fit.elsewhere) for fit in fits], share=False),
-        stack(memories, share=False),
-        widths,
-    )
-
-
-def widths_of(memories: Sequence[Memory]) -> tuple[int, ...]:
-    """Return how many samples of each of the memories' parts are computed on, padded ones among them.
-
-    As many as the largest part of that place has, and a multiple of some, so that shapes recur from round to round.
-    """
-    columns = zip_longest(*(memory.sizes for memory in memories), fillvalue=0)
-    return tuple(max(1, -(-max(column) // STORED_AT_ONCE)) * STORED_AT_ONCE for column in columns)
-
-
-def _as_wide(memory: Memory, widths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return a memory's tensors, its parts as wide as the widest is computed."""
-    missing = max(widths, default=0) - memory.share.shape[1]
-    return {
-        "images": F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),
-        "labels": F.pad(memory.labels, (0, missing)),
-        "share": F.pad(memory.share, (0, missing)),
-    }
-
-
 class Cohort:
     """Clients that take their steps together.
 
@@ -175,23 +62,42 @@ class Cohort:
 
     def __init__(self, engine: Engine, group: Sequence[Assignment], given: Given) -> None:
         self.engine = engine
-        self.many = len(group) > 1
+        self.clients = len(group)
+        self.many = self.clients > 1
         self.objective = group[0].fit.objective
         self.images = group[0].shard.images
         self.features: FeatureSet | None = group[0].fit.features
-        self.given = given
         self.trains = engine.net.anatomy.trainable(self.objective.trains)
-        self.weights: Tensors = given.weights.tensors
-        self.leaves = {name: given.weights.tensors[name].requires_grad_() for name in self.trains}
-        self.elsewhere = {name: one.requires_grad_() for name, one in given.elsewhere.tensors.items()}
-        clients = len(group) if self.many else None
-        self.optimizer = Optimizer(engine.config, self.leaves, clients)
+        self._take(given)
+        self.optimizer = Optimizer(engine.config, self.leaves, self.clients if self.many else None)
         device = engine.machine.device
-        shape = (len(group),) if self.many else ()
+        shape = (self.clients,) if self.many else ()
         transform = self.objective.transform
         self.counted = {name: torch.zeros(shape, device=device) for name in (transform.counts if transform else ())}
         self.loss = torch.zeros(shape, device=device)
-        self.chosen: dict[str, Tensor] | None = None
+        # Where a chooser has a choice: the parts it chose, until it chooses anew.
+        chooser, axis = self.objective.chooser, 1 if self.many else 0
+        k = chooser.k if chooser is not None and len(given.widths) > chooser.k else 0
+        self.chosen = {name: one.narrow(axis, 0, k).clone() for name, one in given.memory.tensors.items() if k}
+
+    def _take(self, given: Given) -> None:
+        self.given = given
+        self.weights: Tensors = given.weights.tensors
+        self.leaves = {name: given.weights.tensors[name].requires_grad_() for name in self.trains}
+        self.elsewhere = {name: one.requires_grad_() for name, one in given.elsewhere.tensors.items()}
+
+    def first(self, count: int) -> Cohort:
+        """Return the first so many of the clients as a cohort that works on the same tensors."""
+        if count == self.clients:
+            return self
+        some = copy(self)
+        some.clients = count
+        some._take(self.given.first(count))
+        some.optimizer = self.optimizer.first(count)
+        some.counted = {name: one[:count] for name, one in self.counted.items()}
+        some.loss = self.loss[:count]
+        some.chosen = {name: one[:count] for name, one in self.chosen.items()}
+        return some
 
     def restart(self, given: Given | None, rate: float) -> None:
         """Make ready for a training; with new tensors, in the places of the old ones."""
@@ -201,15 +107,15 @@ class Cohort:
         self.optimizer.restart(rate)
         torch._foreach_zero_([self.loss, *self.counted.values()])
 
-    def advance(self, batch: Batch, epoch: Tensor, refresh: bool, known: list[bool] | None = None) -> None:
+    def advance(self, batch: Batch, epoch: Tensor, refresh: bool, everybody: bool) -> None:
         """Take one step.
 
         Parameters
         ----------
         refresh
             Whether to choose anew among the memory's parts.
-        known
-            Which clients have this step, where the host may look.
+        everybody
+            Whether all of the clients have this step; else, who has it is looked up on the device.
         """
         objective, constants = self.objective, self.given.constants
         step = self._look(self.weights, self.leaves, batch, epoch)
@@ -232,7 +138,7 @@ class Cohort:
                     self.counted[name] += count * batch.active
             if self.engine.config.clip is not None:
                 applied = _clipped(applied, self.engine.config.clip, self.many)
-            self.optimizer.step(applied, batch.active, known)
+            self.optimizer.step(applied, None if everybody else batch.active)
             self.loss += losses.detach() * (batch.share > 0).sum(dim=-1)
 
     def results(self, group: Sequence[Assignment], steps: Sequence[int], again: bool) -> list[Fitted]:
@@ -311,7 +217,6 @@ class Cohort:
         if chooser is None or len(widths) <= chooser.k:
             return self._remember(memory, widths)
         if not refresh:
-            assert self.chosen is not None
             return self._remember(self.chosen, (widths[0],) * chooser.k)  # any of them may be the widest
         everything = self._remember(memory, widths)
 
@@ -323,10 +228,7 @@ class Cohort:
             places = choice(gradients, everything.gradients, everything.present)
             take = torch.vmap(torch.index_select, in_dims=(0, None, 0)) if self.many else torch.index_select
             chosen = {name: take(one, 0, places) for name, one in memory.items()}
-            if self.chosen is None:
-                self.chosen = chosen
-            else:
-                torch._foreach_copy_(list(self.chosen.values()), list(chosen.values()))
+            torch._foreach_copy_(list(self.chosen.values()), list(chosen.values()))
             rows = {name: take(one, 0, places) for name, one in everything.gradients.items()}
             return References(rows, take(everything.present, 0, places))
 

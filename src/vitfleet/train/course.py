@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from vitfleet.data.batches import Batch, Visits
-from vitfleet.train.cohort import Assignment, Cohort, Engine, Given
+from vitfleet.train.cohort import Cohort, Engine
+from vitfleet.train.given import Assignment, Given
 from vitfleet.train.warmth import Warmth
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
+STRETCH = 8  # steps that are worth a capture with fewer clients
 CAPACITY = 8  # an epoch's tables have room for a multiple of so many steps, so that a longer epoch needs no new capture
 
 
@@ -27,10 +30,55 @@ class Course(Protocol):
         ...
 
 
-def _refreshes(cohort: Cohort, step: int) -> bool:
-    """Whether a step, counted within its epoch so that company changes nothing, chooses its references anew."""
+@dataclass(frozen=True)
+class Kind:
+    """What tells one captured step from another.
+
+    Attributes
+    ----------
+    refresh
+        Whether it chooses its references anew.
+    clients
+        How many clients compute it, the first so many.
+    """
+
+    refresh: bool
+    clients: int
+
+
+def kinds(cohort: Cohort, visits: Visits, captured: bool) -> list[Kind]:
+    """Return the kind of each of an epoch's steps."""
     chooser = cohort.objective.chooser
-    return chooser is None or step % chooser.every == 0
+    clients = company(visits.active, captured, cohort.engine.machine.compile)
+    return [
+        # Counted within the epoch, so that company changes nothing.
+        Kind(chooser is None or step % chooser.every == 0, count)
+        for step, count in enumerate(clients)
+    ]
+
+
+def company(active: Sequence[int], captured: bool, compiled: bool) -> list[int]:
+    """Return how many clients compute each step of an epoch, given how many have it; ever fewer have.
+
+    Those that have it. But every number of clients is captured by itself: so it is one of a few, and none that only a
+    few steps would use. Compiling takes too long to do it again for another number.
+    """
+    if compiled:
+        return [active[0]] * len(active)
+    if not captured:
+        return list(active)
+    found, count = [], active[0]
+    for step, needed in enumerate(active):
+        if len(active) - step >= STRETCH:
+            count = min(count, _rounded_up(needed))
+        found.append(count)
+    return found
+
+
+def _rounded_up(count: int) -> int:
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is not less."""
+    half = 1 << max(0, (count - 1).bit_length() - 1)
+    return next(one for one in (half, 3 * half // 2, 2 * half) if one >= count)
 
 
 class PlainCourse:
@@ -39,15 +87,18 @@ class PlainCourse:
     def __init__(self, cohort: Cohort, warmth: Warmth) -> None:
         self.cohort = cohort
         self.warmth = warmth
+        self.some = cohort
 
     def epoch(self, visits: Visits, epoch: int) -> None:
         """Take an epoch's steps."""
         cohort = self.cohort
         now = torch.tensor(epoch, device=cohort.engine.machine.device)
-        for place in range(len(visits)):
-            batch = visits.step(place, cohort.many)
+        for place, kind in enumerate(kinds(cohort, visits, captured=False)):
+            if kind.clients != self.some.clients:
+                self.some = cohort.first(kind.clients)
+            batch = visits.step(place, kind.clients if cohort.many else None)
             with self._first(batch) if cohort.engine.machine.compile else nullcontext():
-                cohort.advance(batch, now, _refreshes(cohort, place), visits.active[place])
+                self.some.advance(batch, now, kind.refresh, everybody=kind.clients == visits.active[place])
 
     def _first(self, batch: Batch) -> AbstractContextManager[None]:
         """Show that a step is compiled, where it is the first of its form."""
@@ -74,7 +125,7 @@ class GraphCourse:
         device = cohort.engine.machine.device
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros((), dtype=torch.long, device=device)
-        self.captured: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[Kind, torch.cuda.CUDAGraph] = {}
 
     def epoch(self, visits: Visits, epoch: int) -> None:
         """Take an epoch's steps; the first of its kind as it is, which warms up what a capture must find warm."""
@@ -82,8 +133,7 @@ class GraphCourse:
             table[: len(visits)].copy_(rows)
         self.cursor.zero_()
         self.now.fill_(epoch)
-        for place in range(len(visits)):
-            kind = _refreshes(self.cohort, place)
+        for kind in kinds(self.cohort, visits, captured=True):
             if kind in self.captured:
                 self.captured[kind].replay()
             else:
@@ -92,7 +142,7 @@ class GraphCourse:
                     self._warm_up(kind)
                     self.captured[kind] = self._capture(kind)
 
-    def _capture(self, kind: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # A graph that nobody needs any more must not be taken apart by a garbage collection in the middle of this.
         collecting = gc.isenabled()
@@ -120,7 +170,7 @@ class GraphCourse:
             and cohort.given.covers(given)
         )
 
-    def _warm_up(self, kind: bool) -> None:
+    def _warm_up(self, kind: Kind) -> None:
         """Take a step on a stream of its own, as a capture does."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -128,9 +178,11 @@ class GraphCourse:
             self._step(kind)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _step(self, kind: bool) -> None:
+    def _step(self, kind: Kind) -> None:
         batch = self.tables.map(lambda table: table.index_select(0, self.cursor).squeeze(0))
-        self.cohort.advance(batch, self.now, kind)
+        if self.cohort.many:
+            batch = batch.map(lambda one: one[: kind.clients])
+        self.cohort.first(kind.clients).advance(batch, self.now, kind.refresh, everybody=False)
         self.cursor += 1
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from vitfleet.data.images import Shard
-from vitfleet.train.cohort import Assignment, Place
+from vitfleet.train.given import Assignment, Place
 from vitfleet.train.objective import Fit, Fitted
 from vitfleet.train.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
 SERVER = -2  # the server's place among the clients, for what it draws itself
-# A client joins a group if it has at least this share of the largest one's steps an epoch (the rest is padding), or
-# lacks no more than a few: groups that are always the same are worth more than those.
+# Where the model is compiled, a step is computed for all of a group: there a client joins if it has at least this share
+# of the largest one's steps an epoch (the rest is padding), or lacks no more than a few.
 ALIKE = 0.5
 FEW_STEPS = 8
 
@@ -64,7 +64,7 @@ Numbered = tuple[int, Assignment]
 
 
 def groups(wanted: Sequence[Numbered], trainer: Trainer) -> Iterator[list[Numbered]]:
-    """Put those together that can be trained together, and are of like size."""
+    """Put those together that can be trained together."""
     left = sorted(wanted, key=lambda one: -len(one[1]))
     while left:
         first = left[0][1]
@@ -84,7 +84,7 @@ def _may_join(first: Assignment, other: Assignment, trainer: Trainer) -> bool:
     return (
         trainer.net.stackable
         and len(other) > 0
-        and (steps(other) >= ALIKE * steps(first) or steps(other) >= steps(first) - FEW_STEPS)
+        and (not trainer.machine.compile or steps(other) >= min(ALIKE * steps(first), steps(first) - FEW_STEPS))
         and one.features is None
         and two.features is None
         and first.shard.images is other.shard.images

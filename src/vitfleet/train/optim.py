@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -64,23 +65,28 @@ class Optimizer:
         self.rate.fill_(rate)
         torch._foreach_zero_([self.taken, *(one for moment in self.moments for one in moment.values())])
 
-    def step(self, gradients: Mapping[str, Tensor], active: Tensor, known: list[bool] | None) -> None:
-        """Take a step, for those clients that have one.
+    def first(self, count: int) -> Optimizer:
+        """Return the optimiser of the first so many clients, which works on the same tensors."""
+        some = copy(self)
+        some.clients = count
+        some.taken = self.taken[:count]
+        some.weights, some.counts = self.weights[:count], self.counts[:count]
+        some.states = [state[:count] for state in self.states]
+        return some
+
+    def step(self, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
+        """Take a step.
 
         Parameters
         ----------
         active
-            Who has, as 1 or 0.
-        known
-            The same, where the host may look.
+            Which clients take it, as 1 or 0, on the device; ``None``: all of them.
         """
         rows = self._views(gradients[name] for name in self.names)
-        self.taken += active
-        skips = list((1 - active).reshape(-1).unbind())
+        self.taken += 1 if active is None else active
+        skips = [None] * len(rows) if active is None else (1 - active).reshape(-1).unbind()
         for client, (weights, grads, skip) in enumerate(zip(self.weights, rows, skips, strict=True)):
-            if known is not None and not known[client]:
-                continue
-            self._apply(client, weights, grads, None if known is not None else skip)
+            self._apply(client, weights, grads, skip)
 
     def _apply(self, client: int, weights: list[Tensor], gradients: list[Tensor], skip: Tensor | None) -> None:
         config = self.config

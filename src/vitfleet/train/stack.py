@@ -34,6 +34,11 @@ class Stack:
         """Return the clients' axis of each, as ``torch.vmap`` wants to be told."""
         return {name: 0 if name in self.own else None for name in self.tensors}
 
+    def first(self, count: int) -> Stack:
+        """Return those of the first so many clients: the same tensors, not copies."""
+        some = {name: one.detach()[:count] if name in self.own else one for name, one in self.tensors.items()}
+        return Stack(some, self.own)
+
 
 def alone(tensors: dict[str, Tensor]) -> Stack:
     """Return one client's tensors, which have no axis."""

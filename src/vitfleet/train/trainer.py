@@ -20,8 +20,9 @@ from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.plain import PlainForward
-from vitfleet.train.cohort import Assignment, Engine, Place, bring_together
+from vitfleet.train.cohort import Engine
 from vitfleet.train.course import Course, Courses
+from vitfleet.train.given import Assignment, Place, bring_together
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Fitted
 from vitfleet.train.optim import learning_rate
@@ -88,10 +89,17 @@ class Trainer:
         return self.fit_together([Assignment(fit, shard, place)])[0]
 
     def fit_together(self, group: Sequence[Assignment]) -> list[Fitted]:
-        """Run the trainings of several clients at once; they have the same objective, and all have samples.
+        """Run the trainings of several clients at once; they have the same objective, and all have samples."""
+        # The largest first: those who still have steps are then the first few, and a step can leave the others out.
+        order = sorted(range(len(group)), key=lambda place: -len(group[place]))
+        found = self._fit_within_room([group[place] for place in order])
+        answers = dict(zip(order, found, strict=True))
+        return [answers[place] for place in range(len(group))]
 
-        No more at once than the device's memory holds, as measured on those before; what does not fit all the same is
-        halved.
+    def _fit_within_room(self, group: Sequence[Assignment]) -> list[Fitted]:
+        """Train no more at once than the device's memory holds, as measured on those before.
+
+        What does not fit all the same is halved.
         """
         most = self.room.most(len(group), self.machine.device)
         if most == len(group):
@@ -105,7 +113,7 @@ class Trainer:
             torch.cuda.empty_cache()
             most = (len(group) + 1) // 2
         parts = [group[start : start + most] for start in range(0, len(group), most)]
-        return [fitted for part in parts for fitted in self.fit_together(part)]
+        return [fitted for part in parts for fitted in self._fit_within_room(part)]
 
     def _fit(self, group: Sequence[Assignment]) -> list[Fitted]:
         first = group[0].fit
@@ -126,7 +134,7 @@ class Trainer:
                     else self.courses.plain(self.engine, group, given, rate)
                 )
             course.epoch(visits, epoch)
-            steps = [taken + sum(row[who] for row in visits.active) for who, taken in enumerate(steps)]
+            steps = [taken + sum(who < active for active in visits.active) for who, taken in enumerate(steps)]
         assert course is not None
         return course.cohort.results(group, steps, again=graphed)
 
