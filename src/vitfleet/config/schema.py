@@ -336,6 +336,9 @@ class MachineConfig(Table):
         None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, on a GPU as many as fit"
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
+    kernels: bool = Field(
+        True, description="on a GPU, own kernels for attention over few tokens and for the optimisers of a cohort"
+    )
     compile: bool = Field(False, description="compile the model's forward and backward pass; pays off in long runs")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(

@@ -9,6 +9,7 @@ is shared, the clients' tokens pass through it as one batch; where each client h
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ class PlainForward:
         Whether to compile its layers.
     fused
         Whether attention is torch's fused kernel, or written out.
+    short
+        Whether attention over few tokens, in bfloat16, is our own kernel, which needs a GPU.
     """
 
-    def __init__(self, vit: Any, compiled: bool = False, fused: bool = True) -> None:
+    def __init__(self, vit: Any, compiled: bool = False, fused: bool = True, short: bool = False) -> None:
         self.vit = vit
         self.fused = fused
+        self.kernel: Any = import_module("vitfleet.models.attention") if short else None  # only then: it needs Triton
         # All layers of a plain ViT are made alike: what holds for the first, holds for every one, and so does what was
         # compiled for it. That takes seconds, where the whole model would take minutes.
         self.first = vit.blocks[0]
@@ -145,15 +149,24 @@ class PlainForward:
         *batch, count, _ = tokens.shape
         qkv = self._linear(weights, f"{path}.qkv", tokens)
         qkv = qkv.reshape(*batch, count, 3, attention.num_heads, attention.head_dim)
-        queries, keys, values = qkv.unbind(-3)
-        queries = self._norm(weights, f"{path}.q_norm", attention.q_norm, queries)
-        keys = self._norm(weights, f"{path}.k_norm", attention.k_norm, keys)
-        # Attention has no weights: the clients' axis is folded into the batch, and the fused kernel stays.
-        q, k, v = (one.reshape(-1, count, *one.shape[-2:]).transpose(1, 2) for one in (queries, keys, values))
-        mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else mix(q, k, v)
-        mixed = mixed.transpose(1, 2)
+        # Attention has no weights: the clients' axis is folded into the batch, and one kernel serves them all.
+        if self._suits_kernel(attention, qkv):
+            mixed = self.kernel.attend(qkv.flatten(0, -5))
+        else:
+            queries, keys, values = qkv.unbind(-3)
+            queries = self._norm(weights, f"{path}.q_norm", attention.q_norm, queries)
+            keys = self._norm(weights, f"{path}.k_norm", attention.k_norm, keys)
+            q, k, v = (one.reshape(-1, count, *one.shape[-2:]).transpose(1, 2) for one in (queries, keys, values))
+            mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else mix(q, k, v)
+            mixed = mixed.transpose(1, 2)
         mixed = self._norm(weights, f"{path}.norm", attention.norm, mixed.reshape(*batch, count, -1))
         return self._linear(weights, f"{path}.proj", mixed)
+
+    def _suits_kernel(self, attention: Any, qkv: Tensor) -> bool:
+        if self.kernel is None or qkv.dtype != torch.bfloat16:
+            return False
+        plain = isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity)
+        return plain and bool(self.kernel.suits(qkv.shape[-4], qkv.shape[-1]))
 
     def _linear(self, weights: Tensors, path: str, inputs: Tensor) -> Tensor:
         outputs = affine(inputs, weights[f"{path}.weight"], weights.get(f"{path}.bias"))

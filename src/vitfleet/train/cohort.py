@@ -69,7 +69,9 @@ class Cohort:
         self.features: FeatureSet | None = group[0].fit.features
         self.trains = engine.net.anatomy.trainable(self.objective.trains)
         self._take(given)
-        self.optimizer = Optimizer(engine.config, self.leaves, self.clients if self.many else None)
+        self.optimizer = Optimizer(
+            engine.config, self.leaves, self.clients if self.many else None, engine.machine.kernels
+        )
         device = engine.machine.device
         shape = (self.clients,) if self.many else ()
         transform = self.objective.transform

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -26,6 +27,8 @@ class Machine:
     ----------
     graphs
         Whether steps are captured in CUDA graphs.
+    kernels
+        Whether there are kernels of our own, which are written in Triton: it comes with torch where that has a GPU.
     compile
         Whether the model is compiled.
     cohort
@@ -38,6 +41,7 @@ class Machine:
     device: torch.device
     bf16: bool
     graphs: bool = False
+    kernels: bool = False
     compile: bool = False
     cohort: int = 1
     workers: int = 1
@@ -75,6 +79,7 @@ def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Mach
         device,
         bf16,
         graphs=cuda and config.graphs,
+        kernels=cuda and config.kernels and find_spec("triton") is not None,
         compile=config.compile,
         cohort=config.cohort or (COHORT if cuda else 1),
         workers=1 if cuda else config.workers or _workers(client_bytes),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from copy import copy
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,29 +38,34 @@ class Optimizer:
 
     It is torch's own fused kernel, called once a client on views of the stacked weights: with its flag for a step to
     be skipped, which was made for overflows, a client that has no step takes none. `torch.optim` itself has one step
-    count and one flag for all its weights.
+    count and one flag for all its weights. On a GPU that keeps few of its processors busy; there AdamW is a kernel of
+    our own, called once a tensor.
 
     Parameters
     ----------
     leaves
         The weights that train; stacked on a leading axis where ``clients`` is not ``None``.
+    kernels
+        Whether there are kernels of our own.
     """
 
-    def __init__(self, config: TrainConfig, leaves: Mapping[str, Tensor], clients: int | None) -> None:
+    def __init__(
+        self, config: TrainConfig, leaves: Mapping[str, Tensor], clients: int | None, kernels: bool = False
+    ) -> None:
         self.config = config
-        self.names = list(leaves)
         self.clients = clients
         device = next(iter(leaves.values())).device if leaves else torch.device("cpu")
         adaptive = config.optimizer == "adamw"
         moments = 2 if adaptive else (1 if config.momentum else 0)
+        self.leaves = {name: leaf.detach() for name, leaf in leaves.items()}
         # Whatever they hold: a training begins with a restart.
         self.moments = [{name: torch.empty_like(leaf) for name, leaf in leaves.items()} for _ in range(moments)]
         # A GPU's kernel reads a float, a CPU's takes the number as it is.
         self.rate = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         self.taken = torch.zeros(clients or 1, device=device)
-        self.weights = self._views(leaf.detach() for leaf in leaves.values())
-        self.states = [self._views(moment.values()) for moment in self.moments]
-        self.counts = list(self.taken.unbind())
+        self.kernel: Any = None
+        if kernels and adaptive and clients is not None:
+            self.kernel = import_module("vitfleet.train.fused_adamw")  # only then: it needs Triton
 
     def restart(self, rate: float) -> None:
         """Forget what was, and set the learning rate."""
@@ -70,8 +77,8 @@ class Optimizer:
         some = copy(self)
         some.clients = count
         some.taken = self.taken[:count]
-        some.weights, some.counts = self.weights[:count], self.counts[:count]
-        some.states = [state[:count] for state in self.states]
+        some.leaves = {name: one[:count] for name, one in self.leaves.items()}
+        some.moments = [{name: one[:count] for name, one in moment.items()} for moment in self.moments]
         return some
 
     def step(self, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
@@ -82,15 +89,43 @@ class Optimizer:
         active
             Which clients take it, as 1 or 0, on the device; ``None``: all of them.
         """
-        rows = self._views(gradients[name] for name in self.names)
         self.taken += 1 if active is None else active
+        if self.kernel is not None:
+            self._apply_to_all(gradients, torch.ones_like(self.taken) if active is None else active)
+            return
+        rows = self._views(gradients[name] for name in self.leaves)
+        weights = self._views(self.leaves.values())
+        states = [self._views(moment.values()) for moment in self.moments]
+        counts = self.taken.unbind()
         skips = [None] * len(rows) if active is None else (1 - active).reshape(-1).unbind()
-        for client, (weights, grads, skip) in enumerate(zip(self.weights, rows, skips, strict=True)):
-            self._apply(client, weights, grads, skip)
+        for client, skip in enumerate(skips):
+            self._apply(weights[client], rows[client], [state[client] for state in states], counts[client], skip)
 
-    def _apply(self, client: int, weights: list[Tensor], gradients: list[Tensor], skip: Tensor | None) -> None:
+    def _apply_to_all(self, gradients: Mapping[str, Tensor], active: Tensor) -> None:
+        firsts, seconds = self.moments
+        for name, leaf in self.leaves.items():
+            self.kernel.adamw(
+                leaf,
+                gradients[name],
+                firsts[name],
+                seconds[name],
+                self.taken,
+                active,
+                self.rate,
+                betas=BETAS,
+                epsilon=EPSILON,
+                decay=self.config.weight_decay,
+            )
+
+    def _apply(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+        count: Tensor,
+        skip: Tensor | None,
+    ) -> None:
         config = self.config
-        states = [state[client] for state in self.states]
         if config.optimizer == "sgd":
             torch._fused_sgd_(
                 weights,
@@ -112,7 +147,7 @@ class Optimizer:
             states[0],
             states[1],
             [],
-            [self.counts[client]] * len(weights),
+            [count] * len(weights),
             lr=self.rate,
             beta1=BETAS[0],
             beta2=BETAS[1],

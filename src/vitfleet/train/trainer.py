@@ -61,8 +61,10 @@ class Trainer:
     def engine(self) -> Engine:
         """What a step is computed with."""
         net = self.net
-        if self.machine.compile and net.plain is not None:  # for training only: evaluation has other shapes
-            net = replace(net, plain=PlainForward(net.module.vit, compiled=True, fused=net.plain.fused))
+        if net.plain is not None:  # for training only: evaluation has other shapes
+            machine = self.machine
+            plain = PlainForward(net.module.vit, machine.compile, net.plain.fused, short=machine.kernels)
+            net = replace(net, plain=plain)
 
         def forward(
             weights: Tensors, inputs: Tensor, batch: Batch | None, split: int | None, depth: int | None, onward: bool
