@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -15,7 +16,9 @@ pytest.importorskip("triton")
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU, or with TRITON_INTERPRET=1", allow_module_level=True)
 
+from vitfleet.config.schema import TrainConfig  # noqa: E402
 from vitfleet.train.fused_adamw import adamw  # noqa: E402
+from vitfleet.train.optim import Optimizer  # noqa: E402
 
 RATE, DECAY, EPSILON = 3e-3, 0.05, 1e-8
 PATTERNS = ([1, 1, 1], [1, 0, 1], [0, 0, 1], [1, 0, 0], [1, 1, 1], [0, 1, 1])
@@ -38,7 +41,8 @@ def test_each_client_takes_torchs_steps(shape: tuple[int, ...], dtype: torch.dty
     optimizers = [torch.optim.AdamW([one], RATE, betas, EPSILON, DECAY) for one in true]
 
     for seed, pattern in enumerate(PATTERNS, start=1):
-        gradient = draw(3, *shape, seed=seed).to(dtype) * 10.0 ** (seed - 4)
+        row = draw(3, 11 + math.prod(shape), seed=seed).to(dtype) * 10.0 ** (seed - 4)
+        gradient = row[:, 11:].view(3, *shape)  # as a transform leaves it: a piece of all there is
         active = torch.tensor(pattern, device=DEVICE, dtype=torch.float32)
         taken += active
         before = [one.clone() for one in (weight, first, second)]
@@ -80,3 +84,22 @@ def test_it_refuses_what_does_not_lie_alike() -> None:
     turned = draw(2, 4, 3, seed=1).mT
     with pytest.raises(ValueError, match="contiguous"):
         adamw(weight, turned, weight, weight, vector, vector, rate, betas=(0.9, 0.99), epsilon=EPSILON, decay=DECAY)
+
+
+def test_a_cohorts_optimiser_takes_it() -> None:
+    config = TrainConfig(optimizer="adamw", weight_decay=DECAY)
+    start = {name: draw(3, *shape, seed=seed) for seed, (name, shape) in enumerate((("a", (4, 3)), ("b", (5,))))}
+    found = []
+    for kernels in (True, False):
+        leaves = {name: one.clone() for name, one in start.items()}
+        optimizer = Optimizer(config, leaves, 3, kernels)
+        optimizer.restart(RATE)
+        for seed, count in enumerate((3, 3, 2, 1, 3)):
+            gradients = {name: draw(*one.shape, seed=10 + seed)[:count] for name, one in leaves.items()}
+            optimizer.first(count).step(gradients, None)
+            skips = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
+            optimizer.step({name: draw(*one.shape, seed=20 + seed) for name, one in leaves.items()}, skips)
+        found.append(leaves)
+    for name in start:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-6, atol=2e-7)
+        assert not torch.equal(found[0][name], start[name])

@@ -36,7 +36,7 @@ def adamw(
     weight, first, second
         The weights and their moments, in float32, ``[clients, …]``, contiguous.
     gradient
-        The same shape, contiguous.
+        The same shape, each client's contiguous; the clients' may be rows of something larger.
     taken
         How many steps each client has taken, with this one; in float32, as ``active`` and ``rate``.
     active
@@ -44,7 +44,8 @@ def adamw(
     rate
         The learning rate, on the device.
     """
-    if not all(one.is_contiguous() and one.shape == weight.shape for one in (weight, gradient, first, second)):
+    lies = gradient[0].is_contiguous() and all(one.is_contiguous() for one in (weight, first, second))
+    if not lies or any(one.shape != weight.shape for one in (gradient, first, second)):
         raise ValueError("weights, gradients, and moments must be contiguous and of one shape")
     clients = weight.shape[0]
     count = weight.numel() // max(1, clients)
@@ -57,6 +58,7 @@ def adamw(
             taken,
             active,
             rate,
+            gradient.stride(0),
             count,
             1 - betas[0],
             1 - betas[1],
@@ -78,6 +80,7 @@ def _step(  # type: ignore[no-untyped-def]
     taken,
     active,
     rate,
+    stride,
     count,
     fresh_first,
     fresh_second,
@@ -95,7 +98,7 @@ def _step(  # type: ignore[no-untyped-def]
     size = tl.load(rate)
 
     w = tl.load(weight + spots, mask=here)
-    g = tl.load(gradient + spots, mask=here).to(tl.float32)
+    g = tl.load(gradient + client.to(tl.int64) * stride + places, mask=here).to(tl.float32)
     m = tl.load(first + spots, mask=here)
     v = tl.load(second + spots, mask=here)
     w -= size * decay * w
