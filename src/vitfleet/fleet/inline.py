@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
+from vitfleet.fleet.near import Near
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
 from vitfleet.train.drive import Half, drive_together
@@ -40,6 +41,8 @@ class InlineFleet:
         What every client was given once; one copy serves all.
     stored
         Reads a client's state as the last checkpoint has it. Only what has changed since is held in memory.
+    near
+        Bytes of the training device's memory in which clients' states may stay for their next round.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class InlineFleet:
         judge: Callable[[Tensors, list[Stage]], list[Verdict]],
         base: Tensors,
         stored: Callable[[int], State | None],
+        near: int = 0,
     ) -> None:
         self.method = method
         self.trainer = trainer
@@ -59,6 +63,7 @@ class InlineFleet:
         self.judge = judge
         self.base = base
         self.stored = stored
+        self._near = Near(near)
         self._offered: dict[int, State | None] = {}
         self._changed: dict[int, State | None] = {}
 
@@ -127,6 +132,7 @@ class InlineFleet:
         for client, own in self._offered.items():
             if client in taken and (own is not None or self.own(client) is not None):
                 self._changed[client] = None if own is None else on_its_own(own)
+                self._near.put(client, self._changed[client])
         self._offered.clear()
 
     def examine(self, exam: Exam) -> Iterator[Marks]:
@@ -153,11 +159,16 @@ class InlineFleet:
 
     def own(self, client: int) -> State | None:
         """Return a client's own state, on the training device."""
+        near = self._near.get(client)
+        if near is not None:
+            return near
         state = self._changed[client] if client in self._changed else self.stored(client)
         if state is None:
             return None
         device = self.trainer.machine.device
-        return State({name: tensor.to(device) for name, tensor in state.tensors.items()}, state.numbers)
+        state = State({name: tensor.to(device) for name, tensor in state.tensors.items()}, state.numbers)
+        self._near.put(client, state)
+        return state
 
     def changed(self) -> Mapping[int, State | None]:
         """Hand over the states that changed since the last call, for a checkpoint to keep."""

@@ -30,6 +30,7 @@ from vitfleet.wire import numbers_of, read, write
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
+PINNED = 1 << 28  # bytes of a state
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ class Checkpoints:
         name = f"server-round-{round:06d}.safetensors"
         files[name] = on_host(server)
         manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()  # for what is on its way to the host
         self._unwritten = unwritten
         self._writing = self._writer.submit(self._write, files, manifest)
 
@@ -200,7 +203,10 @@ def _files(manifest: Manifest | None) -> set[str]:
 
 
 def on_host(state: State) -> State:
-    """Return a state, without its parts, whose tensors are on the host; they come there in one piece a type."""
+    """Return a state, without its parts, whose tensors are on the host, or on their way there.
+
+    They come in one piece a type; wait for the device before they are looked at.
+    """
     away: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, tensor in state.tensors.items():
         if tensor.device.type != "cpu":
@@ -210,6 +216,9 @@ def on_host(state: State) -> State:
 
 
 def _fetched(tensors: Tensors) -> Tensors:
-    row = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
+    row = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    # Into memory that stays where it is, a copy takes a tenth of the time; of that there is not any amount.
+    pinned = row.is_cuda and row.nbytes <= PINNED
+    row = torch.empty(row.shape, dtype=row.dtype, pin_memory=pinned).copy_(row, non_blocking=True)
     pieces = torch.split(row, [tensor.numel() for tensor in tensors.values()])
     return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}

@@ -39,13 +39,15 @@ from vitfleet.run.memory import round_memory
 from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
 from vitfleet.train.drive import SERVER, drive
 from vitfleet.train.given import Place
-from vitfleet.train.machine import Machine, resolved, set_up
+from vitfleet.train.machine import Machine, memory_of, resolved, set_up
 from vitfleet.train.room import rough_bytes
 from vitfleet.train.trainer import Trainer
 from vitfleet.wire import encode
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
+
+NEAR = 16  # clients' states may stay on a GPU in this part of its memory
 
 
 @dataclass
@@ -203,7 +205,9 @@ def open_session(
     fleet: Fleet
     if grid is None:
         stored = checkpoints.client
-        inline = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored=stored)
+        # Where several ranks share the clients, one does not hear what another has made of them.
+        near = memory_of(machine.device) // NEAR if ranks.size == 1 else 0
+        inline = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored, near)
         fleet = inline if ranks.size == 1 else SharedFleet(inline, ranks)
     else:
         from vitfleet.fleet.flower import FlowerFleet, make_terms

@@ -123,6 +123,11 @@ def _cpu_has_bf16() -> bool:
     return any(ask is not None and bool(ask()) for ask in asks)
 
 
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's own memory; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
