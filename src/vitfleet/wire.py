@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ METADATA = "__metadata__"
 ALIGNMENT = 8
 LENGTH_FIELD = 8  # bytes of the header's length, before the header
 LONGEST_HEADER = 10**8  # the format's own bound
+KEPT_NAMES = 10**5  # characters
 PIECE = 2**20  # bytes: a slow line must get one through before Flower loses its patience, after 30 seconds
 
 # How the format names dtypes, in the order in which it lays tensors out (widest first, then by name).
@@ -147,15 +149,30 @@ def _metadata(named: Named) -> dict[str, str]:
 
 
 def _header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, object] = {METADATA: dict(metadata)}
-    offset = 0
-    for name, tensor in _in_layout(tensors):
-        end = offset + _bytes(tensor)
-        header[name] = {"dtype": _LAYOUT[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    form = tuple((name, tensor.dtype, tensor.shape) for name, tensor in _in_layout(tensors))
+    # A simulation sends the same forms again and again; what a stranger sends may be of any length.
+    table = _kept_table if sum(len(name) for name, _, _ in form) < KEPT_NAMES else _table
+    text = (_json({METADATA: dict(metadata)})[:-1] + table(form) + "}").encode()
     padded = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
     return len(padded).to_bytes(LENGTH_FIELD, "little") + padded
+
+
+def _table(form: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
+    """Return the part of a header that says where each tensor lies, as it follows on the metadata."""
+    rows, offset = [], 0
+    for name, dtype, shape in form:
+        end = offset + math.prod(shape) * dtype.itemsize
+        about = {"dtype": _LAYOUT[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        rows.append(f",{_json(name)}:{_json(about)}")
+        offset = end
+    return "".join(rows)
+
+
+_kept_table = lru_cache(maxsize=256)(_table)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _in_layout(tensors: Tensors) -> list[tuple[str, Tensor]]:

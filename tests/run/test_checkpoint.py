@@ -16,7 +16,7 @@ from vitfleet import files, wire
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
-from vitfleet.run.checkpoint import Checkpoints, _fetched
+from vitfleet.run.checkpoint import Checkpoints
 
 
 def state(value: float) -> State:
@@ -267,16 +267,3 @@ def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)
     assert_first(Checkpoints(tmp_path))
-
-
-def test_tensors_that_leave_the_device_in_one_piece_come_out_as_they_were() -> None:
-    """The way of a GPU's tensors, taken with some of the host's."""
-    tensors = {
-        "a": torch.rand(2, 3),
-        "none": torch.empty(0, 4),
-        "one": torch.tensor(7.0),
-        "turned": torch.rand(3, 2).mT,
-    }
-    fetched = _fetched(tensors)
-    assert list(fetched) == list(tensors)
-    assert all(torch.equal(fetched[name], tensor) for name, tensor in tensors.items())

@@ -10,13 +10,13 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
 from vitfleet.fleet.near import Near
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import Answer, Job, Method
+from vitfleet.pack import in_one_piece
 from vitfleet.train.drive import Half, drive_together
 from vitfleet.train.given import Place
 from vitfleet.train.machine import limited
@@ -186,11 +186,8 @@ def in_windows(requests: Iterable[Request], size: int) -> Iterator[list[Request]
 
 def on_its_own(state: State) -> State:
     """Return a state that keeps no other's memory: clients that were trained together have rows of the same tensors."""
-
-    def apart(tensor: Tensor) -> Tensor:
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-    return State({name: apart(tensor) for name, tensor in state.tensors.items()}, state.numbers)
+    rows = {name: one for name, one in state.tensors.items() if one.untyped_storage().nbytes() != one.nbytes}
+    return State({**state.tensors, **in_one_piece(rows)}, state.numbers)
 
 
 def diverged(answer: Answer) -> str | None:

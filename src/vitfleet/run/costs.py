@@ -75,6 +75,7 @@ def rehearse(
     client: int = 0,
     stage: int = 0,
     own: State | None = None,
+    blank: Tensors | None = None,
 ) -> Rehearsal:
     """Play a client's round; what it asks for and sends has shapes, but no numbers.
 
@@ -88,8 +89,10 @@ def rehearse(
         How many tasks lie behind it.
     own
         What it has kept, in shapes; ``None``: its first round.
+    blank
+        The model's weights in shapes, where somebody has them at hand.
     """
-    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+    blank = shapes_of(net) if blank is None else blank
     down = method.instruct(method.start(blank), round, client, None)
     held = torch.from_numpy(np.asarray(labels, dtype=np.int64))
     pixels = torch.empty(len(held), len(net.mean), side, side, dtype=torch.uint8, device="meta")
@@ -106,6 +109,11 @@ def rehearse(
     except StopIteration as end:
         answer: Answer = end.value
         return Rehearsal(fits, answer, held_tensors)
+
+
+def shapes_of(net: Net) -> dict[str, Tensor]:
+    """Return a model's weights without numbers."""
+    return {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
 
 
 def _as_if_trained(fit: Fit, samples: int) -> Fitted:
@@ -136,6 +144,7 @@ class Costing:
         self.train = train
         self.net = with_constants_on(net, "meta")
         self.side = side or net.side
+        self.blank = shapes_of(net)
         self._counted: dict[object, Flops] = {}
 
     def rehearse(
@@ -151,7 +160,7 @@ class Costing:
             What the client said of itself in its last message; ``None``: it is its first round.
         """
         own = None if said is None else self._own(said)
-        return rehearse(self.method, self.net, self.side, labels, round, client, stage, own)
+        return rehearse(self.method, self.net, self.side, labels, round, client, stage, own, self.blank)
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> Rehearsal:
         """Play a round of a client that has taken part in every task before, the last one too: the dearest it has.
@@ -266,8 +275,7 @@ def message_size(message: Message) -> int:
 def full_flops(net: Net) -> Flops:
     """Count one whole image through the whole model, all of which trains: what others are compared with."""
     bare = with_constants_on(net, "meta")
-    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
-    return count(bare, Objective(net.anatomy.whole), blank, 0.0)
+    return count(bare, Objective(net.anatomy.whole), shapes_of(net), 0.0)
 
 
 def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:

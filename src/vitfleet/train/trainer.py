@@ -123,7 +123,8 @@ class Trainer:
         given = bring_together(group, self.net)
         if not len(group[0]):
             return self.courses.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
-        self.net.module.train()
+        if not self.net.module.training:  # it goes through all of its parts, again and again
+            self.net.module.train()
         graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.resident)
         course: Course | None = None
         steps = [0] * len(group)
