@@ -31,7 +31,9 @@ def test_methods_with_what_they_alone_are_given() -> None:
         ("fedavg", ["method.name=fedavg"]),
         ("fed-full", ["method.name=fed-full", "train.lr=3e-4", "train.mask_ratio=0"]),
     ]
-    for wrong in ("train.lr=1", "fedavg lr"):
+    several = variants_of(["fedvit", "fedvit method.tune_epochs=0", "gem"])
+    assert [called for called, _ in several] == ["fedvit", "fedvit tune_epochs=0", "gem"]
+    for wrong in ("train.lr=1", "fedavg lr", ""):
         with pytest.raises(UserError, match="must be a method's name, and key=value after it"):
             variants_of([wrong])
 

@@ -54,17 +54,21 @@ def sweep_of(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def variants_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return what each text makes of a configuration: what it is called, and the overrides.
 
-    ``fed-full train.lr=3e-4`` is a method with what it alone is given. Without any there is one, without a name.
+    ``fed-full train.lr=3e-4`` is a method with what it alone is given; one that is named several times is called by that
+    too: ``fed-full lr=3e-4``. Without any there is one, without a name.
     """
     variants = []
-    for text in texts:
-        name, *given = text.split()
-        if "=" in name or not all("=" in one for one in given):
+    names = [(text.split() or [""])[0] for text in texts]
+    for text, name in zip(texts, names, strict=True):
+        given = text.split()[1:]
+        if not name or "=" in name or not all("=" in one for one in given):
             example = "--method 'fed-full train.lr=3e-4 train.mask_ratio=0'"
             raise UserError(
                 f"--method {text!r}: must be a method's name, and key=value after it; for example {example}"
             )
-        variants.append((name, [f"method.name={name}", *given]))
+        keys = [one.partition("=")[0].rpartition(".")[2] + "=" + one.partition("=")[2] for one in given]
+        called = " ".join([name, *keys]) if names.count(name) > 1 else name
+        variants.append((called, [f"method.name={name}", *given]))
     return variants or [("", [])]
 
 
