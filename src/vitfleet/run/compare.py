@@ -54,8 +54,8 @@ def sweep_of(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def variants_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return what each text makes of a configuration: what it is called, and the overrides.
 
-    ``fed-full train.lr=3e-4`` is a method with what it alone is given; one that is named several times is called by that
-    too: ``fed-full lr=3e-4``. Without any there is one, without a name.
+    ``fed-full train.lr=3e-4`` is a method with what it alone is given; one that is named several times is called by
+    that too: ``fed-full lr=3e-4``. Without any there is one, without a name.
     """
     variants = []
     names = [(text.split() or [""])[0] for text in texts]
