@@ -17,7 +17,7 @@ from vitfleet.train.warmth import Warmth
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
 STRETCH = 8  # steps that are worth a capture with fewer clients
-CAPACITY = 8  # an epoch's tables have room for a multiple of so many steps, so that a longer epoch needs no new capture
+AHEAD = 32  # steps whose batches lie ready for a captured step; an epoch of any length is laid there part by part
 
 
 class Course(Protocol):
@@ -113,15 +113,14 @@ class GraphCourse:
     Parameters
     ----------
     visits
-        An epoch whose tables say what room later ones have.
+        An epoch like those that will come, of any length.
     """
 
     def __init__(self, cohort: Cohort, visits: Visits, pool: Any, warmth: Warmth) -> None:
         self.cohort = cohort
         self.warmth = warmth
         self.pool = pool
-        self.capacity = -(-len(visits) // CAPACITY) * CAPACITY
-        self.tables = visits.all.map(lambda rows: rows.new_empty(self.capacity, *rows.shape[1:]))
+        self.tables = visits.all.map(lambda rows: rows.new_empty(AHEAD, *rows.shape[1:]))
         device = cohort.engine.machine.device
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros((), dtype=torch.long, device=device)
@@ -129,11 +128,10 @@ class GraphCourse:
 
     def epoch(self, visits: Visits, epoch: int) -> None:
         """Take an epoch's steps; the first of its kind as it is, which warms up what a capture must find warm."""
-        for table, rows in zip(self.tables.tensors(), visits.all.tensors(), strict=True):
-            table[: len(visits)].copy_(rows)
-        self.cursor.zero_()
         self.now.fill_(epoch)
-        for kind in kinds(self.cohort, visits, captured=True):
+        for place, kind in enumerate(kinds(self.cohort, visits, captured=True)):
+            if place % AHEAD == 0:
+                self._lay_ready(visits, place)
             if kind in self.captured:
                 self.captured[kind].replay()
             else:
@@ -141,6 +139,13 @@ class GraphCourse:
                 with self.warmth.making(f"{compiling}capturing a step"):
                     self._warm_up(kind)
                     self.captured[kind] = self._capture(kind)
+
+    def _lay_ready(self, visits: Visits, start: int) -> None:
+        """Lay the batches of the next steps where a captured step takes them from, once the ones before are taken."""
+        for table, rows in zip(self.tables.tensors(), visits.all.tensors(), strict=True):
+            some = rows[start : start + AHEAD]
+            table[: len(some)].copy_(some)
+        self.cursor.zero_()
 
     def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -164,7 +169,6 @@ class GraphCourse:
             and cohort.images.images is group[0].shard.images.images
             and cohort.features is None
             and group[0].fit.features is None
-            and self.capacity >= len(visits)
             and [one.shape[1:] for one in self.tables.tensors()] == [one.shape[1:] for one in visits.all.tensors()]
             and cohort.given.form() == given.form()
             and cohort.given.covers(given)
