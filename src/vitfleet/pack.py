@@ -9,6 +9,8 @@ from torch import Tensor
 
 from vitfleet.message import Tensors
 
+ALIGNED = 256  # bytes: a kernel may round otherwise where a tensor does not lie as one of its own would
+
 
 def in_one_piece(tensors: Tensors, move: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
     """Return the tensors as views of one new piece of memory, or one for each type and device that they have.
@@ -24,10 +26,23 @@ def in_one_piece(tensors: Tensors, move: Callable[[Tensor], Tensor] | None = Non
     found: dict[str, Tensor] = {}
     for some in alike.values():
         row = _piece(some) if move is not None else None
-        row = torch.cat([tensor.flatten() for tensor in some.values()]) if row is None else row
-        pieces = torch.split(row if move is None else move(row), [tensor.numel() for tensor in some.values()])
-        found |= {name: piece.view(some[name].shape) for name, piece in zip(some, pieces, strict=True)}
+        row = _put_together(some) if row is None else row
+        pieces = torch.split(row if move is None else move(row), [_room(tensor) for tensor in some.values()])
+        for (name, tensor), piece in zip(some.items(), pieces, strict=True):
+            found[name] = piece[: tensor.numel()].view(tensor.shape)
     return {name: found[name] for name in tensors}
+
+
+def _room(tensor: Tensor) -> int:
+    """Return the numbers that a tensor takes up, those between it and the next among them."""
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED // tensor.element_size()
+
+
+def _put_together(tensors: Tensors) -> Tensor:
+    first, *_ = tensors.values()
+    nothing = first.new_zeros(ALIGNED // first.element_size())
+    parts = [(tensor.flatten(), nothing[: _room(tensor) - tensor.numel()]) for tensor in tensors.values()]
+    return torch.cat([one for pair in parts for one in pair])
 
 
 def _piece(tensors: Tensors) -> Tensor | None:
@@ -37,5 +52,7 @@ def _piece(tensors: Tensors) -> Tensor | None:
     for tensor in tensors.values():
         if tensor.untyped_storage().data_ptr() != start or tensor.storage_offset() != end or not tensor.is_contiguous():
             return None
-        end += tensor.numel()
+        end += _room(tensor)
+    if first.untyped_storage().nbytes() < end * first.element_size():
+        return None
     return first.as_strided((end,), (1,), 0)

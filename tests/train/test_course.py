@@ -75,6 +75,28 @@ def test_another_group_takes_the_place_of_the_one_before(
     assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
 
 
+@pytest.mark.parametrize("clients", [1, 2])
+def test_nobody_is_written_into_what_was_given(
+    clients: int, tiny_net: Net, captured: list[GraphCourse], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """What is frozen comes from a client's state or the server's, which go on to be used."""
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.head)
+    given: list[dict[str, torch.Tensor]] = []
+    for round in range(3):
+        weights = {name: one + 0.1 * round for name, one in tiny_net.initial_weights().items()}
+        constants = {"anchor": torch.full((3,), float(round))}
+        given += [weights, constants]
+        fit = Fit(weights, objective, 1, constants)
+        group = [Assignment(fit, make_shard(0, 20), Place(7, round, client)) for client in range(clients)]
+        before = [{name: one.clone() for name, one in tensors.items()} for tensors in given]
+        same(graphed.fit_together(group), plain.fit_together(group))
+        for now, then in zip(given, before, strict=True):
+            assert all(torch.equal(now[name], then[name]) for name in then)
+    assert len(captured) == 1
+
+
 def test_a_captured_step_serves_memories_that_are_a_little_smaller(
     tiny_net: Net, tiny_images: ImageSet, captured: list[GraphCourse], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:

@@ -34,7 +34,7 @@ class Near:
         """Keep a client's new state instead of its old one; ``None``: it has none any more."""
         before = self._states.pop(client, None)
         self._held -= 0 if before is None else _bytes(before)
-        if state is None or _bytes(state) > self.room:
+        if state is None or not 0 < _bytes(state) <= self.room:
             return
         self._states[client] = state
         self._held += _bytes(state)

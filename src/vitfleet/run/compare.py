@@ -67,7 +67,7 @@ def variants_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
                 f"--method {text!r}: must be a method's name, and key=value after it; for example {example}"
             )
         keys = [one.partition("=")[0].rpartition(".")[2] + "=" + one.partition("=")[2] for one in given]
-        called = " ".join([name, *keys]) if names.count(name) > 1 else name
+        called = " ".join([name, *keys]).replace("/", "_") if names.count(name) > 1 else name  # a folder's name too
         variants.append((called, [f"method.name={name}", *given]))
     return variants or [("", [])]
 

@@ -205,7 +205,7 @@ def open_session(
     fleet: Fleet
     if grid is None:
         stored = checkpoints.client
-        # Where several ranks share the clients, one does not hear what another has made of them.
+        # With several ranks each would keep all clients' states, not only those of its own.
         near = memory_of(machine.device) // NEAR if ranks.size == 1 else 0
         inline = InlineFleet(method, trainer, config.seed, shard, evaluator.judge, base.tensors, stored, near)
         fleet = inline if ranks.size == 1 else SharedFleet(inline, ranks)

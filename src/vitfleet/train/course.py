@@ -60,8 +60,8 @@ def kinds(cohort: Cohort, visits: Visits, captured: bool) -> list[Kind]:
 def company(active: Sequence[int], captured: bool, compiled: bool) -> list[int]:
     """Return how many clients compute each step of an epoch, given how many have it; ever fewer have.
 
-    Those that have it. But every number of clients is captured by itself: so it is one of a few, and none that only a
-    few steps would use. Compiling takes too long to do it again for another number.
+    Those that have it. But every number of clients is captured by itself: so it is one of a few, and the last few steps
+    of an epoch go on with the number before. Compiling takes too long to do it again for another number.
     """
     if compiled:
         return [active[0]] * len(active)
@@ -208,7 +208,8 @@ class Courses:
                 return course
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        cohort = Cohort(engine, group, given)
+        # Later groups are written into this one's tensors.
+        cohort = Cohort(engine, group, given.apart(engine.net.anatomy.trainable(group[0].fit.objective.trains)))
         cohort.restart(None, rate)
         course = GraphCourse(cohort, visits, self.pool, self.warmth)
         self.kept = [*self.kept[-(KEPT - 1) :], course]

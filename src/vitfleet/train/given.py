@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -66,6 +66,20 @@ class Given:
     def first(self, count: int) -> Given:
         """Return what the first so many of the clients are given: the same tensors, not copies."""
         weights, constants, sums, elsewhere, memory = (part.first(count) for part in self.parts)
+        return Given(weights, constants, sums, elsewhere, memory, self.widths)
+
+    def apart(self, trains: Collection[str]) -> Given:
+        """Return it with tensors that nobody else holds, for others to be written into.
+
+        What trains and what is stacked was made for this group; the rest is still the clients' or the server's own.
+        """
+
+        def copied(part: Stack, made: Collection[str]) -> Stack:
+            others = {name: one.detach().clone() for name, one in part.tensors.items() if name not in made}
+            return Stack({**part.tensors, **others}, part.own)
+
+        weights = copied(self.weights, {*self.weights.own, *trains})
+        constants, sums, elsewhere, memory = (copied(part, part.own) for part in self.parts[1:])
         return Given(weights, constants, sums, elsewhere, memory, self.widths)
 
     def all(self) -> list[Tensor]:

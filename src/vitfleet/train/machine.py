@@ -70,6 +70,8 @@ def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Mach
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams and captures are those of the current one
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
     cuda = device.type == "cuda"
@@ -96,6 +98,7 @@ def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
             "threads": torch.get_num_threads(),
             "cohort": machine.cohort,
             "workers": machine.workers,
+            "kernels": machine.kernels,
         }
     )
 
