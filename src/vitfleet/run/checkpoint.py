@@ -139,7 +139,8 @@ class Checkpoints:
         before = self.latest
         clients = dict(before.clients) if before else {}
         states = [server, *server.parts.values(), *(state for state in changed.values() if state is not None)]
-        pinned = sum(tensor.nbytes for state in states for tensor in state.tensors.values()) <= PINNED
+        away = [tensor for state in states for tensor in state.tensors.values() if tensor.is_cuda]
+        pinned = sum(tensor.nbytes for tensor in away) <= PINNED
         files: dict[str, State] = {}
         unwritten: dict[int, State | None] = {}
         for client, state in changed.items():
@@ -160,7 +161,7 @@ class Checkpoints:
         name = f"server-round-{round:06d}.safetensors"
         files[name] = on_host(server, pinned)
         manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if away:
             torch.cuda.current_stream().synchronize()  # for what is on its way to the host
         self._unwritten = unwritten
         self._writing = self._writer.submit(self._write, files, manifest)
