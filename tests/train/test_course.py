@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import MakeShard, MakeTrainer
+from conftest import MakeConfig, MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet
 from vitfleet.models.net import Net
+from vitfleet.run import session as sessions
+from vitfleet.run.conduct import conduct
+from vitfleet.run.records import read_records
+from vitfleet.run.session import open_session
 from vitfleet.train.course import GraphCourse, Kind, company
 from vitfleet.train.given import Assignment, Place
+from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.objective import Fit, Fitted, Memory, Objective
 from vitfleet.train.surgery import Integrator
 
@@ -140,3 +147,42 @@ def test_so_many_clients_compute_a_step() -> None:
     expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 4, *[6] * 5, 6, 6]
     assert company(active, captured=True, compiled=False) == expected
     assert company([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"
+
+
+class Nobody:
+    def round_done(self, record: object, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
+def test_what_clients_keep_survives_those_who_train_after_them(
+    keys: tuple[str, ...],
+    captured: list[GraphCourse],
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FedRep's heads are frozen while the body trains, alone in a course; and they stay near for the next round."""
+    some = (
+        "method.name=fedrep",
+        "fleet.clients=3",
+        "train.optimizer=sgd",
+        "train.lr=0.05",
+        "train.epochs=2",
+        "rounds=6",
+    )
+    config = tiny_config(*some, "machine.workers=1", *keys)
+    losses = []
+    monkeypatch.setattr(sessions, "memory_of", lambda device: 1 << 30)
+    for graphs in (False, True):
+        how = partial(_set_up, set_up, graphs)
+        monkeypatch.setattr(sessions, "set_up", how)
+        conduct(open_session(config, tmp_path / str(graphs)), Nobody())
+        told = [entry.numbers["loss"] for record in read_records(tmp_path / str(graphs)) for entry in record.clients]
+        losses.append(told)
+    assert captured
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def _set_up(real: Callable[..., Machine], graphs: bool, *given: object) -> Machine:
+    return replace(real(*given), graphs=graphs)
