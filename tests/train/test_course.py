@@ -144,7 +144,7 @@ def test_so_many_clients_compute_a_step() -> None:
     active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
     assert company(active, captured=False, compiled=False) == active
     assert company(active, captured=False, compiled=True) == [20] * 19
-    expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 4, *[6] * 5, 6, 6]
+    expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 9, 2, 1]
     assert company(active, captured=True, compiled=False) == expected
     assert company([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"
 

@@ -16,7 +16,7 @@ from vitfleet.train.given import Assignment, Given
 from vitfleet.train.warmth import Warmth
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
-STRETCH = 8  # steps that are worth a capture with fewer clients
+LONG = 8  # steps of an epoch that is worth captures with fewer clients
 AHEAD = 32  # steps whose batches lie ready for a captured step; an epoch of any length is laid there part by part
 
 
@@ -60,19 +60,12 @@ def kinds(cohort: Cohort, visits: Visits, captured: bool) -> list[Kind]:
 def company(active: Sequence[int], captured: bool, compiled: bool) -> list[int]:
     """Return how many clients compute each step of an epoch, given how many have it; ever fewer have.
 
-    Those that have it. But every number of clients is captured by itself: so it is one of a few, and the last few steps
-    of an epoch go on with the number before. Compiling takes too long to do it again for another number.
+    Those that have it. But every number of clients is captured by itself: so it is one of a few, and in an epoch of only
+    a few steps it is all of them. Compiling takes too long to do it again for another number.
     """
-    if compiled:
-        return [active[0]] * len(active)
-    if not captured:
-        return list(active)
-    found, count = [], active[0]
-    for step, needed in enumerate(active):
-        if len(active) - step >= STRETCH:
-            count = min(count, _rounded_up(needed))
-        found.append(count)
-    return found
+    if captured and not compiled and len(active) >= LONG:
+        return [min(active[0], _rounded_up(needed)) for needed in active]
+    return [active[0]] * len(active) if captured or compiled else list(active)
 
 
 def _rounded_up(count: int) -> int:
