@@ -60,8 +60,8 @@ def kinds(cohort: Cohort, visits: Visits, captured: bool) -> list[Kind]:
 def company(active: Sequence[int], captured: bool, compiled: bool) -> list[int]:
     """Return how many clients compute each step of an epoch, given how many have it; ever fewer have.
 
-    Those that have it. But every number of clients is captured by itself: so it is one of a few, and in an epoch of only
-    a few steps it is all of them. Compiling takes too long to do it again for another number.
+    Those that have it. But every number of clients is captured by itself: so it is one of a few, and in an epoch of
+    only a few steps it is all of them. Compiling takes too long to do it again for another number.
     """
     if captured and not compiled and len(active) >= LONG:
         return [min(active[0], _rounded_up(needed)) for needed in active]
