@@ -61,9 +61,9 @@ class Task:
         return Shard(self.images, index)
 
 
-def make_task(name: str, batch: int, epochs: int, machine: Machine) -> Task:
+def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Machine) -> Task:
     eftvit = name == "eftvit"
-    model = ModelConfig(name="vit_base_patch16_224") if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
+    model = ModelConfig(name=model_name) if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
     classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
     net = build(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
@@ -206,6 +206,7 @@ def matmul_peak(machine: Machine) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["vit", "eftvit"])
+    parser.add_argument("--model", default="vit_base_patch16_224", help="timm's name of EFTViT's model")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--samples", type=int, default=512, help="images a client")
@@ -237,7 +238,7 @@ def main() -> None:
     rows = []
     for batch, way in itertools.product(args.batch, args.ways):
         for machine in ways[way]:
-            task = make_task(args.task, batch, args.epochs, machine)
+            task = make_task(args.task, args.model, batch, args.epochs, machine)
             play = (eager if way == "eager" else ours)(task, args.clients, args.samples)
             if base.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -250,6 +251,7 @@ def main() -> None:
             )
             row = {
                 "task": args.task,
+                "model": args.model if args.task == "eftvit" else "6 layers, width 256",
                 "batch": batch,
                 "way": way,
                 "cohort": machine.cohort,

@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
+
+Data: TypeAlias = bytes | Iterable[bytes | memoryview]
 
 
-def write_atomically(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+def write_atomically(path: Path, data: Data) -> None:
     """Write a file, given whole or in parts, so that after a crash at any moment it is the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    put_down(temporary, data)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def put_down(path: Path, data: Data) -> None:
+    """Write a file under a name that nobody knows yet; :func:`sync_folder` before anybody is told."""
+    with path.open("wb") as file:
         file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,37 +23,43 @@ def in_one_piece(tensors: Tensors, move: Callable[[Tensor], Tensor] | None = Non
     """
     alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor.contiguous()
     found: dict[str, Tensor] = {}
     for some in alike.values():
-        row = _piece(some) if move is not None else None
-        row = _put_together(some) if row is None else row
-        pieces = torch.split(row if move is None else move(row), [_room(tensor) for tensor in some.values()])
-        for (name, tensor), piece in zip(some.items(), pieces, strict=True):
-            found[name] = piece[: tensor.numel()].view(tensor.shape)
+        starts = _starts(some)
+        row = _piece(some, starts) if move is not None else None
+        row = _put_together(some, starts) if row is None else row
+        row = row if move is None else move(row)
+        for (name, tensor), start in zip(some.items(), starts, strict=False):  # the last start is the end
+            found[name] = row.as_strided(tensor.shape, tensor.stride(), start)
     return {name: found[name] for name in tensors}
 
 
-def _room(tensor: Tensor) -> int:
-    """Return the numbers that a tensor takes up, those between it and the next among them."""
-    return -(-tensor.nbytes // ALIGNED) * ALIGNED // tensor.element_size()
+def _starts(tensors: Tensors) -> list[int]:
+    """Return where each tensor begins, in numbers, and where the last one's room ends."""
+    return [
+        0,
+        *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED // tensor.element_size() for tensor in tensors.values()),
+    ]
 
 
-def _put_together(tensors: Tensors) -> Tensor:
+def _put_together(tensors: Tensors, starts: list[int]) -> Tensor:
     first, *_ = tensors.values()
     nothing = first.new_zeros(ALIGNED // first.element_size())
-    parts = [(tensor.flatten(), nothing[: _room(tensor) - tensor.numel()]) for tensor in tensors.values()]
-    return torch.cat([one for pair in parts for one in pair])
+    parts: list[Tensor] = []
+    for tensor, start, end in zip(tensors.values(), starts, starts[1:], strict=False):
+        parts.append(tensor.view(-1))
+        if gap := end - start - tensor.numel():
+            parts.append(nothing[:gap])
+    return torch.cat(parts)
 
 
-def _piece(tensors: Tensors) -> Tensor | None:
+def _piece(tensors: Tensors, starts: list[int]) -> Tensor | None:
     """Return the memory in which these tensors lie one after the other, if they do."""
     first, *_ = tensors.values()
-    start, end = first.untyped_storage().data_ptr(), 0
-    for tensor in tensors.values():
-        if tensor.untyped_storage().data_ptr() != start or tensor.storage_offset() != end or not tensor.is_contiguous():
+    storage = first.untyped_storage()
+    memory, end = storage.data_ptr(), starts[-1]
+    for tensor, start in zip(tensors.values(), starts, strict=False):
+        if tensor.storage_offset() != start or tensor.untyped_storage().data_ptr() != memory:
             return None
-        end += _room(tensor)
-    if first.untyped_storage().nbytes() < end * first.element_size():
-        return None
-    return first.as_strided((end,), (1,), 0)
+    return first.as_strided((end,), (1,), 0) if storage.nbytes() >= end * first.element_size() else None

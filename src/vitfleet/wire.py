@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import Data, write_atomically
 from vitfleet.message import Named, Numbers, Tensors
 
 NUMBERS = "numbers"
@@ -69,9 +69,9 @@ def cut(named: Named) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def write(path: Path, named: Named) -> None:
+def write(path: Path, named: Named, put: Callable[[Path, Data], None] = write_atomically) -> None:
     """Write what :func:`encode` returns into a file, whole or not at all."""
-    write_atomically(path, _parts(named))
+    put(path, _parts(named))
 
 
 def decode(kind: type[Kind], data: bytes) -> Kind:

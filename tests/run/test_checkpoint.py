@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from vitfleet import files, wire
+from vitfleet import files
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
@@ -192,13 +192,14 @@ def test_a_file_half_written_is_never_taken_for_whole(
 ) -> None:
     commit_first(Checkpoints(tmp_path))
     checkpoints = Checkpoints(tmp_path)
-    written: list[str] = []
+    touched: list[Path] = []
+    put_down = files.put_down
 
-    def half(path: Path, given: bytes | Iterable[bytes | memoryview]) -> None:
+    def half(path: Path, given: files.Data) -> None:
         data = given if isinstance(given, bytes) else b"".join(given)
-        if len(written) < nth:
-            written.append(path.name)
-            files.write_atomically(path, data)
+        touched.append(path)
+        if len(touched) <= nth:
+            put_down(path, data)
             return
 
         def stop(descriptor: int) -> None:
@@ -207,13 +208,13 @@ def test_a_file_half_written_is_never_taken_for_whole(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", stop)
-            files.write_atomically(path, data)
+            put_down(path, data)
 
-    for module in (checkpoint, wire):
-        monkeypatch.setattr(module, "write_atomically", half)
+    for module in (checkpoint, files):
+        monkeypatch.setattr(module, "put_down", half)
     with pytest.raises(Crash):
         commit_second(checkpoints)
-    assert any(path.name.endswith(".tmp") for path in checkpoints.folder.iterdir())
+    assert touched[-1].exists()
     again = Checkpoints(tmp_path)
     assert_first(again)
     assert_only_named(again)
@@ -234,11 +235,11 @@ def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
     commit_first(checkpoints)
     released = threading.Event()
 
-    def held_up(path: Path, named: State) -> None:
+    def held_up(path: Path, data: files.Data) -> None:
         assert released.wait(60)
-        wire.write(path, named)
+        files.put_down(path, data)
 
-    monkeypatch.setattr(checkpoint, "write", held_up)
+    monkeypatch.setattr(checkpoint, "put_down", held_up)
     checkpoints.commit(2, state(2), {0: None, 3: state(23)}, {}, (0, 0), (0, 0))
     assert_first(checkpoints)
     assert checkpoints.client(0) is None
@@ -259,10 +260,10 @@ def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: py
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
 
-    def full(path: Path, named: State) -> None:
+    def full(path: Path, data: files.Data) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "put_down", full)
     checkpoints.commit(2, state(2), {}, {}, (0, 0), (0, 0))
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)

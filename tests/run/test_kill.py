@@ -208,10 +208,18 @@ def test_three_kills(runner: MakeRunner, undisturbed: Undisturbed) -> None:
 
 
 def half_written(runner: Runner, write: str) -> Moment:
-    """Return the moment at which a file's draft is there but not yet renamed."""
+    """Return the moment at which a file's draft is there but not yet renamed, or a state that no manifest names yet."""
     name = Path(write).name
     drafts = [str(Path(write).with_name(draft)) for draft in (f".{name}.tmp", f"{name}.tmp")]
-    return lambda: any(True for draft in drafts for _ in runner.folder.glob(draft))
+    manifest = runner.folder / "checkpoint" / "checkpoint.json"
+
+    def now() -> bool:
+        if not write.startswith("checkpoint/") or write.endswith(manifest.name):
+            return any(True for draft in drafts for _ in runner.folder.glob(draft))
+        named = manifest.read_text() if manifest.exists() else ""
+        return any(path.name not in named for path in runner.folder.glob(write))
+
+    return now
 
 
 def recorded_but_not_kept(runner: Runner) -> Moment:

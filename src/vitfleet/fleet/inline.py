@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
@@ -23,6 +23,7 @@ from vitfleet.train.machine import limited
 from vitfleet.train.trainer import Trainer
 
 AHEAD = 4  # so many requests a worker are looked at for the largest; replies that are early wait in memory
+NEARLY_ALL = 0.9  # of a piece of memory: less of it is copied, so that the rest can go
 
 #: A client and a stage of its stream of tasks.
 Stage = tuple[int, int]
@@ -185,9 +186,16 @@ def in_windows(requests: Iterable[Request], size: int) -> Iterator[list[Request]
 
 
 def on_its_own(state: State) -> State:
-    """Return a state that keeps no other's memory: clients that were trained together have rows of the same tensors."""
-    rows = {name: one for name, one in state.tensors.items() if one.untyped_storage().nbytes() != one.nbytes}
-    return State({**state.tensors, **in_one_piece(rows)}, state.numbers)
+    """Return a state that holds no more memory than it needs: what a client keeps may lie among what it does not."""
+    needed: Counter[int] = Counter()
+    for tensor in state.tensors.values():
+        needed[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    among = {
+        name: tensor
+        for name, tensor in state.tensors.items()
+        if needed[tensor.untyped_storage().data_ptr()] < NEARLY_ALL * tensor.untyped_storage().nbytes()
+    }
+    return State({**state.tensors, **in_one_piece(among)}, state.numbers)
 
 
 def diverged(answer: Answer) -> str | None:

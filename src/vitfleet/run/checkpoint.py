@@ -5,15 +5,15 @@ names never used before and only then is the manifest replaced, so a crash at an
 complete checkpoint. A client's state is written when it changed, not every round. Files that no manifest
 names any more are removed after the commit.
 
-Writing goes on beside the next round: states are values that nobody changes, and what has left the device is
-written by a thread of its own, which never touches the device. Until a checkpoint is complete, what it holds of a
+Writing goes on beside the next round: states are values that nobody changes, and a thread of its own takes them from
+the device and writes them. Until a checkpoint is complete, what it holds of a
 client is read from memory, and a crash leaves the one before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import put_down, sync_folder, write_atomically
 from vitfleet.message import State
 from vitfleet.pack import in_one_piece
 from vitfleet.wire import numbers_of, read, write
@@ -138,9 +138,6 @@ class Checkpoints:
         self.wait()
         before = self.latest
         clients = dict(before.clients) if before else {}
-        states = [server, *server.parts.values(), *(state for state in changed.values() if state is not None)]
-        away = [tensor for state in states for tensor in state.tensors.values() if tensor.is_cuda]
-        pinned = sum(tensor.nbytes for tensor in away) <= PINNED
         files: dict[str, State] = {}
         unwritten: dict[int, State | None] = {}
         for client, state in changed.items():
@@ -149,26 +146,27 @@ class Checkpoints:
                 unwritten[client] = None
             else:
                 clients[client] = f"client-{client:06d}-round-{round:06d}.safetensors"
-                files[clients[client]] = unwritten[client] = on_host(state, pinned)
+                files[clients[client]] = unwritten[client] = state
         parts: dict[str, str] = {}
         for key, part in server.parts.items():
             if before is not None and self._parts.get(key) is part:
                 parts[key] = before.parts[key]
             else:
                 parts[key] = f"{key}-round-{round:06d}.safetensors"
-                files[parts[key]] = on_host(part, pinned)
+                files[parts[key]] = part
         self._parts = dict(server.parts)
         name = f"server-round-{round:06d}.safetensors"
-        files[name] = on_host(server, pinned)
+        files[name] = server
         manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
-        if away:
-            torch.cuda.current_stream().synchronize()  # for what is on its way to the host
         self._unwritten = unwritten
-        self._writing = self._writer.submit(self._write, files, manifest)
+        self._writing = self._writer.submit(self._write, files, manifest, _Leaving.begin(files.values()))
 
-    def _write(self, files: dict[str, State], manifest: Manifest) -> None:
+    def _write(self, files: dict[str, State], manifest: Manifest, leaving: _Leaving | None) -> None:
+        if leaving is not None:
+            files = leaving.on_host(files)
         for name in list(files):
-            write(self.folder / name, files.pop(name))
+            write(self.folder / name, files.pop(name), put_down)
+        sync_folder(self.folder)
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
         before, self.latest = self.latest, manifest
         self._unwritten = {}  # only now: somebody may be asking for a client's state meanwhile
@@ -206,19 +204,44 @@ def _files(manifest: Manifest | None) -> set[str]:
     return {manifest.server, *manifest.clients.values(), *manifest.parts.values()} if manifest else set()
 
 
-def on_host(state: State, pinned: bool) -> State:
-    """Return a state, without its parts, whose tensors are on the host, or on their way there.
+@dataclass(frozen=True)
+class _Leaving:
+    """States on their way from a GPU to the host, beside what that does next.
 
-    They come in one piece a type; wait for the device before they are looked at.
-
-    Parameters
+    Attributes
     ----------
+    stream
+        What they leave on.
     pinned
-        Whether they come into memory that stays where it is, which takes a tenth of the time.
+        Whether into memory that stays where it is, which takes a tenth of the time.
     """
+
+    stream: torch.cuda.Stream
+    pinned: bool
+
+    @classmethod
+    def begin(cls, states: Collection[State]) -> _Leaving | None:
+        """Get ready to take states from a GPU as they are now; ``None`` where none of them is on one."""
+        away = [tensor for state in states for tensor in state.tensors.values() if tensor.is_cuda]
+        if not away:
+            return None
+        stream = torch.cuda.Stream(away[0].device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(away[0].device))
+        return cls(stream, sum(tensor.nbytes for tensor in away) <= PINNED)
+
+    def on_host(self, files: dict[str, State]) -> dict[str, State]:
+        """Return the states once they are on the host."""
+
+        def move(row: Tensor) -> Tensor:
+            return torch.empty(row.shape, dtype=row.dtype, pin_memory=self.pinned).copy_(row, non_blocking=True)
+
+        with torch.cuda.stream(self.stream):
+            moved = {name: moved_by(move, state) for name, state in files.items()}
+        self.stream.synchronize()
+        return moved
+
+
+def moved_by(move: Callable[[Tensor], Tensor], state: State) -> State:
+    """Return a state, without its parts, whose tensors that are elsewhere were moved, in one piece a type."""
     away = {name: tensor for name, tensor in state.tensors.items() if tensor.device.type != "cpu"}
-
-    def move(row: Tensor) -> Tensor:
-        return torch.empty(row.shape, dtype=row.dtype, pin_memory=pinned and row.is_cuda).copy_(row, non_blocking=True)
-
     return State({**state.tensors, **in_one_piece(away, move)}, state.numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,9 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
     curves = Curves(config, folder, session.round + 1)
     warmth = session.trainer.courses.warmth
     warmth.progress = progress
+    # What is there now stays until the end: without this, a full collection goes through half a million objects, which
+    # takes as long as a round does on a GPU.
+    gc.freeze()
     try:
         for round in range(session.round + 1, config.rounds + 1):
             started = time.perf_counter()
@@ -68,6 +72,7 @@ def conduct(session: Session, listener: Listener, progress: Progress = SILENCE) 
                 _map_parts(session)
             listener.round_done(record, seconds)
     finally:
+        gc.unfreeze()
         records.close()
         timings.close()
         curves.close()

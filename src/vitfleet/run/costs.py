@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ def rehearse(
         fit = next(work)
         while True:
             fits.append(fit)
-            fit = work.send(_as_if_trained(fit, len(held)))
+            fit = work.send(_as_if_trained(fit, len(held), (own is None, len(fits))))
     except StopIteration as end:
         answer: Answer = end.value
         return Rehearsal(fits, answer, held_tensors)
@@ -116,10 +116,18 @@ def shapes_of(net: Net) -> dict[str, Tensor]:
     return {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
 
 
-def _as_if_trained(fit: Fit, samples: int) -> Fitted:
+@lru_cache(maxsize=4096)
+def _blank(name: str, shape: torch.Size, training: tuple[bool, int]) -> Tensor:
+    """Return a weight without numbers; made once, because making it takes longer than all the rest.
+
+    Other trainings, and what a client keeps of its first round, have tensors of their own: memory is counted by them.
+    """
+    return torch.empty(shape, device="meta")
+
+
+def _as_if_trained(fit: Fit, samples: int, training: tuple[bool, int]) -> Fitted:
     objective = fit.objective
-    # Not empty_like: of a tensor without numbers it is worked out in Python, which takes as long as all the rest.
-    trained = {name: torch.empty(fit.weights[name].shape, device="meta") for name in objective.trains}
+    trained = {name: _blank(name, fit.weights[name].shape, training) for name in objective.trains}
     # What was observed is read on the host: it has numbers, all of them zero.
     observed = {name: torch.zeros_like(one, device="cpu") for name, one in fit.sums.items()}
     if objective.transform:

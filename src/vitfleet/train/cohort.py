@@ -20,6 +20,7 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.pack import in_one_piece
 from vitfleet.train.given import Assignment, Given
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fitted, References, Step, within_task
@@ -153,26 +154,24 @@ class Cohort:
         """
         losses = self._scores(group) if group[0].fit.score else None
 
-        def out(tensors: Tensors) -> dict[str, Tensor]:
-            """One copy of what all clients have, of which each is given its row: not a copy a client and tensor."""
-            return {name: one.detach().clone() if again else one.detach() for name, one in tensors.items()}
+        def out(tensors: Tensors) -> list[dict[str, Tensor]]:
+            """Give each client what is its own; in one piece, which can be kept and moved as it is."""
+            tensors = {name: one.detach() for name, one in tensors.items()}
+            if not self.many:
+                return [in_one_piece(tensors) if again else tensors]
+            rows = {name: one.unbind() for name, one in tensors.items()}
+            return [in_one_piece({name: row[place] for name, row in rows.items()}) for place in range(self.clients)]
 
         after = out({name: self.weights[name] for name in self.objective.trains})
         sums, counted = out(self.given.sums.tensors), out(self.counted)
-        total = self.loss.clone()
+        total = self.loss.clone().reshape(self.clients)
         found: list[Fitted] = []
         for place, one in enumerate(group):
             samples = len(one)
-
-            def mine(tensor: Tensor, place: int = place) -> Tensor:
-                return tensor[place] if self.many else tensor
-
-            trained = {name: mine(tensor) for name, tensor in after.items()}
-            observed = {name: cut_back(mine(sums[name]), like) for name, like in one.fit.sums.items()}
-            observed |= {name: mine(count) for name, count in counted.items()}
-            loss = mine(total) / max(1, samples * one.fit.epochs)
+            observed = {name: cut_back(sums[place][name], like) for name, like in one.fit.sums.items()}
+            loss = total[place] / max(1, samples * one.fit.epochs)
             scored = loss.new_empty(0) if losses is None else losses[place]
-            found.append(Fitted(trained, loss, samples, steps[place], observed, scored))
+            found.append(Fitted(after[place], loss, samples, steps[place], observed | counted[place], scored))
         return found
 
     def _look(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:

@@ -146,7 +146,8 @@ class GraphCourse:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            # Only this thread's calls can disturb it: another waits for a checkpoint to leave the device.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 self._step(kind)
         finally:
             if collecting:
