@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitfleet.message import all_finite
+from vitfleet.message import _pieces, all_finite
+from vitfleet.pack import in_one_piece
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -30,3 +31,17 @@ def test_large_numbers_are_finite_though_their_sum_is_not() -> None:
 def test_whole_numbers_and_nothing_are_finite() -> None:
     assert all_finite([])
     assert all_finite([torch.arange(3), torch.empty(0)])
+
+
+def test_what_lies_in_one_piece_is_looked_at_as_one() -> None:
+    packed = in_one_piece({"weight": torch.ones(64, 8), "bias": torch.full((8,), 2.0)})
+    (piece,) = _pieces(list(packed.values()))
+    assert float(piece.sum()) == 64 * 8 + 16
+    packed["bias"][3] = float("nan")
+    assert not piece.isfinite().all()
+
+
+def test_what_lies_far_apart_is_not() -> None:
+    rows = torch.rand(100, 3)
+    some = [rows[1], rows[2], torch.rand(4), torch.rand(2, dtype=torch.float64)]
+    assert all(one is other for one, other in zip(_pieces(some), some, strict=True))

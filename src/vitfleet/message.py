@@ -13,6 +13,8 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 Number: TypeAlias = int | float | list[int] | list[float]
 Numbers: TypeAlias = Mapping[str, Number]
 
+MUCH = 0.2  # of a piece of memory: then it is looked at as a whole
+
 
 @dataclass(frozen=True)
 class Named:
@@ -51,7 +53,22 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     if not floating:
         return True
     if floating[0].is_cuda:  # in few launches; on a CPU it would be slower than the sums
-        sums = torch.stack([norm.float() for norm in torch._foreach_norm(floating, 1)])
+        sums = torch.stack([norm.float() for norm in torch._foreach_norm(_pieces(floating), 1)])
     else:
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floating])
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in floating)
+
+
+def _pieces(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors that hold all the numbers of these, and maybe others: what lies in one piece, as one tensor."""
+    lying: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        lying.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
+    found: list[Tensor] = []
+    for some in lying.values():
+        storage = some[0].untyped_storage()
+        if len(some) > 1 and sum(tensor.nbytes for tensor in some) >= MUCH * storage.nbytes():
+            found.append(some[0].as_strided((storage.nbytes() // some[0].element_size(),), (1,), 0))
+        else:
+            found.extend(some)
+    return found

@@ -127,9 +127,9 @@ class WeightedMean(Gathering):
         for name, tensor in tensors.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
-                self.shares[name] = 0
-            self.sums[name].add_(tensor, alpha=samples)
-            self.shares[name] += samples
+            self.shares[name] = self.shares.get(name, 0) + samples
+        if tensors:
+            torch._foreach_add_([self.sums[name] for name in tensors], list(tensors.values()), alpha=samples)
 
     def finish(self) -> State:
         """Return the server's state with the new weights in it."""

@@ -225,7 +225,8 @@ class _Leaving:
         away = [tensor for state in states for tensor in state.tensors.values() if tensor.is_cuda]
         if not away:
             return None
-        stream = torch.cuda.Stream(away[0].device)  # type: ignore[no-untyped-call]
+        # Torch deals out the same 32 streams of a priority again and again, and steps are captured on one of the usual.
+        stream = torch.cuda.Stream(away[0].device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(away[0].device))
         return cls(stream, sum(tensor.nbytes for tensor in away) <= PINNED)
 
