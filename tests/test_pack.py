@@ -33,21 +33,20 @@ def test_the_same_tensors_in_memory_of_their_own() -> None:
     assert float(tensors["row"].sum()) > 0
 
 
-def test_a_piece_is_moved_as_it_is() -> None:
-    packed = in_one_piece(some())
-    moved: list[Tensor] = []
+def elsewhere(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((count,), 99, dtype=dtype)
 
-    def move(row: Tensor) -> Tensor:
-        moved.append(row)
-        return row.clone()
 
-    again = in_one_piece(packed, move)
-    assert all(torch.equal(again[name], packed[name]) for name in packed)
-    assert {row.data_ptr() for row in moved} == {one.untyped_storage().data_ptr() for one in packed.values()}
-    moved.clear()
+def test_they_are_copied_elsewhere_one_by_one_or_as_the_piece_that_they_are() -> None:
+    scattered, packed = some(), in_one_piece(some())
     part = {name: packed[name] for name in ("turned", "scalar")}  # there is something before them
-    assert all(torch.equal(one, part[name]) for name, one in in_one_piece(part, move).items())
-    assert moved[0].data_ptr() != packed["row"].data_ptr()
+    for tensors in (scattered, packed, part):
+        copied = in_one_piece(tensors, elsewhere)
+        assert list(copied) == list(tensors)
+        assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
+    gaps = in_one_piece(packed, elsewhere)["row"].untyped_storage().nbytes() // 4
+    whole = in_one_piece(packed, elsewhere)["row"].as_strided((gaps,), (1,), 0)
+    assert not (whole == 99).any(), "one copy, with what lies between them"
 
 
 def test_nothing_is_nothing() -> None:

@@ -13,26 +13,36 @@ from vitfleet.message import Tensors
 ALIGNED = 256  # bytes: a kernel may round otherwise where a tensor does not lie as one of its own would
 
 
-def in_one_piece(tensors: Tensors, move: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+def in_one_piece(tensors: Tensors, make: Callable[[int, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
     """Return the tensors as views of one new piece of memory, or one for each type and device that they have.
 
     Parameters
     ----------
-    move
-        Takes such a piece elsewhere; tensors that lie in one already are not put together first.
+    make
+        Makes a piece of so many numbers elsewhere, into which they are copied, without waiting for it; by default the
+        piece lies where they do. Nothing is made where they are: it may be full there.
     """
     alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor.contiguous()
     found: dict[str, Tensor] = {}
-    for some in alike.values():
+    for (dtype, _), some in alike.items():
         starts = _starts(some)
-        row = _piece(some, starts) if move is not None else None
-        row = _put_together(some, starts) if row is None else row
-        row = row if move is None else move(row)
+        row = _put_together(some, starts) if make is None else make(starts[-1], dtype)
         for (name, tensor), start in zip(some.items(), starts, strict=False):  # the last start is the end
             found[name] = row.as_strided(tensor.shape, tensor.stride(), start)
+        if make is not None:
+            _copy(some, starts, row, found)
     return {name: found[name] for name in tensors}
+
+
+def _copy(tensors: Tensors, starts: list[int], row: Tensor, places: Tensors) -> None:
+    piece = _piece(tensors, starts)
+    if piece is not None:
+        row.copy_(piece, non_blocking=True)
+        return
+    for name, tensor in tensors.items():
+        places[name].copy_(tensor, non_blocking=True)
 
 
 def _starts(tensors: Tensors) -> list[int]:

@@ -13,7 +13,7 @@ client is read from memory, and a crash leaves the one before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -233,16 +233,13 @@ class _Leaving:
     def on_host(self, files: dict[str, State]) -> dict[str, State]:
         """Return the states once they are on the host."""
 
-        def move(row: Tensor) -> Tensor:
-            return torch.empty(row.shape, dtype=row.dtype, pin_memory=self.pinned).copy_(row, non_blocking=True)
+        def make(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(count, dtype=dtype, pin_memory=self.pinned)
 
+        moved: dict[str, State] = {}
         with torch.cuda.stream(self.stream):
-            moved = {name: moved_by(move, state) for name, state in files.items()}
+            for name, state in files.items():
+                away = {key: tensor for key, tensor in state.tensors.items() if tensor.is_cuda}
+                moved[name] = State({**state.tensors, **in_one_piece(away, make)}, state.numbers)
         self.stream.synchronize()
         return moved
-
-
-def moved_by(move: Callable[[Tensor], Tensor], state: State) -> State:
-    """Return a state, without its parts, whose tensors that are elsewhere were moved, in one piece a type."""
-    away = {name: tensor for name, tensor in state.tensors.items() if tensor.device.type != "cpu"}
-    return State({**state.tensors, **in_one_piece(away, move)}, state.numbers)
