@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Mach
         torch.cuda.set_device(device)  # streams and captures are those of the current one
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
+        # Said once by the thread of the first backward pass, which then sets the context: nothing for a user to do.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     cuda = device.type == "cuda"
     gains = torch.cuda.is_bf16_supported() if cuda else width >= BF16_WIDTH and _cpu_has_bf16()
     bf16 = config.precision == "bf16" or (config.precision == "auto" and gains)
