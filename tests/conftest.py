@@ -34,6 +34,9 @@ from vitfleet.train.trainer import Trainer, preprocess_for
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# A shell's background jobs may be deaf to Ctrl-C, and what they start with them: then nothing of it could be tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["made_runs", "made_sets"]  # runs made by hand, for reports; sets of images
 
