@@ -70,7 +70,7 @@ def cut(named: Named) -> Iterator[bytes]:
 
 
 def write(path: Path, named: Named, put: Callable[[Path, Data], None] = write_atomically) -> None:
-    """Write what :func:`encode` returns into a file, whole or not at all."""
+    """Write what :func:`encode` returns into a file: whole or not at all, unless ``put`` does it otherwise."""
     put(path, _parts(named))
 
 
