@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitfleet.config.schema import Config, ModelConfig, SynchronousSchedule
-from vitfleet.fleet.clock import close_round
-from vitfleet.fleet.devices import DEVICES, Trip, deal_devices, trip_seconds
+from vitfleet.costs.flops import full_flops
+from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
+from vitfleet.costs.virtual_clock import close_round
 from vitfleet.models.zoo import build
-from vitfleet.report.draw import draw_files
-from vitfleet.report.figure import Lines, Series, View
-from vitfleet.run.costs import full_flops
-from vitfleet.run.dispatch import choose_clients
+from vitfleet.report.figure_types import Lines, Series, View
+from vitfleet.report.plotting import draw_files
+from vitfleet.run.round_plan import choose_clients
 
 FLOAT, PLACE = 4, 4  # bytes of a weight, and of its place among the others
 ROUNDS, SHARE, EPOCHS, IMAGES = 10, 0.4, 6, 250
@@ -54,7 +54,7 @@ def play(bytes_of: Bytes, body: int, flops: int, clients: int, tasks: int, bandw
     """Return the virtual seconds and the bytes of a whole run."""
     per_round = max(1, round(SHARE * clients))
     config = Config.model_validate({"fleet": {"clients": clients, "per_round": per_round}})
-    devices = deal_devices(MIX, clients, config.seed)  # type: ignore[arg-type]
+    devices = assign_hardware(MIX, clients, config.seed)  # type: ignore[arg-type]
     now = total = 0.0
     for task in range(tasks):
         seen: set[int] = set()
@@ -64,8 +64,8 @@ def play(bytes_of: Bytes, body: int, flops: int, clients: int, tasks: int, bandw
             for client in asked:
                 down, up = bytes_of(body, clients, task, client not in seen)
                 total += down + up
-                trip = Trip(down, flops * IMAGES * EPOCHS, up)
-                seconds[client] = trip_seconds(DEVICES[devices[client]], trip, bandwidth)
+                workload = RoundWorkload(down, flops * IMAGES * EPOCHS, up)
+                seconds[client] = workload_seconds(HARDWARE_PROFILES[devices[client]], workload, bandwidth)
             seen |= set(asked)
             _, now = close_round(SynchronousSchedule(), per_round, now, seconds)
     return now, total

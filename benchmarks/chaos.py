@@ -5,7 +5,7 @@
 Six devices, ten rounds. Devices are killed, stopped for longer than a round, and lie (NaN, wrong shapes, updates a
 million times too large); the server is killed outright once and started again. In the end the run must be complete,
 every fault in its records, and the server's state, bit for bit, that of the same run in one process asked only for the
-replies that were used. ``tests/deploy/test_trouble.py`` is a small form of it.
+replies that were used. ``tests/flower/test_trouble.py`` is a small form of it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pathlib import Path
 
 from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
-from vitfleet.data.deal import write_shards
-from vitfleet.data.holdings import holdings
+from vitfleet.data.client_indices import client_indices
+from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
-from vitfleet.deploy.certs import make_certs
-from vitfleet.deploy.processes import free_port
-from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request
-from vitfleet.run.conduct import conduct
+from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
+from vitfleet.flower.certificates import make_certs
+from vitfleet.flower.processes import free_port
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
-from vitfleet.run.session import open_session
 
-Place = tuple[int, int]  # round, client
+RngContext = tuple[int, int]  # round, client
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Plan:
     names: tuple[str, ...]
     rounds: int
     overrides: tuple[str, ...]
-    lies: Mapping[Place, str]
+    lies: Mapping[RngContext, str]
     stopped: Mapping[int, int]
     killed: Mapping[int, int]
     server_killed: int
     deadline: float
 
     @property
-    def faults(self) -> set[Place]:
+    def faults(self) -> set[RngContext]:
         """What must be missing in the run."""
         return {*self.lies, *self.stopped.items(), *self.killed.items()}
 
@@ -116,7 +116,7 @@ change = {
 
 class Liar(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "vitfleet.fleet.device":
+        if name != "vitfleet.flower.client":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -124,20 +124,20 @@ class Liar(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            honest = module.Device._answer
+            honest = module.FlowerClient._train
 
             def lie(self, order):
                 reply = honest(self, order)
                 how = plan.get(str(order.round))
                 if how == "wait":
                     time.sleep(3600)
-                elif how and reply.up:
-                    for name, one in reply.up.tensors.items():
+                elif how and reply.message:
+                    for name, one in reply.message.tensors.items():
                         if one.is_floating_point():
-                            reply.up.tensors[name] = change[how](one)
+                            reply.message.tensors[name] = change[how](one)
                 return reply
 
-            module.Device._answer = lie
+            module.FlowerClient._train = lie
 
         spec.loader.exec_module = exec_module
         return spec
@@ -147,17 +147,17 @@ sys.meta_path.insert(0, Liar())
 
 
 @dataclass
-class Restricted(FleetAround[Fleet]):
+class Restricted(FleetWrapper[Fleet]):
     """A fleet in one process of which some replies are never asked for."""
 
-    without: set[Place]
+    without: set[RngContext]
 
-    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         for request in requests:
             if (request.round, request.client) in self.without:
                 yield Reply(request.client, None, failure="left out")
             else:
-                yield from self.inner.ask([request])
+                yield from self.inner.train([request])
 
 
 class Nobody:
@@ -186,7 +186,7 @@ class Site:
         everybody = {"fleet.clients": len(names), "fleet.per_round": len(names)}
         config = load_config("digits", self._overrides(), everybody)
         data = load(config.data)
-        write_shards(data, holdings(config, data), list(names), self.out / "data")
+        export_clients(data, client_indices(config, data), list(names), self.out / "data")
 
     def serve(self) -> None:
         """Start the server, with a new run or the one that is there."""
@@ -275,7 +275,7 @@ def make_trouble(site: Site) -> None:
             site.serve()
 
 
-def check(plan: Plan, out: Path) -> dict[Place, str]:
+def check(plan: Plan, out: Path) -> dict[RngContext, str]:
     """Hold a run to the same run in one process, asked only for the replies that were used.
 
     Returns
@@ -298,17 +298,17 @@ def check(plan: Plan, out: Path) -> dict[Place, str]:
     restrict(read_config(run / "config.json"), honest, set(left_out))
     for troubled, restricted in zip(records, read_records(honest), strict=True):
         assert used(troubled) == used(restricted), f"the records of round {troubled.round} differ"
-        assert_same_marks(troubled.learned, restricted.learned)
+        assert_same_marks(troubled.task, restricted.task)
     assert server_state(run) == server_state(honest), "the states differ"
     return left_out
 
 
-def restrict(config: Config, folder: Path, without: set[Place]) -> None:
+def restrict(config: Config, folder: Path, without: set[RngContext]) -> None:
     """Run a configuration in one process without some replies."""
     inline = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "inline", "names": ()})})
-    session = open_session(inline, folder)
-    session.fleet = Restricted(session.fleet, without)
-    conduct(session, Nobody())
+    context = open_run(inline, folder)
+    context.fleet = Restricted(context.fleet, without)
+    run_rounds(context, Nobody())
 
 
 def used(record: RoundRecord) -> list[object]:

@@ -23,12 +23,12 @@ from functools import partial
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
+from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State
-from vitfleet.methods import Job, Setting, adapt, make_method
+from vitfleet.methods import ClientJob, MethodContext, adapt, make_method
 from vitfleet.models.zoo import build
-from vitfleet.run.costs import client_flops
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import set_up
 from vitfleet.train.trainer import Trainer, preprocess_for
 
@@ -46,8 +46,8 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     )
     machine = set_up(MachineConfig(device=device))
     net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt, config.method)).to(machine.device)
-    setting = Setting.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
-    method = make_method(config.method, setting)
+    context = MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
+    method = make_method(config.method, context)
     weights = {name: tensor.to(machine.device) for name, tensor in net.initial_weights().items()}
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
 
@@ -57,10 +57,10 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
 
     def train(samples: int) -> None:
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        server: State = method.start(weights)
-        down, base = method.instruct(server, 1, 0, None), method.base(weights).tensors
-        job = Job(1, 0, down, base, None, shard)
-        trainer.fit(next(method.work(job)), shard, Place(0, 1, 0))
+        server: State = method.initial_state(weights)
+        down, base = method.client_message(server, 1, 0, None), method.base_message(weights).tensors
+        job = ClientJob(1, 0, down, base, None, shard)
+        trainer.fit(next(method.client_update(job)), shard, RngContext(0, 1, 0))
 
     def seconds(samples: int) -> float:
         started = time.perf_counter()
@@ -79,7 +79,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         "train_gflops_per_sample": client_flops(method, net, config.train.mask_ratio).training / 1e9,
         "step_seconds": statistics.median(times),
         "peak_bytes": peak,
-        "trainable_params": net.anatomy.count(method.trains),
+        "trainable_params": net.anatomy.count(method.trainable),
     }
 
 

@@ -1,4 +1,4 @@
-"""Digests of final weights and recorded numbers: every method on a CPU, two rounds or tasks on digits, and a real fleet.
+"""Digests of final weights and recorded numbers: every method on a CPU, two rounds or tasks on digits, and a fleet.
 
 A change that is meant to change no result is held to these: run it before the change with ``--write FILE`` and
 afterwards with ``--check FILE``. A digest is of one processor type, torch version and number of threads.
@@ -60,7 +60,7 @@ MORE = {
     "fedavg, trimmed": ("digits", f"{COMMON} method.name=fedavg aggregate.rule=trimmed aggregate.trim=0.34"),
 }
 FLOWER = "rounds=2 eval.clients=0 method.name=transfl method.k=2 data.limit=400 train.epochs=1"
-DEVICES = ("kitchen", "garden")
+HARDWARE_PROFILES = ("kitchen", "garden")
 
 
 def cases() -> dict[str, tuple[str, str]]:
@@ -93,7 +93,7 @@ def run_case(preset: str, overrides: str, folder: Path) -> dict[str, str]:
 
 def run_flower(folder: Path, export: str) -> dict[str, str]:
     """Train on two real clients over TLS, one process tree each, and return the run's digests."""
-    names = ",".join(DEVICES)
+    names = ",".join(HARDWARE_PROFILES)
     options = [part for override in FLOWER.split() for part in ("-o", override)]
     certs, shards, out = folder / "certs", folder / "shards", folder / "run"
     subprocess.run(
@@ -122,7 +122,7 @@ def run_flower(folder: Path, export: str) -> dict[str, str]:
             ),
             stdout=log, stderr=log,
         )
-        for name in DEVICES
+        for name in HARDWARE_PROFILES
     ]  # fmt: skip
     try:
         code = server.wait(timeout=600)
@@ -165,10 +165,10 @@ def _tensors(path: Path) -> bytes:
 def _numbers(record: dict[str, Any]) -> list[Any]:
     """Return the numbers of a record, under no name: names may change, numbers may not."""
     accuracy = record["accuracy"] or {}
-    learned = record["learned"] or {}
+    learned = record["task"] or {}
     clients = [
         [
-            *(client[key] for key in ("client", "down_bytes", "up_bytes", "right", "tested", "gflops")),
+            *(client[key] for key in ("client", "down_bytes", "up_bytes", "correct", "tested", "gflops")),
             *(client[key] for key in ("began", "ended")),
             list(client["numbers"].values()),
         ]

@@ -25,9 +25,9 @@ from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, Tr
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.zoo import build
-from vitfleet.train.given import Assignment, Place
+from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import set_up
-from vitfleet.train.objective import Fit, Memory, Objective, References, Step
+from vitfleet.train.objective import EpisodicMemory, Fit, Objective, References, Step
 from vitfleet.train.surgery import Integrator, MostDissimilar, in_pieces, products, solve
 from vitfleet.train.trainer import Trainer, preprocess_for
 
@@ -72,15 +72,15 @@ def main() -> None:
     pixels = torch.randint(0, 256, (longest, 3, SIDE, SIDE), generator=random, dtype=torch.uint8)
     images = ImageSet(pixels, torch.randint(0, CLASSES, (longest,), generator=random)).to(machine.device)
 
-    def stored(parts: int) -> Memory:
+    def stored(parts: int) -> EpisodicMemory:
         index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
         share = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
-        return Memory(images.images[index], images.labels[index], share, (args.stored,) * parts)
+        return EpisodicMemory(images.images[index], images.labels[index], share, (args.stored,) * parts)
 
-    def seconds(objective: Objective, memories: list[Memory | None], steps: int) -> float:
+    def seconds(objective: Objective, memories: list[EpisodicMemory | None], steps: int) -> float:
         shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))
         group = [
-            Assignment(Fit(own, objective, 1, memory=memory), shard, Place(0, 1, client))
+            ClientFit(Fit(own, objective, 1, memory=memory), shard, RngContext(0, 1, client))
             for client, (own, memory) in enumerate(zip(weights, memories, strict=True))
         ]
         started = time.perf_counter()
@@ -95,7 +95,7 @@ def main() -> None:
         "k gradients restored": (Objective(body, transform=Untouched()), args.k),
         "and integrated": (Objective(body, transform=Integrator()), args.k),
         "k + 2 ranked and integrated": (
-            Objective(body, transform=Integrator(), chooser=MostDissimilar(args.k)),
+            Objective(body, transform=Integrator(), selector=MostDissimilar(args.k)),
             args.k + 2,
         ),
     }

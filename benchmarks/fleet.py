@@ -26,22 +26,22 @@ import psutil
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
-from vitfleet.data.deal import write_shards
-from vitfleet.data.holdings import holdings
+from vitfleet.data.client_indices import client_indices
+from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
-from vitfleet.deploy.certs import Certs, make_certs
-from vitfleet.deploy.processes import (
+from vitfleet.flower.certificates import Certs, make_certs
+from vitfleet.flower.processes import (
     LINK,
-    Door,
+    Endpoint,
     client_command,
     environment,
     flwr,
     free_port,
-    open_door,
+    open_endpoint,
     start_run,
     stop,
 )
-from vitfleet.deploy.serve import follow
+from vitfleet.flower.server import follow
 from vitfleet.run.folder import create
 from vitfleet.run.records import RoundRecord, read_records
 
@@ -61,9 +61,9 @@ class Lines:
 class Peaks:
     """The largest resident memory of a fleet's processes of each kind, looked at ten times a second."""
 
-    def __init__(self, out: Path, marks: Sequence[str]) -> None:
+    def __init__(self, out: Path, eval_reply: Sequence[str]) -> None:
         self.out = str(out)
-        self.peaks = dict.fromkeys(marks, 0)
+        self.peaks = dict.fromkeys(eval_reply, 0)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch)
 
@@ -79,13 +79,13 @@ class Peaks:
                     continue
 
 
-def join(out: Path, names: Sequence[str], door: Door, certs: Certs) -> list[subprocess.Popen[bytes]]:
+def join(out: Path, names: Sequence[str], endpoint: Endpoint, certs: Certs) -> list[subprocess.Popen[bytes]]:
     processes = []
     for name in names:
         home = out / "devices" / name
         home.mkdir(parents=True, exist_ok=True)
         command = client_command(
-            f"127.0.0.1:{door.port}", name, out / "data" / name, home, certs, {"device": "cpu", "threads": 1}
+            f"127.0.0.1:{endpoint.port}", name, out / "data" / name, home, certs, {"device": "cpu", "threads": 1}
         )
         with (home / "log").open("ab") as log:
             processes.append(
@@ -101,18 +101,18 @@ def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Conf
     fleet = [f"fleet.clients={len(names)}", f"fleet.per_round={len(names)}"]
     config = load_config("digits", [*overrides, *COMMON, *fleet])
     data = load(config.data)
-    write_shards(data, holdings(config, data), list(names), out / "data")
+    export_clients(data, client_indices(config, data), list(names), out / "data")
     flower = config.fleet.model_copy(update={"kind": "flower", "names": tuple(names)})
     return config.model_copy(update={"fleet": flower}), make_certs(out / "fleet", [], names)
 
 
 def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
-    door = Door("127.0.0.1", free_port(), certs.home, certs)
-    with open_door(door, names):
-        devices = join(out, names, door, certs)
+    endpoint = Endpoint("127.0.0.1", free_port(), certs.home, certs)
+    with open_endpoint(endpoint, names):
+        devices = join(out, names, endpoint, certs)
         try:
             create(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
-            follow(door, out / "run", start_run(door, out / "run"), Lines())
+            follow(endpoint, out / "run", start_run(endpoint, out / "run"), Lines())
         finally:
             for device in devices:
                 stop(device)
@@ -124,9 +124,9 @@ def play_timed(out: Path, config: Config, certs: Certs, names: Sequence[str]) ->
     over = threading.Event()
 
     def watch() -> None:
-        manifest = out / "run" / "checkpoint" / "checkpoint.json"
+        partition_io = out / "run" / "checkpoint" / "checkpoint.json"
         while not over.wait(0.02):
-            if manifest.exists() and (written := manifest.stat().st_mtime_ns / 1e9) not in seen[-1:]:
+            if partition_io.exists() and (written := partition_io.stat().st_mtime_ns / 1e9) not in seen[-1:]:
                 seen.append(written)
 
     watcher = threading.Thread(target=watch)
@@ -154,9 +154,9 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
     processes = [subprocess.Popen(link, env=env, stdout=log, stderr=log, start_new_session=True)]
     try:
         time.sleep(10)
-        door = Door("127.0.0.1", port, home, certs)
+        endpoint = Endpoint("127.0.0.1", port, home, certs)
         keys = [str(certs.node_public_key(name)) for name in names]
-        flwr(door, *(["supernode", "register", key, LINK] for key in keys))
+        flwr(endpoint, *(["supernode", "register", key, LINK] for key in keys))
         for name in names:
             node = ["flower-supernode", "--superlink", f"127.0.0.1:{port}", "--root-certificates", str(certs.ca)]
             node += ["--auth-supernode-private-key", str(certs.node_key(name)), "--port", str(free_port())]
@@ -165,7 +165,7 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
         report = out / "minimal.json"
         words = f'rounds={rounds} floats={floats} report="{report}"'
         app = str(Path(__file__).parent / "flower_minimal")
-        flwr(door, ["run", app, LINK, "--run-config", words])
+        flwr(endpoint, ["run", app, LINK, "--run-config", words])
         while not report.exists():
             time.sleep(0.5)
         ends = json.loads(report.read_text())["ends"]
@@ -202,7 +202,7 @@ from torch.utils import tensorboard
 from vitfleet.config import load_config
 from vitfleet.data.sources import load
 from flwr.superlink import cli
-from vitfleet.deploy import server_app
+from vitfleet.flower import server_app
 load(load_config("digits").data)
 print(psutil.Process().memory_info().rss)
 """
@@ -216,8 +216,8 @@ def bare() -> int:
 def memory(out: Path) -> None:
     names = ("one", "two", "three", "four")
     config, certs = prepare(out, names, LARGE)
-    app, marks = "flwr-serverapp", ("flower-superlink", "vitfleet.deploy.gate", "flwr-clientapp", "deploy.worker")
-    peaks = Peaks(out, (app, *marks))
+    app, eval_reply = "flwr-serverapp", ("flower-superlink", "vitfleet.flower.proxy", "flwr-clientapp", "flower.worker")
+    peaks = Peaks(out, (app, *eval_reply))
     peaks.thread.start()
     try:
         play(out, config, certs, names)

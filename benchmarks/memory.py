@@ -27,14 +27,14 @@ import numpy as np
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
+from vitfleet.costs.flops import CostModel
+from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State
-from vitfleet.methods import Answer, Job, Setting, adapt, make_method
-from vitfleet.methods.knowledge import Stored, write
+from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt, make_method
+from vitfleet.methods.episodic_memory import Stored, write
 from vitfleet.models.zoo import build
-from vitfleet.run.costs import Costing
-from vitfleet.run.memory import round_memory
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.trainer import ALL_PARTS, Trainer, preprocess_for
 
@@ -56,47 +56,49 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     machine = set_up(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
     net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0, partial(adapt, config.method)).to(machine.device)
 
-    def setting(where: torch.device) -> Setting:
-        return Setting.of(net, config.train, ROUNDS, 0, CLASSES, where, config.stages)
+    def context(where: torch.device) -> MethodContext:
+        return MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, where, config.num_tasks)
 
-    stage = TASKS if name in OF_TASKS else 0
+    task_index = TASKS if name in OF_TASKS else 0
     labels = np.arange(STEPS * batch) % CLASSES
-    costing = Costing(make_method(config.method, setting(torch.device("cpu"))), net, config.train)
-    rehearsal = costing.rehearse(1, 0, labels, stage, {"stored": [STORED] * stage})
+    cost_model = CostModel(make_method(config.method, context(torch.device("cpu"))), net, config.train)
+    dry_run_result = cost_model.dry_run(1, 0, labels, task_index, {"stored": [STORED] * task_index})
     at_once = 1 if machine.device.type == "cpu" else ALL_PARTS
-    estimate = round_memory(net, rehearsal, config.train, machine.bf16, at_once)
+    estimate = round_memory(net, dry_run_result, config.train, machine.bf16, at_once)
 
-    method = make_method(config.method, setting(machine.device))
+    method = make_method(config.method, context(machine.device))
     weights = {key: tensor.to(machine.device) for key, tensor in net.initial_weights().items()}
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
     pixels = torch.zeros(STEPS * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)
     images = ImageSet(pixels, torch.from_numpy(labels).to(machine.device))
-    server, base = method.start(weights), method.base(weights).tensors
+    server, base = method.initial_state(weights), method.base_message(weights).tensors
 
-    def play(samples: int, own: State | None) -> tuple[Answer, int]:
+    def play(samples: int, own: State | None) -> tuple[ClientUpdate, int]:
         """Play a client's round; return its answer and its peak."""
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        work = method.work(Job(1, 0, method.instruct(server, 1, 0, None), base, own, shard, stage))
+        work = method.client_update(
+            ClientJob(1, 0, method.client_message(server, 1, 0, None), base, own, shard, task_index)
+        )
         peak = 0
         try:
             fit = next(work)
             while True:
-                fitted = trainer.fit(fit, shard, Place(0, 1, 0))
+                fitted = trainer.fit(fit, shard, RngContext(0, 1, 0))
                 peak = max(peak, _peak(machine))  # the trainer forgets it before every training on a GPU
                 fit = work.send(fitted)
         except StopIteration as end:
             return end.value, peak
 
     first, _ = play(batch if machine.device.type == "cuda" else 1, None)
-    own = first.own
-    if stage and own is not None:
+    own = first.client_state
+    if task_index and own is not None:
         one = Stored(pixels[:STORED].clone(), images.labels[:STORED].to(torch.int16))
-        own = State({**own.tensors, **write(dict.fromkeys(range(stage), one))})
+        own = State({**own.tensors, **write(dict.fromkeys(range(task_index), one))})
     del first
     before = _reset(machine)
     _, peak = play(STEPS * batch, own)
     held = [
-        *method.instruct(server, 1, 0, None).tensors.values(),
+        *method.client_message(server, 1, 0, None).tensors.values(),
         *base.values(),
         *(own.tensors.values() if own else ()),
     ]
@@ -155,8 +157,10 @@ def main() -> None:
         found = json.loads(done.stdout.splitlines()[-1])
         estimate, measured = found["estimate"], found["measured"]
         ratio = estimate / measured
-        verdict = "yes" if abs(ratio - 1) <= WITHIN else "no"
-        print(f"| {method} | {estimate / 2**20:.0f} | {measured / 2**20:.0f} | {ratio:.2f} | {verdict} |", flush=True)
+        evaluation = "yes" if abs(ratio - 1) <= WITHIN else "no"
+        print(
+            f"| {method} | {estimate / 2**20:.0f} | {measured / 2**20:.0f} | {ratio:.2f} | {evaluation} |", flush=True
+        )
 
 
 if __name__ == "__main__":

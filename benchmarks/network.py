@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitfleet.config.schema import DeviceName
-from vitfleet.deploy.processes import stop
-from vitfleet.fleet.devices import DEVICES, MEGABYTE, Trip, trip_seconds
+from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
+from vitfleet.flower.processes import stop
 from vitfleet.run.records import read_records
 
 SERVER, DEVICE = "vitfleet-server", "vitfleet-device"  # namespaces; also, shortened, their interfaces
@@ -174,7 +174,7 @@ def play(out: Path, overrides: list[str], rounds: int, line: float) -> list[Roun
     vitfleet = [sys.executable, "-m", "vitfleet"]
     certs = ["--certs", str(out / "fleet")]
     subprocess.run([*vitfleet, "certs", out / "fleet", "--host", ADDRESSES[SERVER], "--names", NAME], check=True)
-    subprocess.run([*vitfleet, "deal", "digits", "--out", out / "data", "--names", NAME, *given], check=True)
+    subprocess.run([*vitfleet, "export", "digits", "--out", out / "data", "--names", NAME, *given], check=True)
     server = [*vitfleet, "server", "digits", "--host", ADDRESSES[SERVER], "--port", str(PORT), *certs]
     server += ["--out", str(out / "run"), *given]
     device = [*vitfleet, "client", "--server", f"{ADDRESSES[SERVER]}:{PORT}", "--name", NAME, *certs]
@@ -216,7 +216,7 @@ def follow(run: Path, server: subprocess.Popen[bytes], watch: Watch, rounds: int
         if client.failure:
             raise SystemExit(f"round {number}: {client.failure}")
         seconds = json.loads((run / "timings.jsonl").read_text().splitlines()[number - 1])["seconds"]
-        predicted = trip_seconds(DEVICES[ANY], Trip(client.down_bytes, 0, client.up_bytes), line)
+        predicted = workload_seconds(HARDWARE_PROFILES[ANY], RoundWorkload(client.down_bytes, 0, client.up_bytes), line)
         seen = watch.seen[begin : end + 1]
         down, up = way([(one[0], one[1]) for one in seen]), way([(one[0], one[2]) for one in seen])
         yield (done := Round(number, number % 2 == 0, seconds, predicted, client.down_bytes, client.up_bytes, down, up))

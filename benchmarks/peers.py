@@ -41,14 +41,14 @@ CONTESTANTS = Path(__file__).parent / "contestants"
 sys.path.insert(0, str(CONTESTANTS))
 
 from ours import config_of  # noqa: E402
-from problem import Problem, Terms, save_problem  # noqa: E402
+from problem import Problem, RunSpec, save_problem  # noqa: E402
 
 from vitfleet.data.batches import draw_epoch  # noqa: E402
-from vitfleet.data.partition import deal_images  # noqa: E402
+from vitfleet.data.partition import partition_dataset  # noqa: E402
 from vitfleet.data.sources import load as load_data  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
-from vitfleet.run.dispatch import choose_clients  # noqa: E402
 from vitfleet.run.folder import processor  # noqa: E402
+from vitfleet.run.round_plan import choose_clients  # noqa: E402
 
 SCRIPTS = {"ours": "ours.py", "eager": "eager.py", "pfl": "pfl_research.py", "flower": "flower.py"}
 WAYS = ["ours", "ours-2", "eager", "pfl-1", "pfl-2", "flower-1", "flower-2"]
@@ -89,12 +89,12 @@ class Outcome:
     loss: float
 
 
-def prepare(terms: Terms, folder: Path) -> None:
+def prepare(run_spec: RunSpec, folder: Path) -> None:
     """Write a problem down, as vitfleet would deal it."""
-    config = config_of(terms, {})
+    config = config_of(run_spec, {})
     data = load_data(config.data)
-    deal = deal_images(config.data.partition, terms.clients, terms.seed, data).train
-    chosen = [choose_clients(config, round) for round in range(1, terms.rounds + 1)]
+    deal = partition_dataset(config.data.partition, run_spec.clients, run_spec.seed, data).train
+    chosen = [choose_clients(config, round) for round in range(1, run_spec.rounds + 1)]
     tensors = {
         "images": data.train.images,
         "labels": data.train.labels,
@@ -105,11 +105,11 @@ def prepare(terms: Terms, folder: Path) -> None:
         for client in clients:
             own = torch.from_numpy(deal.of(client))
             epochs = [
-                draw_epoch(terms.seed, round, client, epoch, len(own), 32, config.data.augment, 0, 0).order
-                for epoch in range(terms.epochs)
+                draw_epoch(run_spec.seed, round, client, epoch, len(own), 32, config.data.augment, 0, 0).order
+                for epoch in range(run_spec.epochs)
             ]
             tensors[f"visit-{round}-{client}"] = torch.stack([own[torch.from_numpy(order)] for order in epochs])
-    save_problem(folder, terms, chosen, tensors, build(config.model, 10, 3, 32, terms.seed).initial_weights())
+    save_problem(folder, run_spec, chosen, tensors, build(config.model, 10, 3, 32, run_spec.seed).initial_weights())
 
 
 def play(way: Way, folder: Path, threads: int, limit: float) -> Outcome:
@@ -227,7 +227,7 @@ def judge(folder: Path) -> tuple[float, float]:
     return float((logits.argmax(1) == labels).float().mean()), float(F.cross_entropy(logits, labels))
 
 
-def rows_of(terms: Terms, found: dict[str, list[Outcome]], samples: list[int]) -> list[dict[str, object]]:
+def rows_of(run_spec: RunSpec, found: dict[str, list[Outcome]], samples: list[int]) -> list[dict[str, object]]:
     """Return a row for each way; seconds a round are those of the rounds after the first."""
 
     def a_round(one: Outcome) -> float:
@@ -240,10 +240,10 @@ def rows_of(terms: Terms, found: dict[str, list[Outcome]], samples: list[int]) -
         rows.append(
             {
                 "way": text,
-                "clients": terms.clients,
-                "a round": terms.per_round,
-                "batch": terms.batch,
-                "precision": Way(text).machine.get("precision", "bf16" if terms.bf16 else "fp32"),
+                "clients": run_spec.clients,
+                "a round": run_spec.per_round,
+                "batch": run_spec.batch,
+                "precision": Way(text).machine.get("precision", "bf16" if run_spec.bf16 else "fp32"),
                 "accuracy %": round(100 * outcomes[0].accuracy, 2),
                 "test loss": round(outcomes[0].loss, 4),
                 "s a round": round(middle, 3),
@@ -313,7 +313,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     about = surroundings(args.threads)
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-    first = Terms(
+    first = RunSpec(
         clients=args.clients,
         per_round=args.per_round[0],
         rounds=args.rounds,
@@ -332,8 +332,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     try:
         for per_round, batch in itertools.product(args.per_round, args.batch):
-            terms = replace(first, per_round=per_round, batch=batch)
-            prepare(terms, folder)
+            run_spec = replace(first, per_round=per_round, batch=batch)
+            prepare(run_spec, folder)
             samples = Problem(folder).samples()
             found: dict[str, list[Outcome]] = {way.text: [] for way in ways}
             for turn, way in itertools.product(range(args.repeats), ways):
@@ -341,7 +341,7 @@ def main() -> None:
                 found[way.text].append(outcome)
                 laps = " ".join(f"{one:.2f}" for one in outcome.seconds)
                 print(f"{per_round} a round, batch {batch}, turn {turn + 1}, {way.text}: rounds {laps} s", flush=True)
-            rows += rows_of(terms, found, samples)
+            rows += rows_of(run_spec, found, samples)
             print("\n" + markdown(rows[-len(ways) :]), flush=True)
     finally:
         shutil.rmtree(folder)

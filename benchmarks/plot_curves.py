@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from vitfleet.run.compare import members_of
+from vitfleet.run.compare import read_members
 from vitfleet.run.records import read_records
 
 COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]
@@ -42,27 +42,27 @@ class Point:
 
 def read(comparison: Path, tasks: bool) -> Iterator[Point]:
     """Read every run of a comparison as far as it came."""
-    for member in members_of(comparison):
+    for member in read_members(comparison):
         folder = member.folder(comparison)
         for record in read_records(folder) if (folder / "records.jsonl").exists() else ():
-            if tasks and record.learned is not None:
-                values = {kind: getattr(record.learned, kind) for kind in TASKS}
-                yield Point(member.name, member.config.seed, record.learned.task, values)
+            if tasks and record.task is not None:
+                values = {kind: getattr(record.task, kind) for kind in TASKS}
+                yield Point(member.name, member.config.seed, record.task.task, values)
             elif not tasks and record.accuracy is not None:
                 values = {"local": record.accuracy.local, "global": record.accuracy.global_}
                 yield Point(member.name, member.config.seed, record.round, values)
 
 
-def write_csv(points: list[Point], kinds: list[str], label: str, path: Path) -> None:
+def write_csv(points: list[Point], step_kinds: list[str], label: str, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["name", "seed", label, *kinds])
+        writer.writerow(["name", "seed", label, *step_kinds])
         for one in points:
-            cells = ["" if one.values[kind] is None else f"{one.values[kind]:.5f}" for kind in kinds]
+            cells = ["" if one.values[kind] is None else f"{one.values[kind]:.5f}" for kind in step_kinds]
             writer.writerow([one.name, one.seed, one.at, *cells])
 
 
-def draw(points: list[Point], kinds: dict[str, str], label: str, path: Path) -> None:
+def draw(points: list[Point], step_kinds: dict[str, str], label: str, path: Path) -> None:
     found: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for one in points:
         for kind, value in one.values.items():
@@ -75,7 +75,7 @@ def draw(points: list[Point], kinds: dict[str, str], label: str, path: Path) -> 
     }
     figure = Figure(figsize=(12, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (kind, title) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+    for axis, (kind, title) in zip(figure.subplots(1, 2), step_kinds.items(), strict=True):
         for name, places in found[kind].items():
             x = np.array(sorted(places))
             mean = np.array([np.mean(places[at]) for at in x])
@@ -87,7 +87,7 @@ def draw(points: list[Point], kinds: dict[str, str], label: str, path: Path) -> 
         axis.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("%")
     # Beside the axes, where it hides no curve, in the order in which the curves of one figure end.
-    by = 0 if "forgetting" in kinds else 1
+    by = 0 if "forgetting" in step_kinds else 1
     lines = dict(zip(*reversed(figure.axes[by].get_legend_handles_labels()), strict=True))
     best_first = sorted(lines, key=lambda name: -float(lines[name].get_ydata()[-1]))
     figure.legend([lines[name] for name in best_first], best_first, loc="outside right center", frameon=False)
@@ -99,11 +99,11 @@ def main() -> None:
     parser.add_argument("comparison", type=Path)
     parser.add_argument("target", type=Path, help="where they go, without an ending")
     args = parser.parse_args()
-    tasks = members_of(args.comparison)[0].config.data.tasks is not None
-    kinds, label = (TASKS, "task") if tasks else (PLAIN, "round")
+    tasks = read_members(args.comparison)[0].config.data.tasks is not None
+    step_kinds, label = (TASKS, "task") if tasks else (PLAIN, "round")
     points = list(read(args.comparison, tasks))
-    write_csv(points, list(kinds), label, args.target.with_suffix(".csv"))
-    draw(points, kinds, label, args.target.with_suffix(".png"))
+    write_csv(points, list(step_kinds), label, args.target.with_suffix(".csv"))
+    draw(points, step_kinds, label, args.target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
     config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "fleet": fleet})
     (folder / "config.json").write_text(config.model_dump_json())
     counts = rng.integers(0, 30, (CLIENTS, CLASSES)).tolist()
-    manifest = {"sha256": str(seed), "classes": [str(i) for i in range(CLASSES)], "counts": counts}
-    (folder / "partition.json").write_text(json.dumps(manifest))
+    partition_io = {"sha256": str(seed), "classes": [str(i) for i in range(CLASSES)], "counts": counts}
+    (folder / "partition.json").write_text(json.dumps(partition_io))
     (folder / "devices.json").write_text(json.dumps({"clients": ["nano"] * CLIENTS}))
     with (folder / "records.jsonl").open("w") as file:
         for round in range(1, rounds + 1):

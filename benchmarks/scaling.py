@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 
 from vitfleet.config import load_config
-from vitfleet.run.conduct import conduct
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.session import open_session
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Stopwatch:
 
 def play(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
     config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
-    session = open_session(config, Path(tempfile.mkdtemp()))
+    context = open_run(config, Path(tempfile.mkdtemp()))
     watch = Stopwatch()
-    conduct(session, watch)
+    run_rounds(context, watch)
     return watch
 
 

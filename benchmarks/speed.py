@@ -29,16 +29,16 @@ from torch.nn import functional as F
 
 from vitfleet.config.methods import EftVitConfig, FedAvgConfig
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.methods import Method, Setting
-from vitfleet.methods.base import Job
+from vitfleet.methods import Method, MethodContext
+from vitfleet.methods.base import ClientJob
 from vitfleet.methods.eftvit import EftVit
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.run.costs import client_flops
-from vitfleet.train.drive import Half, drive_together
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_driver import Participant, run_cohort
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.trainer import Trainer, preprocess_for
 
@@ -67,8 +67,8 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
     net = build(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
-    setting = Setting.of(net, train, 10, SEED, classes, machine.device)
-    method = EftVit(EftVitConfig(), setting) if eftvit else FedAvg(FedAvgConfig(), setting)
+    context = MethodContext.of(net, train, 10, SEED, classes, machine.device)
+    method = EftVit(EftVitConfig(), context) if eftvit else FedAvg(FedAvgConfig(), context)
     pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)
     return Task(name, method, net, train, ImageSet(pixels, labels), machine)
@@ -86,24 +86,24 @@ def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
     )
     initial = {name: one.to(task.machine.device) for name, one in task.net.initial_weights().items()}
     method = task.method
-    base = method.base(initial).tensors
-    server = method.start(initial)
+    base = method.base_message(initial).tensors
+    server = method.initial_state(initial)
 
     def play() -> None:
         for start in range(0, clients, task.machine.cohort):
             halves = []
             for client in range(start, min(clients, start + task.machine.cohort)):
                 shard = task.shard(client, samples)
-                job = Job(
+                job = ClientJob(
                     1,
                     client,
-                    method.instruct(server, 1, client, None),
+                    method.client_message(server, 1, client, None),
                     base,
                     None,
                     shard,
                 )
-                halves.append(Half(method.work(job), shard, Place(SEED, 1, client)))
-            drive_together(halves, trainer)
+                halves.append(Participant(method.client_update(job), shard, RngContext(SEED, 1, client)))
+            run_cohort(halves, trainer)
 
     return play
 
@@ -113,9 +113,9 @@ def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
     device = task.machine.device
     module = task.net.module.vit
     initial = {name: one.to(device) for name, one in task.net.initial_weights().items()}
-    trains = set(task.net.anatomy.trainable(task.method.trains))
+    trains = set(task.net.anatomy.trainable(task.method.trainable))
     mean, std = (torch.tensor(one, device=device)[:, None, None] for one in (task.net.mean, task.net.std))
-    kept = task.net.kept(task.train.mask_ratio)
+    kept = task.net.kept_patches(task.train.mask_ratio)
 
     def forward(images: Tensor) -> Tensor:
         if task.name != "eftvit":
@@ -193,11 +193,11 @@ def matmul_peak(machine: Machine) -> float:
     """Return the FLOP/s of a large matrix product in the precision of the run."""
     side = 8192 if machine.device.type == "cuda" else 1024
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
-    left, right = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
+    left, correct = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
 
     def play() -> None:
         for _ in range(20 if machine.device.type == "cuda" else 3):
-            left @ right
+            left @ correct
 
     _, best = seconds(play, machine.device, 3)
     return 2 * side**3 * (20 if machine.device.type == "cuda" else 3) / best

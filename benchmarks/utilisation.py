@@ -15,10 +15,10 @@ import time
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
+from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.zoo import build
-from vitfleet.run.costs import full_flops
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.trainer import Trainer, preprocess_for
@@ -28,13 +28,13 @@ CLASSES, SIDE, TRIES = 100, 224, 3
 
 def matrix_rate(machine: Machine, size: int) -> float:
     """Return the operations a second of a large matrix product, the best of some."""
-    left, right = (torch.randn(size, size, device=machine.device) for _ in range(2))
+    left, correct = (torch.randn(size, size, device=machine.device) for _ in range(2))
     best = 0.0
     for _ in range(TRIES):
         _wait(machine)
         started = time.perf_counter()
         with machine.autocast():
-            left @ right
+            left @ correct
         _wait(machine)
         best = max(best, 2 * size**3 / (time.perf_counter() - started))
     return best
@@ -54,7 +54,7 @@ def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float
         _wait(machine)
         started = time.perf_counter()
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        trainer.fit(Fit(weights, Objective(net.anatomy.whole), 1), shard, Place(0, 1, 0))
+        trainer.fit(Fit(weights, Objective(net.anatomy.whole), 1), shard, RngContext(0, 1, 0))
         _wait(machine)
         return time.perf_counter() - started
 

@@ -30,13 +30,13 @@ import torch
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
 from vitfleet.fleet import inline
-from vitfleet.methods.base import Job
+from vitfleet.methods.base import ClientJob
 from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.conduct import conduct
+from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.session import Session, open_session
-from vitfleet.train.drive import Half, drive_together
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_driver import Participant, run_cohort
+from vitfleet.train.cohort_inputs import RngContext
 
 SHORT, LONG, REPEATS = 16, 48, 5  # steps, and how often both are timed
 Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
@@ -72,22 +72,24 @@ class Stopwatch:
         return call
 
 
-def step_rate(session: Session) -> float:
+def step_rate(context: RunContext) -> float:
     """Return the samples a second of the step itself, with a round's clients and full batches."""
-    config, method, machine = session.config, session.method, session.machine
+    config, method, machine = context.config, context.method, context.machine
     clients, batch = config.fleet.per_round, config.train.batch_size
-    images = session.data.train
+    images = context.data.train
 
     def seconds(steps: int) -> float:
         halves = []
         for client in range(clients):
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
-            job = Job(1, client, method.instruct(session.server, 1, client, None), session.base.tensors, None, shard)
-            halves.append(Half(method.work(job), shard, Place(0, 1, client)))
+            job = ClientJob(
+                1, client, method.client_message(context.server, 1, client, None), context.base.tensors, None, shard
+            )
+            halves.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
         _wait(machine.device)
         started = time.perf_counter()
-        drive_together(halves, session.trainer)
+        run_cohort(halves, context.trainer)
         _wait(machine.device)
         return time.perf_counter() - started
 
@@ -109,20 +111,20 @@ def main() -> None:
     args = parser.parse_args()
     never = "eval.every=1000000000"
     config = load_config(args.preset, [*args.overrides, never], {"data.dir": args.data_dir} if args.data_dir else {})
-    session = open_session(config, Path(tempfile.mkdtemp()))
+    context = open_run(config, Path(tempfile.mkdtemp()))
     watch = Stopwatch()
-    inline.drive_together = watch.timed("training", inline.drive_together)
+    inline.run_cohort = watch.timed("training", inline.run_cohort)
     Checkpoints.wait = watch.timed("the last checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = watch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
-    conduct(session, watch)
-    inline.drive_together = drive_together
+    run_rounds(context, watch)
+    inline.run_cohort = run_cohort
 
     rounds = [after - before for before, after in zip(watch.moments, watch.moments[1:], strict=False)][:-1]
     samples = watch.samples[:-1]
     half = len(rounds) // 2
-    rate = step_rate(session)
-    place = torch.cuda.get_device_name() if session.machine.device.type == "cuda" else "CPU"
-    precision = "bf16" if session.machine.bf16 else "fp32"
+    rate = step_rate(context)
+    place = torch.cuda.get_device_name() if context.machine.device.type == "cuda" else "CPU"
+    precision = "bf16" if context.machine.bf16 else "fp32"
     print(f"{args.preset}, {config.rounds} rounds, {place}, {precision}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}")
     print(f"the step alone: {rate:,.0f} samples/s ({config.fleet.per_round} clients, {config.train.batch_size} images)")
@@ -132,11 +134,11 @@ def main() -> None:
         print(f"{name}: {whole:.2f} s, {own:,.0f} samples/s, {own / rate:.1%} of the step's rate; of the time", end="")
         for part, spent in watch.parts.items():
             print(f" {part} {sum(spent[start : len(rounds)]) / whole:.1%}", end="")
-        print(f"; warm-up {_warm_up(session, start, len(rounds)):.2f} s", flush=True)
+        print(f"; warm-up {_warm_up(context, start, len(rounds)):.2f} s", flush=True)
 
 
-def _warm_up(session: Session, start: int, stop: int) -> float:
-    lines = (session.folder / "timings.jsonl").read_text().splitlines()
+def _warm_up(context: RunContext, start: int, stop: int) -> float:
+    lines = (context.folder / "timings.jsonl").read_text().splitlines()
     return sum(float(json.loads(line)["warm_up_seconds"]) for line in lines[start:stop])
 
 

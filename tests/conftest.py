@@ -21,10 +21,10 @@ from vitfleet.cli.base import console
 from vitfleet.config import load_config
 from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.fleet.base import Verdict
+from vitfleet.fleet.base import EvalResult
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State, Tensors
-from vitfleet.methods import Method, Setting
+from vitfleet.methods import Method, MethodContext
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.train.machine import Machine
@@ -50,7 +50,7 @@ NO_IMAGES = Shard(
 )
 
 MakeTrainer: TypeAlias = Callable[..., Trainer]
-MakeSetting: TypeAlias = Callable[..., Setting]
+MakeContext: TypeAlias = Callable[..., MethodContext]
 MakeFleet: TypeAlias = Callable[..., InlineFleet]
 MakeShard: TypeAlias = Callable[[int, int], Shard]
 MakeConfig: TypeAlias = Callable[..., Config]
@@ -105,19 +105,19 @@ def make_trainer(tiny_net: Net) -> MakeTrainer:
 
 
 @pytest.fixture
-def make_setting(tiny_net: Net) -> MakeSetting:
+def make_context(tiny_net: Net) -> MakeContext:
     """Return a function that makes a method's setting; its arguments are keys of the table ``train``."""
 
-    def make(**train: object) -> Setting:
+    def make(**train: object) -> MethodContext:
         config = TrainConfig.model_validate(train)
-        return Setting.of(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
+        return MethodContext.of(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
 
     return make
 
 
-def _judge(model: Tensors, places: list[tuple[int, int]]) -> list[Verdict]:
+def _judge(model: Tensors, places: list[tuple[int, int]]) -> list[EvalResult]:
     """Say something of clients that depends on the client alone."""
-    return [Verdict(client, 10) for client, _ in places]
+    return [EvalResult(client, 10) for client, _ in places]
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def make_fleet() -> MakeFleet:
             method=method,
             trainer=trainer,
             seed=seed,
-            shard=lambda client, stage: shard(client),
+            shard=lambda client, task_index: shard(client),
             judge=_judge,
             base=base or {},
             stored=(owned or {}).get,
@@ -180,7 +180,7 @@ def tiny_config(tiny_overrides: tuple[str, ...]) -> MakeConfig:
 
 # A command knows nothing of the user's data, has no network, and one thread.
 HIDDEN = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
-ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+SINGLE_PROCESS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -192,7 +192,7 @@ def executable() -> Path:
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """Return the environment of a command."""
-    return {name: value for name, value in os.environ.items() if name not in HIDDEN} | ALONE
+    return {name: value for name, value in os.environ.items() if name not in HIDDEN} | SINGLE_PROCESS
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +207,7 @@ def vitfleet() -> Command:
             patch.chdir(cwd)
             for name in HIDDEN:
                 patch.delenv(name, raising=False)
-            for name, value in ALONE.items():
+            for name, value in SINGLE_PROCESS.items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", command)
             patch.setattr(console, "stderr", False)  # --json changes it

@@ -40,20 +40,20 @@ def make_run(tmp_path: Path) -> MakeRun:
         (folder / "about.json").write_text(json.dumps({"command": "vitfleet run made", "versions": {"torch": "2"}}))
         rng = np.random.default_rng(seed)
         counts = rng.integers(0, 30, (CLIENTS, CLASSES))
-        manifest = {
+        partition_io = {
             "sha256": f"deal-{seed}",
             "classes": [f"class {i}" for i in range(CLASSES)],
             "counts": counts.tolist(),
         }
-        (folder / "partition.json").write_text(json.dumps(manifest))
+        (folder / "partition.json").write_text(json.dumps(partition_io))
         if devices:
-            kinds = [("nano", "agx")[i % 2] for i in range(CLIENTS)]
-            (folder / "devices.json").write_text(json.dumps({"clients": kinds}))
+            step_kinds = [("nano", "agx")[i % 2] for i in range(CLIENTS)]
+            (folder / "devices.json").write_text(json.dumps({"clients": step_kinds}))
         with (folder / "records.jsonl").open("w") as file:
             for round in range(1, played + 1):
                 record = _record(round, seed, method, devices)
                 learned = LEARNED[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
-                file.write(replace(record, learned=learned).line() + "\n")
+                file.write(replace(record, task=learned).line() + "\n")
         if played == rounds:
             continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
             summarize(folder, config, ClientCosts(100, 50, 1.0, 3.0), continual if tasks else None)

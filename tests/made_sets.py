@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import tables
+from vitfleet.data import parquet
 
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test finds data, or waits for a hub, by accident."""
     monkeypatch.delenv("VITFLEET_DATA", raising=False)
-    monkeypatch.setattr(tables, "_why_unreachable", lambda endpoint: f"{endpoint} cannot be reached (a test)")
+    monkeypatch.setattr(parquet, "_why_unreachable", lambda endpoint: f"{endpoint} cannot be reached (a test)")
 
 
 def picture(shade: int, side: int = 8, mode: str = "RGB", kind: str = "PNG") -> bytes:

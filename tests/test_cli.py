@@ -95,10 +95,10 @@ def test_every_command_has_help(command: str, vitfleet: Command, tmp_path: Path)
 def test_presets_lists_all_with_a_line_each(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "presets")
     assert result.returncode == 0
-    said = " ".join(result.stdout.split())
+    client_metrics = " ".join(result.stdout.split())
     for name, title in presets().items():
-        assert name in said
-        assert title.split(":")[0].split()[0] in said
+        assert name in client_metrics
+        assert title.split(":")[0].split()[0] in client_metrics
 
 
 def test_a_run_ends_with_a_table_and_a_folder(finished: tuple[Path, Result]) -> None:
@@ -154,8 +154,10 @@ def test_a_bad_override_is_one_sentence(override: str, words: list[str], vitflee
 
 def test_a_preset_nobody_knows_is_one_sentence(launch: Launch, vitfleet: Command, tmp_path: Path) -> None:
     process = launch("run", "digit")
-    out, said = process.communicate(timeout=60)
-    assert_refused(subprocess.CompletedProcess(process.args, process.returncode, out, said), "digit", "'digits'")
+    out, client_metrics = process.communicate(timeout=60)
+    assert_refused(
+        subprocess.CompletedProcess(process.args, process.returncode, out, client_metrics), "digit", "'digits'"
+    )
     assert_refused(vitfleet(tmp_path, "run", "none.toml"), "none.toml")
     assert not (tmp_path / "runs").exists()
 
@@ -225,11 +227,11 @@ def test_a_run_that_is_stopped_says_how_to_go_on_and_does(
     rounds = 60
     process, folder = start(rounds)
     process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
+    _, client_metrics = process.communicate(timeout=60)
+    assert process.returncode == 130, client_metrics
+    assert "Traceback" not in client_metrics
     assert 2 <= done(folder) < rounds
-    assert f"vitfleet resume {shlex.quote(str(folder))}" in said  # whole, to be copied into a shell
+    assert f"vitfleet resume {shlex.quote(str(folder))}" in client_metrics  # whole, to be copied into a shell
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
     assert done(folder) == rounds
@@ -256,11 +258,11 @@ def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
     process = launch("resume", folder)
     pipe = open_when_read(machine, process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, client_metrics = process.communicate(timeout=60)
     os.close(pipe)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert "vitfleet resume" in said
+    assert process.returncode == 130, client_metrics
+    assert "Traceback" not in client_metrics
+    assert "vitfleet resume" in client_metrics
     machine.unlink()
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
@@ -326,9 +328,9 @@ def test_runs_at_the_same_time_that_are_stopped_and_resumed_are_as_one_after_the
     folders = [tmp_path / "together" / name for name in names]
     wait_for(lambda: all(done(one) > 1 for one in folders), process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "vitfleet resume together --jobs 2" in said
+    _, client_metrics = process.communicate(timeout=60)
+    assert process.returncode == 130, client_metrics
+    assert "vitfleet resume together --jobs 2" in client_metrics
     left = [name for name, folder in zip(names, folders, strict=True) if done(folder) < 30]
     assert left, "both had finished before they were stopped"
     resumed = vitfleet(tmp_path, "resume", "together", "--jobs", "2")  # refused if another process still had a run

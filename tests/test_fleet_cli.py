@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conftest import Command
-from vitfleet.data.own import Form, load_own
+from vitfleet.data.local_dataset import DataSpec, load_local
 
 DIGITS = tuple(str(digit) for digit in range(10))
 
@@ -19,10 +19,10 @@ def test_keys_for_every_device(vitfleet: Command, tmp_path: Path) -> None:
 
 
 def test_every_client_gets_its_images(vitfleet: Command, tmp_path: Path) -> None:
-    result = vitfleet(tmp_path, "deal", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
+    result = vitfleet(tmp_path, "export", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
     assert result.returncode == 0, result.stderr
-    form = Form(DIGITS, 1, 8, 0.2, 0.0)
-    assert sum(len(load_own(tmp_path / "shards" / name, form).train) for name in ("a", "b", "c")) == 100
+    form = DataSpec(DIGITS, 1, 8, 0.2, 0.0)
+    assert sum(len(load_local(tmp_path / "shards" / name, form).train) for name in ("a", "b", "c")) == 100
 
 
 def test_without_keys_the_remedy_is_named(vitfleet: Command, tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_a_fleet_of_devices_needs_a_server(vitfleet: Command, tmp_path: Path) ->
 
 
 def test_a_fleet_in_trouble_is_told_in_its_configuration(vitfleet: Command, tmp_path: Path) -> None:
-    for override, said in {
+    for override, client_metrics in {
         "fleet.spare=1": "needs fleet.kind = flower",
         "fleet.min_replies=6": "must be between 1 and fleet.per_round = 5",
         'fleet.names=["a"]': "needs fleet.kind = flower",
     }.items():
         result = vitfleet(tmp_path, "run", "digits", "-o", override)
         assert result.returncode == 2
-        assert said in result.stderr
+        assert client_metrics in result.stderr

@@ -14,12 +14,12 @@ PACKAGE = "vitfleet"
 ROOT = Path(vitfleet.__file__).parent
 
 # What lies on the way from anywhere to anywhere: these know each other and the configuration only.
-LOOSE = {"errors", "files", "progress", "randomness", "message", "pack", "system", "wire"}
+LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "system", "wire"}
 
 # Each room and the rooms it may know besides itself and the loose modules.
 _BELOW_TRAIN = {"config", "data", "models"}
 _BELOW_METHODS = {*_BELOW_TRAIN, "train"}
-_BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet"}
+_BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet", "costs"}
 _BELOW_CLI = {*_BELOW_RUN, "run", "report"}
 MAY_KNOW = {
     "config": set[str](),
@@ -28,10 +28,11 @@ MAY_KNOW = {
     "train": _BELOW_TRAIN,
     "methods": _BELOW_METHODS,
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
-    "run": _BELOW_RUN,
+    "costs": {*_BELOW_METHODS, "methods"},
+    "run": {*_BELOW_RUN, "flower"},
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
-    "deploy": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
-    "cli": {*_BELOW_CLI, "deploy"},
+    "flower": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
+    "cli": {*_BELOW_CLI, "flower"},
     "__main__": {"cli"},
     **{loose: {"config"} for loose in LOOSE},
 }
@@ -93,8 +94,8 @@ def test_the_reader_of_imports_reads_them_all() -> None:
     """Hold this test's own eyes to every way in which an import can be written."""
     seen = {(path.relative_to(ROOT).as_posix(), ".".join(target)) for path in MODULES for _, target in imported(path)}
     assert ("wire.py", "message") in seen
-    assert ("cli/play.py", "run.conduct") in seen  # inside a function
-    assert ("cli/play.py", "run.folder") in seen  # under TYPE_CHECKING
+    assert ("cli/train.py", "run.loop") in seen  # inside a function
+    assert ("cli/train.py", "run.folder") in seen  # under TYPE_CHECKING
     assert ("data/batches.py", "config.schema") in seen
 
 

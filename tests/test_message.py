@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitfleet.message import _pieces, all_finite
-from vitfleet.pack import in_one_piece
+from vitfleet.packing import pack_tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -34,7 +34,7 @@ def test_whole_numbers_and_nothing_are_finite() -> None:
 
 
 def test_what_lies_in_one_piece_is_looked_at_as_one() -> None:
-    packed = in_one_piece({"weight": torch.ones(64, 8), "bias": torch.full((8,), 2.0)})
+    packed = pack_tensors({"weight": torch.ones(64, 8), "bias": torch.full((8,), 2.0)})
     (piece,) = _pieces(list(packed.values()))
     assert float(piece.sum()) == 64 * 8 + 16
     packed["bias"][3] = float("nan")

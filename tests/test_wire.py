@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitfleet import wire
 from vitfleet.errors import UserError
-from vitfleet.message import Message, Named, Number, State
+from vitfleet.message import Message, Number, Payload, State
 from vitfleet.wire import assemble, cut, decode, encode, encoded_size, payload_size, read, write
 
 DTYPES = [
@@ -63,27 +63,27 @@ def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return drawn > 0 if dtype == torch.bool else drawn.to(dtype)
 
 
-def assert_same(left: Named, right: Named) -> None:
-    assert left.tensors.keys() == right.tensors.keys()
+def assert_same(left: Payload, correct: Payload) -> None:
+    assert left.tensors.keys() == correct.tensors.keys()
     for name, tensor in left.tensors.items():
-        assert right.tensors[name].dtype == tensor.dtype
-        assert right.tensors[name].shape == tensor.shape
-        assert torch.equal(right.tensors[name], tensor)
-    assert left.numbers.keys() == right.numbers.keys()
+        assert correct.tensors[name].dtype == tensor.dtype
+        assert correct.tensors[name].shape == tensor.shape
+        assert torch.equal(correct.tensors[name], tensor)
+    assert left.numbers.keys() == correct.numbers.keys()
     for key, value in left.numbers.items():
-        assert_same_number(right.numbers[key], value)
+        assert_same_number(correct.numbers[key], value)
 
 
-def assert_same_number(left: Number, right: Number) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, list) and isinstance(right, list):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
+def assert_same_number(left: Number, correct: Number) -> None:
+    assert type(left) is type(correct)
+    if isinstance(left, list) and isinstance(correct, list):
+        assert len(left) == len(correct)
+        for one, other in zip(left, correct, strict=True):
             assert_same_number(one, other)
-    elif isinstance(left, float) and isinstance(right, float):
-        assert struct.pack("<d", left) == struct.pack("<d", right) or (math.isnan(left) and math.isnan(right))
+    elif isinstance(left, float) and isinstance(correct, float):
+        assert struct.pack("<d", left) == struct.pack("<d", correct) or (math.isnan(left) and math.isnan(correct))
     else:
-        assert left == right
+        assert left == correct
 
 
 def framed(header: object, payload: bytes = b"") -> bytes:
@@ -203,8 +203,8 @@ def test_numbers_come_back_exactly(value: Number) -> None:
     assert_same_number(decode(Message, encode(Message(numbers={"n": value}))).numbers["n"], value)
 
 
-@pytest.mark.parametrize("kind", [Named, Message, State])
-def test_the_kind_is_the_one_asked_for(kind: type[Named]) -> None:
+@pytest.mark.parametrize("kind", [Payload, Message, State])
+def test_the_kind_is_the_one_asked_for(kind: type[Payload]) -> None:
     assert type(decode(kind, encode(kind({"a": torch.ones(2)}, {"b": 1})))) is kind
 
 

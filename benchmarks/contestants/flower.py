@@ -55,14 +55,14 @@ def main() -> None:
 
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
-        strategy = Agreed(problem, fraction_evaluate=0.0, min_available_nodes=problem.terms.clients)
-        while len(list(grid.get_node_ids())) < problem.terms.clients:
+        strategy = Agreed(problem, fraction_evaluate=0.0, min_available_nodes=problem.run_spec.clients)
+        while len(list(grid.get_node_ids())) < problem.run_spec.clients:
             time.sleep(0.1)
         result = strategy.start(
             grid=grid,
             initial_arrays=ArrayRecord(problem.model().vit.state_dict()),
             train_config=ConfigRecord({"folder": str(folder), "threads": threads}),
-            num_rounds=problem.terms.rounds,
+            num_rounds=problem.run_spec.rounds,
         )
         strategy.watch.finish(result.arrays.to_torch_state_dict())
 
@@ -70,7 +70,7 @@ def main() -> None:
     run_simulation(
         server_app=server_app,
         client_app=client_app,
-        num_supernodes=problem.terms.clients,
+        num_supernodes=problem.run_spec.clients,
         backend_config={
             "init_args": {"num_cpus": processes * threads, **({"num_gpus": 1} if gpu else {})},
             "client_resources": {"num_cpus": threads, "num_gpus": 1 / processes if gpu else 0.0},

@@ -10,37 +10,37 @@ import os
 import tempfile
 from pathlib import Path
 
-from problem import Problem, Stopwatch, Terms, arguments
+from problem import Problem, RunSpec, Stopwatch, arguments
 
 from vitfleet.config.schema import Config
-from vitfleet.fleet.ranks import joined
-from vitfleet.run.conduct import play_round
-from vitfleet.run.session import open_session
+from vitfleet.fleet.distributed import join_process_group
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_round
 
 
-def config_of(terms: Terms, machine: dict[str, object]) -> Config:
+def config_of(run_spec: RunSpec, machine: dict[str, object]) -> Config:
     """Return the configuration of a problem."""
     return Config.model_validate(
         {
-            "seed": terms.seed,
-            "rounds": terms.rounds + 1,  # the last one, which is always evaluated, is not played
+            "seed": run_spec.seed,
+            "rounds": run_spec.rounds + 1,  # the last one, which is always evaluated, is not played
             "data": {
                 "name": "cifar10",
-                "dir": terms.data_dir,
-                "limit": terms.images,
-                "partition": {"kind": "dirichlet", "beta": terms.beta, "min_samples": 1},
+                "dir": run_spec.data_dir,
+                "limit": run_spec.images,
+                "partition": {"kind": "dirichlet", "beta": run_spec.beta, "min_samples": 1},
             },
             "model": {"name": "vit", "dim": 256, "depth": 6, "heads": 8, "patch_size": 4},
             "method": {"name": "fedavg"},
-            "fleet": {"clients": terms.clients, "per_round": terms.per_round},
+            "fleet": {"clients": run_spec.clients, "per_round": run_spec.per_round},
             "train": {
-                "epochs": terms.epochs,
-                "batch_size": terms.batch,
-                "lr": terms.lr,
-                "weight_decay": terms.weight_decay,
+                "epochs": run_spec.epochs,
+                "batch_size": run_spec.batch,
+                "lr": run_spec.lr,
+                "weight_decay": run_spec.weight_decay,
                 "schedule": "constant",
             },
-            "eval": {"every": terms.rounds + 1},
+            "eval": {"every": run_spec.rounds + 1},
             "machine": machine,
         }
     )
@@ -49,26 +49,26 @@ def config_of(terms: Terms, machine: dict[str, object]) -> Config:
 def main() -> None:
     folder, _, threads = arguments()
     problem = Problem(folder)
-    terms = problem.terms
+    run_spec = problem.run_spec
     machine: dict[str, object] = {
-        "device": terms.device,
+        "device": run_spec.device,
         "threads": threads,
-        "precision": "bf16" if terms.bf16 else "fp32",
+        "precision": "bf16" if run_spec.bf16 else "fp32",
         **json.loads(os.environ.get("VITFLEET_MACHINE", "{}")),
     }
-    with joined() as ranks:
+    with join_process_group() as processes:
         # A run that was begun is not begun again: each turn has a folder of its own.
-        made = tempfile.mkdtemp(dir=folder) if ranks.first else ""
-        run = Path(ranks.tell(made.encode()).decode())
-        session = open_session(config_of(terms, machine), run, ranks=ranks)
+        made = tempfile.mkdtemp(dir=folder) if processes.is_first else ""
+        run = Path(processes.broadcast(made.encode()).decode())
+        context = open_run(config_of(run_spec, machine), run, processes=processes)
         watch = Stopwatch(problem)
         watch.start()
-        for round in range(1, terms.rounds + 1):
-            record = play_round(session, round)
+        for round in range(1, run_spec.rounds + 1):
+            record = run_round(context, round)
             assert [entry.client for entry in record.clients] == problem.chosen[round - 1]
             watch.lap()
-        if ranks.first:
-            watch.finish(dict(session.method.model(session.server, session.base.tensors, None)))
+        if processes.is_first:
+            watch.finish(dict(context.method.model_weights(context.server, context.base.tensors, None)))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Laps(TrainingProcessCallback):
 def main() -> None:
     np.random.seed(0)  # the same on every process, as pfl-research wants it
     problem = Problem(folder)
-    terms = problem.terms
+    run_spec = problem.run_spec
     module = Module()
     module.load_state_dict(problem.model().state_dict())
     module.to(problem.device)
@@ -75,28 +75,30 @@ def main() -> None:
         model=module,
         local_optimizer_create=lambda parameters, lr: problem.optimizer(parameters, lr),
         central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        amp_dtype=torch.bfloat16 if terms.bf16 else None,
+        amp_dtype=torch.bfloat16 if run_spec.bf16 else None,
     )
     users = [(round, client) for round, clients in enumerate(problem.chosen, start=1) for client in clients]
-    sizes = {(round, client): problem.visit(round, client).shape[1] for round, client in users}
+    sizes = {(round, client): problem.make_epoch_batches(round, client).shape[1] for round, client in users}
     turns = itertools.cycle(users)
 
     def dataset(user: Any) -> Dataset:
-        order = problem.visit(*user)[0]  # it knows one order for all epochs
+        order = problem.make_epoch_batches(*user)[0]  # it knows one order for all epochs
         return Dataset([problem.images[order], problem.labels[order]], user_id=user)
 
     data = FederatedDataset(dataset, lambda: next(turns), sizes if processes > 1 else None)
     watch = Stopwatch(problem)
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=terms.rounds,
-            evaluation_frequency=terms.rounds + 1,  # the first iteration, which warms up, is always evaluated
-            train_cohort_size=terms.per_round,
+            central_num_iterations=run_spec.rounds,
+            evaluation_frequency=run_spec.rounds + 1,  # the first iteration, which warms up, is always evaluated
+            train_cohort_size=run_spec.per_round,
             val_cohort_size=0,
         ),
         SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByDatapoints()]),
         model,
-        NNTrainHyperParams(local_batch_size=terms.batch, local_num_epochs=terms.epochs, local_learning_rate=terms.lr),
+        NNTrainHyperParams(
+            local_batch_size=run_spec.batch, local_num_epochs=run_spec.epochs, local_learning_rate=run_spec.lr
+        ),
         NNEvalHyperParams(local_batch_size=256),
         callbacks=[Laps(watch)],
         send_metrics_to_platform=False,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Terms:
+class RunSpec:
     """The numbers of a problem."""
 
     clients: int
@@ -52,9 +52,9 @@ class Problem:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         told = json.loads((folder / "problem.json").read_text())
-        self.terms = Terms(**told["terms"])
+        self.run_spec = RunSpec(**told["terms"])
         self.chosen: list[list[int]] = told["chosen"]
-        self.device = torch.device(self.terms.device)
+        self.device = torch.device(self.run_spec.device)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Problem:
     def labels(self) -> Tensor:
         return self.tensors["labels"].to(self.device)
 
-    def visit(self, round: int, client: int) -> Tensor:
+    def make_epoch_batches(self, round: int, client: int) -> Tensor:
         """Return the images that a client visits in a round, in order, ``[epochs, samples]``."""
         return self.tensors[f"visit-{round}-{client}"].to(self.device)
 
@@ -87,21 +87,21 @@ class Problem:
 
     def autocast(self) -> torch.autocast:
         """Return the precision that was agreed on."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.terms.bf16)
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.run_spec.bf16)
 
     def optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
         """Return the optimiser that was agreed on: torch's fastest."""
-        rate = self.terms.lr if lr is None else lr
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=self.terms.weight_decay, fused=True)
+        rate = self.run_spec.lr if lr is None else lr
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=self.run_spec.weight_decay, fused=True)
 
 
 def save_problem(
-    folder: Path, terms: Terms, chosen: list[list[int]], tensors: dict[str, Tensor], weights: dict[str, Tensor]
+    folder: Path, run_spec: RunSpec, chosen: list[list[int]], tensors: dict[str, Tensor], weights: dict[str, Tensor]
 ) -> None:
     """Write a problem down."""
     save_file(tensors, folder / "problem.safetensors")
     save_file(weights, folder / "weights.safetensors")
-    (folder / "problem.json").write_text(json.dumps({"terms": asdict(terms), "chosen": chosen}))
+    (folder / "problem.json").write_text(json.dumps({"terms": asdict(run_spec), "chosen": chosen}))
 
 
 class Vit(nn.Module):
@@ -124,17 +124,17 @@ class Vit(nn.Module):
 
 def train(model: Vit, problem: Problem, round: int, client: int) -> int:
     """Train a client as a user of Flower or of nothing writes it; return its samples."""
-    visits = problem.visit(round, client)
+    epoch_batches = problem.make_epoch_batches(round, client)
     optimizer = problem.optimizer(model.parameters())
     model.train()
-    for order in visits:
-        for index in torch.split(order, problem.terms.batch):
+    for order in epoch_batches:
+        for index in torch.split(order, problem.run_spec.batch):
             with problem.autocast():
                 loss = F.cross_entropy(model(problem.images[index]), problem.labels[index])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-    return visits.shape[1]
+    return epoch_batches.shape[1]
 
 
 class Stopwatch:

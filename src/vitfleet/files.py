@@ -13,12 +13,12 @@ Data: TypeAlias = bytes | Iterable[bytes | memoryview]
 def write_atomically(path: Path, data: Data) -> None:
     """Write a file, given whole or in parts, so that after a crash at any moment it is the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    put_down(temporary, data)
+    write_durably(temporary, data)
     temporary.replace(path)
     sync_folder(path.parent)
 
 
-def put_down(path: Path, data: Data) -> None:
+def write_durably(path: Path, data: Data) -> None:
     """Write a file under a name that nobody knows yet; :func:`sync_folder` before anybody is told."""
     with path.open("wb") as file:
         file.writelines([data] if isinstance(data, bytes) else data)

@@ -17,7 +17,7 @@ MUCH = 0.2  # of a piece of memory: then it is looked at as a whole
 
 
 @dataclass(frozen=True)
-class Named:
+class Payload:
     """Named tensors and numbers: the one shape of everything that is sent or stored."""
 
     tensors: Tensors = field(default_factory=dict)
@@ -25,12 +25,12 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Message(Named):
+class Message(Payload):
     """What travels between server and client."""
 
 
 @dataclass(frozen=True)
-class State(Named):
+class State(Payload):
     """What a server or a client keeps from one round to the next.
 
     Attributes

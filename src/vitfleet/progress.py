@@ -17,7 +17,7 @@ class Progress(Protocol):
         ...
 
 
-class Silence:
+class NoProgress:
     """Shows nothing."""
 
     @contextmanager
@@ -26,4 +26,4 @@ class Silence:
         yield lambda units: None
 
 
-SILENCE: Progress = Silence()
+NO_PROGRESS: Progress = NoProgress()

@@ -34,7 +34,7 @@ class Purpose(StrEnum):
     TASK_CLASSES = "task-classes"
     TASK_SAMPLES = "task-samples"
     MEMORY = "memory"
-    DEVICES = "devices"
+    HARDWARE_PROFILES = "devices"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def free_at_once() -> None:
+def return_freed_memory() -> None:
     """Have the C library give every large block of memory back to the system as soon as it is freed.
 
     By itself glibc keeps freed blocks of up to 32 MiB, in parts that the next message does not fit into: a server then

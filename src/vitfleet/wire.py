@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitfleet.errors import UserError
 from vitfleet.files import Data, write_atomically
-from vitfleet.message import Named, Numbers, Tensors
+from vitfleet.message import Numbers, Payload, Tensors
 
 NUMBERS = "numbers"
 METADATA = "__metadata__"
@@ -47,15 +47,15 @@ _LAYOUT: Mapping[torch.dtype, str] = {
 _RANK = {dtype: rank for rank, dtype in enumerate(_LAYOUT)}
 _DTYPE = {name: dtype for dtype, name in _LAYOUT.items()}
 
-Kind = TypeVar("Kind", bound=Named)
+Kind = TypeVar("Kind", bound=Payload)
 
 
-def encode(named: Named) -> bytes:
+def encode(named: Payload) -> bytes:
     """Serialize tensors and numbers."""
     return b"".join(_parts(named))
 
 
-def cut(named: Named) -> Iterator[bytes]:
+def cut(named: Payload) -> Iterator[bytes]:
     """Yield what :func:`encode` returns, in pieces of one size, the last one shorter."""
     piece = bytearray()
     for part in _parts(named):
@@ -69,7 +69,7 @@ def cut(named: Named) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def write(path: Path, named: Named, put: Callable[[Path, Data], None] = write_atomically) -> None:
+def write(path: Path, named: Payload, put: Callable[[Path, Data], None] = write_atomically) -> None:
     """Write what :func:`encode` returns into a file: whole or not at all, unless ``put`` does it otherwise."""
     put(path, _parts(named))
 
@@ -117,12 +117,12 @@ def numbers_of(metadata: Mapping[str, str]) -> Numbers:
     return numbers
 
 
-def encoded_size(named: Named) -> int:
+def encoded_size(named: Payload) -> int:
     """Return ``len(encode(named))`` without touching a tensor: a simulation counts every message's bytes."""
     return len(_header(named.tensors, _metadata(named))) + payload_size(named)
 
 
-def payload_size(named: Named) -> int:
+def payload_size(named: Payload) -> int:
     """Return the bytes of the tensors alone, without framing."""
     return sum(_bytes(tensor) for tensor in named.tensors.values())
 
@@ -140,11 +140,11 @@ def lay_out(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | m
         yield _raw(tensor.detach().cpu().contiguous())
 
 
-def _parts(named: Named) -> Iterator[bytes | memoryview]:
+def _parts(named: Payload) -> Iterator[bytes | memoryview]:
     return lay_out(named.tensors, _metadata(named))
 
 
-def _metadata(named: Named) -> dict[str, str]:
+def _metadata(named: Payload) -> dict[str, str]:
     return {NUMBERS: json.dumps(dict(named.numbers), separators=(",", ":"))}
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.batches import Batch, EpochDraws, Preprocess, draw_epoch, round_half_up, visit
+from vitfleet.data.batches import Batch, EpochDraws, Preprocess, draw_epoch, make_epoch_batches, round_half_up
 
 CPU = torch.device("cpu")
 OFF = AugmentConfig()
@@ -40,18 +40,20 @@ def draw(**changes: Any) -> EpochDraws:
 
 def lay(draws: EpochDraws, kept: int = 64) -> Batch:
     """Return an epoch as one batch, in the order of the shard, so that images can be told apart."""
-    visits = visit([replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, many=False)
-    return visits.step(0, None)
+    epoch_batches = make_epoch_batches(
+        [replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, many=False
+    )
+    return epoch_batches.step(0, None)
 
 
 def batch(**changes: Any) -> Batch:
     return lay(draw(**changes), changes.get("kept", 64))
 
 
-def same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return np.array_equal(left, right)
+def same(left: NDArray[Any] | None, correct: NDArray[Any] | None) -> bool:
+    if left is None or correct is None:
+        return left is correct
+    return np.array_equal(left, correct)
 
 
 def some(array: NDArray[Any] | None) -> NDArray[Any]:
@@ -76,13 +78,13 @@ def preprocess(side: int = 16, channels: int = 3) -> Preprocess:
 def by_hand(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.float32]:
     """Move, mirror, brighten and normalise one image, pixel by pixel."""
     channels, height, width = image.shape
-    down, right = (0, 0) if draws.shift is None else (int(v) for v in draws.shift[i])
+    down, correct = (0, 0) if draws.shift is None else (int(v) for v in draws.shift[i])
     mirrored = draws.flip is not None and bool(draws.flip[i])
     light = np.float32(1 if draws.brightness is None else float(draws.brightness[i]))
     out = np.zeros((channels, height, width), np.float32)
     for r in range(height):
         for c in range(width):
-            row, column = r + down, (width - 1 - c if mirrored else c) + right
+            row, column = r + down, (width - 1 - c if mirrored else c) + correct
             if 0 <= row < height and 0 <= column < width:
                 out[:, r, c] = image[:, row, column].astype(np.float32) / np.float32(255)
     out = np.clip(out * light, 0, 1)
@@ -200,41 +202,45 @@ def test_an_empty_client_draws_nothing() -> None:
 
 def test_an_epoch_is_laid_out_in_steps() -> None:
     draws = draw(augment=ALL, kept=16)
-    visits = visit([draws], 20, 16, CPU, many=False)
-    assert visits.widths == [20, 20, 10]  # the last batch is short
-    last = visits.step(2, None)
+    epoch_batches = make_epoch_batches([draws], 20, 16, CPU, many=False)
+    assert epoch_batches.widths == [20, 20, 10]  # the last batch is short
+    last = epoch_batches.step(2, None)
     assert np.array_equal(last.positions, draws.order[40:])
     assert np.array_equal(some_tensor(last.shift), some(draws.shift)[40:])
     assert np.array_equal(some_tensor(last.keep), some(draws.noise)[40:].argsort(axis=1, kind="stable")[:, :16])
-    assert last.share.tolist() == pytest.approx([0.1] * 10)
+    assert last.sample_weight.tolist() == pytest.approx([0.1] * 10)
     assert float(last.active) == 1
 
 
 def test_clients_of_unequal_size_are_padded_with_nothing() -> None:
     draws = [draw(samples=samples, client=samples) for samples in (50, 21, 8)]
-    visits = visit(draws, 20, 64, CPU, many=True)
-    assert visits.widths == [20, 20, 10]
-    assert visits.active == [3, 2, 1]
+    epoch_batches = make_epoch_batches(draws, 20, 64, CPU, many=True)
+    assert epoch_batches.widths == [20, 20, 10]
+    assert epoch_batches.active == [3, 2, 1]
     for client, own in enumerate(draws):
         seen = [
             int(place)
             for step in range(3)
             for place, share in zip(
-                visits.step(step, 3).positions[client], visits.step(step, 3).share[client], strict=True
+                epoch_batches.step(step, 3).positions[client],
+                epoch_batches.step(step, 3).sample_weight[client],
+                strict=True,
             )
             if share > 0
         ]
         assert seen == own.order.tolist(), "every sample once, in the client's own order"
-        for step, active in enumerate(visits.active):
-            assert float(visits.all.share[step, client].sum()) == pytest.approx(1.0 if client < active else 0.0)
-            assert float(visits.all.active[step, client]) == (client < active)
-        assert all(len(one) == 2 for one in visits.step(1, 2).tensors()), "those who have it, and nobody else"
+        for step, active in enumerate(epoch_batches.active):
+            assert float(epoch_batches.all.sample_weight[step, client].sum()) == pytest.approx(
+                1.0 if client < active else 0.0
+            )
+            assert float(epoch_batches.all.active[step, client]) == (client < active)
+        assert all(len(one) == 2 for one in epoch_batches.step(1, 2).tensors()), "those who have it, and nobody else"
 
 
 @pytest.mark.parametrize(("samples", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (50, 20)])
 def test_widths_recur_where_that_is_wanted(samples: int, width: int) -> None:
-    visits = visit([draw(samples=samples)], 20, 64, CPU, many=False, multiple=8)
-    assert visits.all.positions.shape[1] == width
+    epoch_batches = make_epoch_batches([draw(samples=samples)], 20, 64, CPU, many=False, multiple=8)
+    assert epoch_batches.all.positions.shape[1] == width
 
 
 @pytest.mark.parametrize(("value", "whole"), [(0, 0), (0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (4.0, 4)])
@@ -335,8 +341,8 @@ def test_an_empty_batch_stays_empty() -> None:
 def test_stacked_images_are_treated_as_they_would_be_alone() -> None:
     draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
     stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
-    together = visit(draws, 12, 64, CPU, many=True).step(0, len(draws))
+    together = make_epoch_batches(draws, 12, 64, CPU, many=True).step(0, len(draws))
     got = preprocess(side=24)(stored, together)
     for client in range(3):
-        alone = visit([draws[client]], 12, 64, CPU, many=False).step(0, None)
+        alone = make_epoch_batches([draws[client]], 12, 64, CPU, many=False).step(0, None)
         assert torch.equal(got[client], preprocess(side=24)(stored[client], alone))

@@ -137,7 +137,7 @@ def test_sources_follow_the_images_that_are_kept() -> None:
 
 
 def test_progress_adds_up() -> None:
-    class Recorder:
+    class FeatureRecorder:
         def __init__(self) -> None:
             self.total = 0
             self.done = 0
@@ -151,7 +151,7 @@ def test_progress_adds_up() -> None:
 
             yield advance
 
-    recorder = Recorder()
+    recorder = FeatureRecorder()
     count = CHUNK + 3
     images, _ = decode(split([plain((1, 1, 1), (2, 2))] * count), 2, 3, 0, "x", recorder)
     assert (recorder.total, recorder.done, len(images)) == (count, count, count)

@@ -19,9 +19,9 @@ from vitfleet.config.schema import (
     SourcePartition,
 )
 from vitfleet.data.partition import (
-    Deal,
+    ClientIndices,
     Partition,
-    deal_by_shares,
+    assign_by_shares,
     dirichlet_shares,
     make_partition,
     training_shares,
@@ -50,7 +50,7 @@ def random_labels(seed: int, samples: int, classes: int) -> Ints:
     return random.choice(classes, samples, p=random.dirichlet(np.ones(classes))).astype(np.int64)
 
 
-def dealt_once(deal: Deal, clients: int, samples: int) -> bool:
+def dealt_once(deal: ClientIndices, clients: int, samples: int) -> bool:
     held = np.concatenate([deal.of(client) for client in range(clients)])
     return deal.clients == clients and sorted(held.tolist()) == list(range(samples))
 
@@ -140,15 +140,15 @@ def test_an_empty_test_set_is_dealt_too() -> None:
 def test_shares_are_kept_to_the_sample() -> None:
     labels = np.repeat(np.array([0, 1]), [10, 20])
     shares = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]])
-    owners = deal_by_shares(labels, shares, np.random.default_rng(0))
-    counts = Deal.from_owners(owners, 3).counts(labels, 2)
+    owners = assign_by_shares(labels, shares, np.random.default_rng(0))
+    counts = ClientIndices.from_owners(owners, 3).counts(labels, 2)
     assert counts.T.tolist() == [[5, 5, 0], [0, 5, 15]]
 
 
 def test_rounding_is_fair() -> None:
     # A share of 0.3 of one sample is 0.3 samples on average, not none.
     labels, shares = np.zeros(1, np.int64), np.array([[0.3, 0.7]])
-    owners = [int(deal_by_shares(labels, shares, np.random.default_rng(seed))[0]) for seed in range(4000)]
+    owners = [int(assign_by_shares(labels, shares, np.random.default_rng(seed))[0]) for seed in range(4000)]
     assert np.mean(owners) == pytest.approx(0.7, abs=0.03)  # 4 standard errors
 
 

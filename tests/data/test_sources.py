@@ -12,7 +12,7 @@ import torch
 
 from made_sets import distinct, fill, own, picture, put, shades, write_parquet
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import tables
+from vitfleet.data import parquet
 from vitfleet.data.sources import load
 from vitfleet.errors import ConfigError, DataError
 
@@ -202,7 +202,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_is_asked_offline_where_it_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, reachable: bool) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(tables, "_why_unreachable", lambda endpoint: "" if reachable else "it sleeps")
+    monkeypatch.setattr(parquet, "_why_unreachable", lambda endpoint: "" if reachable else "it sleeps")
     seen: list[bool] = []
 
     def load_dataset(name: str) -> object:

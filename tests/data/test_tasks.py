@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vitfleet.config.schema import TasksConfig
-from vitfleet.data.manifest import Ints
-from vitfleet.data.tasks import ARRAYS_FILE, NO_TASK, Streams, load, make_streams, save
+from vitfleet.data.partition_io import Ints
+from vitfleet.data.tasks import ARRAYS_FILE, NO_TASK, TaskStreams, load, make_task_streams, save
 from vitfleet.errors import ConfigError, DataError
 
 CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8
@@ -18,12 +18,12 @@ TEST_LABELS = np.random.default_rng(1).permutation(np.repeat(np.arange(CLASSES),
 CONFIG = TasksConfig(count=5, classes=5, per_client=(2, 4), share=(0.05, 0.1))
 
 
-def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) -> Streams:
-    return make_streams(config, clients, seed, TRAIN_LABELS, TEST_LABELS, CLASSES)
+def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) -> TaskStreams:
+    return make_task_streams(config, clients, seed, TRAIN_LABELS, TEST_LABELS, CLASSES)
 
 
-def held(streams: Streams, client: int, stage: int) -> tuple[Ints, Ints]:
-    place = streams.place(client, stage)
+def held(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints, Ints]:
+    place = streams.position(client, task_index)
     return streams.train.of(place), streams.test.of(place)
 
 
@@ -48,10 +48,10 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
     streams = make()
     class_counts, shares = set(), []
     for client in range(CLIENTS):
-        for stage in range(streams.stages):
-            train, test = held(streams, client, stage)
+        for task_index in range(streams.num_tasks):
+            train, test = held(streams, client, task_index)
             classes, counts = np.unique(TRAIN_LABELS[train], return_counts=True)
-            assert set(streams.task_of_class[classes]) == {streams.order[client, stage]}
+            assert set(streams.task_of_class[classes]) == {streams.order[client, task_index]}
             class_counts.add(len(classes))
             shares += (counts / TRAIN).tolist()
             assert len(set(train.tolist())) == len(train)
@@ -66,7 +66,7 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
 def test_counts_are_those_of_all_stages() -> None:
     streams = make()
     for client in range(CLIENTS):
-        images = np.concatenate([held(streams, client, stage)[0] for stage in range(streams.stages)])
+        images = np.concatenate([held(streams, client, task_index)[0] for task_index in range(streams.num_tasks)])
         assert np.array_equal(streams.counts[client], np.bincount(TRAIN_LABELS[images], minlength=CLASSES))
 
 
@@ -75,10 +75,10 @@ def test_clients_draw_on_their_own() -> None:
     few, many = make(clients=3), make(clients=9)
     common = make(CONFIG.model_copy(update={"order": "common"}))
     for client in range(3):
-        for stage in range(few.stages):
-            train, _ = held(few, client, stage)
-            assert np.array_equal(train, held(many, client, stage)[0])
-            there = int(np.flatnonzero(common.order[client] == few.order[client, stage])[0])
+        for task_index in range(few.num_tasks):
+            train, _ = held(few, client, task_index)
+            assert np.array_equal(train, held(many, client, task_index)[0])
+            there = int(np.flatnonzero(common.order[client] == few.order[client, task_index])[0])
             assert np.array_equal(train, held(common, client, there)[0])
     assert not np.array_equal(held(few, 0, 0)[0], held(make(seed=1, clients=3), 0, 0)[0])
 
@@ -86,8 +86,8 @@ def test_clients_draw_on_their_own() -> None:
 def test_a_small_class_gives_at_least_one_image_and_an_empty_one_none() -> None:
     labels = np.array([0, 0, 1, 1, 1, 3])
     config = TasksConfig(count=2, classes=2, per_client=(2, 2), share=(0.05, 0.05), split="listed")
-    streams = make_streams(config, 1, 0, labels, labels, 4)
-    sizes = {int(streams.order[0, stage]): len(held(streams, 0, stage)[0]) for stage in range(2)}
+    streams = make_task_streams(config, 1, 0, labels, labels, 4)
+    sizes = {int(streams.order[0, task_index]): len(held(streams, 0, task_index)[0]) for task_index in range(2)}
     assert sizes == {0: 2, 1: 1}
 
 

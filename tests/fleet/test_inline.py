@@ -12,21 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
-from vitfleet.fleet.base import Fleet, FleetAround, Reply, Request, Verdict, in_order
+from vitfleet.fleet.base import EvalResult, Fleet, FleetWrapper, Reply, Request, in_request_order
 from vitfleet.fleet.inline import on_its_own
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Answer, Job, Work
+from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
-from vitfleet.run.conduct import conduct, play_round
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_round, run_rounds
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.session import open_session
-from vitfleet.train.given import Assignment, Place
+from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import limited
-from vitfleet.train.objective import Fit, Fitted, Objective
+from vitfleet.train.objective import Fit, FitResult, Objective
 from vitfleet.train.trainer import Trainer
 
 
@@ -36,16 +36,16 @@ class Nobody:
 
 
 @dataclass
-class Shuffled(FleetAround[Fleet]):
+class Shuffled(FleetWrapper[Fleet]):
     """A fleet whose clients are trained in one random order and answer in another."""
 
     chance: random.Random
     moved: bool = False
 
-    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         asked = list(requests)
         self.chance.shuffle(asked)
-        replies = list(self.inner.ask(asked))
+        replies = list(self.inner.train(asked))
         self.chance.shuffle(replies)
         clients = [reply.client for reply in replies]
         self.moved = self.moved or clients != sorted(clients)
@@ -77,33 +77,33 @@ def test_clients_that_are_trained_side_by_side_are_as_if_alone(
         sessions = []
         for where, how in (("alone", {"threads": 1}), ("beside", {"threads": 3, "workers": 3})):
             machine = config.machine.model_copy(update=how)
-            session = open_session(config.model_copy(update={"machine": machine}), tmp_path / where)
-            sessions.append(session)
-            conduct(session, Nobody())
-            assert session.trainer.machine.workers == how.get("workers", 1)
+            context = open_run(config.model_copy(update={"machine": machine}), tmp_path / where)
+            sessions.append(context)
+            run_rounds(context, Nobody())
+            assert context.trainer.machine.workers == how.get("workers", 1)
             assert torch.get_num_threads() == how["threads"], "as many as before"
     alone, beside = sessions
     same(alone.server, beside.server)
     for client in range(config.fleet.clients):
-        same(alone.fleet.own(client) or State(), beside.fleet.own(client) or State())
+        same(alone.fleet.client_state(client) or State(), beside.fleet.client_state(client) or State())
     lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("alone", "beside")]
     assert lines[0] == lines[1]
 
 
 def test_a_training_that_fails_beside_others_is_heard_of(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
     class Broken(FedAvg):
-        def work(self, job: Job) -> Work:
-            answer = yield from super().work(job)
+        def client_update(self, job: ClientJob) -> ClientGenerator:
+            answer = yield from super().client_update(job)
             if job.client == 3:
                 raise ZeroDivisionError("in the middle")
             return answer
 
     trainer = make_trainer()
     trainer = replace(trainer, machine=replace(trainer.machine, workers=2))
-    fleet = make_fleet(Broken(FedAvgConfig(), make_setting()), trainer, lambda client: make_shard(0, 4))
-    replies = fleet.ask(Request(1, client, Message(tiny_net.initial_weights())) for client in range(6))
+    fleet = make_fleet(Broken(FedAvgConfig(), make_context()), trainer, lambda client: make_shard(0, 4))
+    replies = fleet.train(Request(1, client, Message(tiny_net.initial_weights())) for client in range(6))
     with pytest.raises(ZeroDivisionError, match="in the middle"):
         list(replies)
 
@@ -115,21 +115,21 @@ def test_a_fleet_that_answers_in_any_order_gives_the_same_bits(
     config = tiny_config(f"method.name={name}", "data.augment.flip=true", "train.mask_ratio=0.25")
     (tmp_path / "straight").mkdir()
     (tmp_path / "shuffled").mkdir()
-    straight = open_session(config, tmp_path / "straight")
-    shuffled = open_session(config, tmp_path / "shuffled")
+    straight = open_run(config, tmp_path / "straight")
+    shuffled = open_run(config, tmp_path / "shuffled")
     fleet = Shuffled(shuffled.fleet, random.Random(3))
     shuffled.fleet = fleet
     for round in range(1, 4):
-        assert play_round(straight, round).line() == play_round(shuffled, round).line()
+        assert run_round(straight, round).line() == run_round(shuffled, round).line()
         same(straight.server, shuffled.server)
     for client in range(config.fleet.clients):
-        same(straight.fleet.own(client) or State(), shuffled.fleet.own(client) or State())
+        same(straight.fleet.client_state(client) or State(), shuffled.fleet.client_state(client) or State())
     assert fleet.moved
 
 
-def same(left: State, right: State) -> None:
-    assert set(left.tensors) == set(right.tensors)
-    assert all(torch.equal(left.tensors[name], right.tensors[name]) for name in left.tensors)
+def same(left: State, correct: State) -> None:
+    assert set(left.tensors) == set(correct.tensors)
+    assert all(torch.equal(left.tensors[name], correct.tensors[name]) for name in left.tensors)
 
 
 @given(st.data())
@@ -137,7 +137,7 @@ def test_replies_pass_once_each_in_the_order_of_the_requests(data: st.DataObject
     clients = data.draw(st.lists(st.integers(0, 10_000), unique=True, max_size=30))
     arrival = data.draw(st.permutations(clients))
     replies = {client: Reply(client, Message(numbers={"loss": float(client)})) for client in clients}
-    passed = list(in_order((replies[client] for client in arrival), clients))
+    passed = list(in_request_order((replies[client] for client in arrival), clients))
     assert [reply.client for reply in passed] == clients
     assert all(reply is replies[reply.client] for reply in passed)
 
@@ -150,7 +150,7 @@ def test_a_reply_whose_turn_it_is_does_not_wait() -> None:
             pulled.append(client)
             yield Reply(client, Message())
 
-    ordered = in_order(replies(), [0, 1, 2, 3])
+    ordered = in_request_order(replies(), [0, 1, 2, 3])
     assert (next(ordered).client, pulled) == (0, [0])
     assert (next(ordered).client, pulled) == (1, [0, 2, 1])
     assert (next(ordered).client, pulled) == (2, [0, 2, 1])
@@ -160,39 +160,41 @@ def test_a_reply_whose_turn_it_is_does_not_wait() -> None:
 class Thrice(FedAvg):
     """Trains three times in one job."""
 
-    def work(self, job: Job) -> Work:
-        weights = job.down.tensors
+    def client_update(self, job: ClientJob) -> ClientGenerator:
+        weights = job.message.tensors
         for epochs in (2, 1, 3):
-            fitted = yield Fit(weights, Objective(self.trains), epochs)
+            fitted = yield Fit(weights, Objective(self.trainable), epochs)
             weights = fitted.weights
-        return Answer(up=Message(weights, {"samples": fitted.samples, "loss": float(fitted.loss)}), model=weights)
+        return ClientUpdate(
+            message=Message(weights, {"samples": fitted.samples, "loss": float(fitted.loss)}), model_weights=weights
+        )
 
 
 def test_later_trainings_of_a_job_have_later_addresses(
     tiny_net: Net,
-    make_setting: MakeSetting,
+    make_context: MakeContext,
     make_trainer: MakeTrainer,
     make_shard: MakeShard,
     make_fleet: MakeFleet,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places: list[Place] = []
+    places: list[RngContext] = []
     fit = Trainer.fit_together
 
-    def note(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+    def note(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         places.extend(one.place for one in group)
         return fit(self, group)
 
     monkeypatch.setattr(Trainer, "fit_together", note)
-    method = Thrice(FedAvgConfig(), make_setting())
+    method = Thrice(FedAvgConfig(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
     down = Message(tiny_net.initial_weights())
-    list(fleet.ask([Request(4, 1, down), Request(4, 2, down)]))
-    assert places == [Place(5, 4, client, first_epoch=first) for client in (1, 2) for first in (0, 2, 3)]
+    list(fleet.train([Request(4, 1, down), Request(4, 2, down)]))
+    assert places == [RngContext(5, 4, client, first_epoch=first) for client in (1, 2) for first in (0, 2, 3)]
 
 
 def test_clients_are_trained_only_as_their_replies_are_wanted(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
     asked: list[int] = []
 
@@ -201,74 +203,74 @@ def test_clients_are_trained_only_as_their_replies_are_wanted(
             asked.append(client)
             yield Request(1, client, Message(tiny_net.initial_weights()))
 
-    method = FedAvg(FedAvgConfig(), make_setting())
+    method = FedAvg(FedAvgConfig(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4))
-    replies = fleet.ask(requests())
+    replies = fleet.train(requests())
     assert next(replies).client == 0
     assert asked == [0]
 
 
 def test_models_are_tried_out_where_that_is_asked_for(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
     tried: dict[int, Tensors] = {}
 
-    def judge(model: Tensors, places: list[tuple[int, int]]) -> list[Verdict]:
+    def judge(model: Tensors, places: list[tuple[int, int]]) -> list[EvalResult]:
         tried.update({client: model for client, _ in places})
-        return [Verdict(3, 4)] * len(places)
+        return [EvalResult(3, 4)] * len(places)
 
-    fleet = make_fleet(FedAvg(FedAvgConfig(), make_setting()), make_trainer(), lambda client: make_shard(0, 4))
+    fleet = make_fleet(FedAvg(FedAvgConfig(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
     fleet.judge = judge
     down = Message(tiny_net.initial_weights())
-    asked, silent = fleet.ask([Request(1, 5, down, evaluate=True), Request(1, 6, down)])
-    assert (asked.verdict, silent.verdict) == (Verdict(3, 4), None)
+    asked, silent = fleet.train([Request(1, 5, down, evaluate=True), Request(1, 6, down)])
+    assert (asked.evaluation, silent.evaluation) == (EvalResult(3, 4), None)
     assert list(tried) == [5]
-    assert asked.up is not None
+    assert asked.message is not None
     # What the client has just trained, not what the server makes of it.
-    assert all(torch.equal(tried[5][name], asked.up.tensors[name]) for name in tiny_net.anatomy.shapes)
+    assert all(torch.equal(tried[5][name], asked.message.tensors[name]) for name in tiny_net.anatomy.shapes)
 
 
 def test_what_changed_is_told_once(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
-    method = Standalone(StandaloneConfig(), make_setting())
+    method = Standalone(StandaloneConfig(), make_context())
     kept = State(tiny_net.initial_weights())
     base = tiny_net.initial_weights()
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), base, {7: kept})
-    assert fleet.changed() == {}
-    list(fleet.ask(Request(1, client, Message()) for client in (3, 2, 1)))
-    assert fleet.changed() == {}, "nobody has heard yet whose replies count"
-    fleet.settle([3, 1])
-    changed = fleet.changed()
+    assert fleet.changed_states() == {}
+    list(fleet.train(Request(1, client, Message()) for client in (3, 2, 1)))
+    assert fleet.changed_states() == {}, "nobody has heard yet whose replies count"
+    fleet.commit([3, 1])
+    changed = fleet.changed_states()
     assert list(changed) == [1, 3]
-    assert fleet.changed() == {}
-    assert fleet.own(3) is None, "handed over, to be read back from where it was stored"
-    stored = fleet.own(7)
+    assert fleet.changed_states() == {}
+    assert fleet.client_state(3) is None, "handed over, to be read back from where it was stored"
+    stored = fleet.client_state(7)
     assert stored is not None
     assert all(torch.equal(stored.tensors[name], kept.tensors[name]) for name in kept.tensors)
-    assert fleet.own(0) is None
+    assert fleet.client_state(0) is None
 
 
 class Forgetful(Standalone):
     """Keeps its state for one round only."""
 
-    def work(self, job: Job) -> Work:
-        answer = yield from super().work(job)
-        return answer if job.own is None else replace(answer, own=None)
+    def client_update(self, job: ClientJob) -> ClientGenerator:
+        answer = yield from super().client_update(job)
+        return answer if job.client_state is None else replace(answer, client_state=None)
 
 
 def test_a_state_that_is_dropped_is_told_as_dropped(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
-    method = Forgetful(StandaloneConfig(), make_setting())
+    method = Forgetful(StandaloneConfig(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), tiny_net.initial_weights())
-    list(fleet.ask([Request(1, 0, Message())]))
-    fleet.settle([0])
-    assert fleet.own(0) is not None
-    list(fleet.ask([Request(2, 0, Message())]))
-    fleet.settle([0])
-    assert fleet.changed() == {0: None}
-    assert fleet.own(0) is None
+    list(fleet.train([Request(1, 0, Message())]))
+    fleet.commit([0])
+    assert fleet.client_state(0) is not None
+    list(fleet.train([Request(2, 0, Message())]))
+    fleet.commit([0])
+    assert fleet.changed_states() == {0: None}
+    assert fleet.client_state(0) is None
 
 
 def test_what_a_client_keeps_keeps_no_others_memory() -> None:

@@ -100,11 +100,11 @@ def farthest(gradient: Tensor, rows: list[Tensor], k: int) -> list[Tensor]:
     return [rows[i] for i in sorted(np.argsort(distances)[-k:])]
 
 
-def memory_of(state: State | None, stages: int) -> list[Samples]:
+def memory_of(state: State | None, num_tasks: int) -> list[Samples]:
     """Return what a client has stored of its first tasks."""
     assert state is not None
     found = state.tensors
-    names = [f"memory.{stage:04d}" for stage in range(stages)]
+    names = [f"memory.{task_index:04d}" for task_index in range(num_tasks)]
     return [(found[f"{name}.images"], found[f"{name}.labels"].long()) for name in names]
 
 

@@ -19,21 +19,21 @@ from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
-from vitfleet.methods import Setting
-from vitfleet.methods.base import RefusalError
+from vitfleet.methods import MethodContext
+from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.eftvit import EftVit
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.run.conduct import conduct, play_round
+from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.loop import run_round, run_rounds
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.session import Session, open_session
 from vitfleet.wire import encoded_size
 
 CPU = torch.device("cpu")
 
 
-def setting_of(net: Net, **train: Any) -> Setting:
-    return Setting.of(net, TrainConfig(**train), 10, 0, 100, CPU)
+def setting_of(net: Net, **train: Any) -> MethodContext:
+    return MethodContext.of(net, TrainConfig(**train), 10, 0, 100, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,13 @@ def eftvit_config(tiny_config: MakeConfig) -> MakeConfig:
 
 @pytest.mark.parametrize(("layers", "millions"), [(1, 7.16), (2, 14.25), (3, 21.34), (4, 28.43), (6, 42.60)])
 def test_trainable_parameters_on_the_client_are_the_papers(vit_b: Net, layers: int, millions: float) -> None:
-    setting = setting_of(vit_b)
-    paper = EftVit(EftVitConfig(local_layers=layers, train_embedding=False), setting)
-    count = vit_b.anatomy.count(paper.trains)
+    context = setting_of(vit_b)
+    payload = EftVit(EftVitConfig(local_layers=layers, train_embedding=False), context)
+    count = vit_b.anatomy.count(payload.trainable)
     assert count == layers * 7_087_872 + 76_900
     assert round(count / 1e6, 2) == millions
-    whole = EftVit(EftVitConfig(local_layers=layers), setting)
-    assert vit_b.anatomy.count(whole.trains) == count + 742_656
+    whole = EftVit(EftVitConfig(local_layers=layers), context)
+    assert vit_b.anatomy.count(whole.trainable) == count + 742_656
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_forward_flops_of_masked_images_are_those_of_the_kept_patches(
     vit_b: Net, ratio: float, tokens: int, gmac: float
 ) -> None:
     weights = {name: torch.empty(shape, device="meta") for name, shape in vit_b.anatomy.shapes.items()}
-    kept = vit_b.kept(ratio)
+    kept = vit_b.kept_patches(ratio)
     assert vit_b.prefix + kept == tokens
     keep = torch.empty(1, kept, dtype=torch.long, device="meta") if ratio else None
     with FlopCounterMode(display=False) as counter:
@@ -79,34 +79,34 @@ def test_until_and_onward_are_the_model() -> None:
     net = build(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 0)
     weights, images, keep = net.initial_weights(), torch.randn(2, 1, 8, 8), torch.tensor([[0, 2], [3, 1]])
     for block in (1, 2):
-        features = net.until(weights, images, keep, block)
+        features = net.forward_to(weights, images, keep, block)
         assert features.shape == (2, 3, 16)
-        assert torch.equal(net.onward(weights, features, block), net(weights, images, keep))
+        assert torch.equal(net.forward_from(weights, features, block), net(weights, images, keep))
 
 
-def play(session: Session, rounds: int) -> list[RoundRecord]:
-    return [play_round(session, round) for round in range(1, rounds + 1)]
+def play(context: RunContext, rounds: int) -> list[RoundRecord]:
+    return [run_round(context, round) for round in range(1, rounds + 1)]
 
 
 def test_the_frozen_global_module_is_bit_identical_after_client_training(
     eftvit_config: MakeConfig, tmp_path: Path
 ) -> None:
-    session = open_session(eftvit_config(), tmp_path)
-    method = session.method
+    context = open_run(eftvit_config(), tmp_path)
+    method = context.method
     assert isinstance(method, EftVit)
-    down = method.instruct(session.server, 1, 0, None)
+    down = method.client_message(context.server, 1, 0, None)
     before = {name: tensor.clone() for name, tensor in down.tensors.items()}
-    client = max(range(6), key=lambda one: len(session.partition.train.of(one)))
-    reply = next(session.fleet.ask([Request(1, client, down)]))
-    session.fleet.settle([client])
-    assert reply.up is not None
+    client = max(range(6), key=lambda one: len(context.partition.train.of(one)))
+    reply = next(context.fleet.train([Request(1, client, down)]))
+    context.fleet.commit([client])
+    assert reply.message is not None
     for name in method.global_module:
         assert torch.equal(down.tensors[name], before[name])
-    assert set(reply.up.tensors) == {"features", "labels"}, "no weights leave the client"
-    own = session.fleet.own(client)
+    assert set(reply.message.tensors) == {"features", "labels"}, "no weights leave the client"
+    own = context.fleet.client_state(client)
     assert own is not None
     assert set(own.tensors) == set(method.local_module)
-    moved = [n for n in method.local_module if not torch.equal(own.tensors[n], session.base.tensors[n])]
+    moved = [n for n in method.local_module if not torch.equal(own.tensors[n], context.base.tensors[n])]
     assert len(moved) >= len(method.local_module) - 1  # but for the keys' bias, which has no gradient
 
 
@@ -116,36 +116,38 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
 ) -> None:
     # A rate of next to nothing: features can be made again from the initial weights.
     config = eftvit_config(f"method.values={values}", "train.lr=1e-12", "train.mask_ratio=0", "train.epochs=2")
-    session = open_session(config, tmp_path)
-    client = max(range(6), key=lambda one: len(session.partition.train.of(one)))
-    index = torch.from_numpy(session.partition.train.of(client))
-    reply = next(session.fleet.ask([Request(1, client, session.method.instruct(session.server, 1, client, None))]))
-    assert reply.up is not None
-    labels = reply.up.tensors["labels"]
+    context = open_run(config, tmp_path)
+    client = max(range(6), key=lambda one: len(context.partition.train.of(one)))
+    index = torch.from_numpy(context.partition.train.of(client))
+    reply = next(
+        context.fleet.train([Request(1, client, context.method.client_message(context.server, 1, client, None))])
+    )
+    assert reply.message is not None
+    labels = reply.message.tensors["labels"]
     counts = torch.bincount(labels.long())
     assert len(set(counts[counts > 0].tolist())) == 1
-    images = session.trainer.preprocess(session.data.train.images[index])
-    made = session.net.until({**session.base.tensors, **session.server.tensors}, images, None, 1)
-    sent = Features(reply.up.tensors["features"], labels, reply.up.tensors.get("scales")).rows(
+    images = context.trainer.preprocess(context.data.train.images[index])
+    made = context.net.forward_to({**context.base.tensors, **context.server.tensors}, images, None, 1)
+    sent = Features(reply.message.tensors["features"], labels, reply.message.tensors.get("scales")).rows(
         torch.arange(len(labels))
     )
     tolerance = {"fp32": 1e-5, "bf16": 0.02, "fp16": 2e-3, "int8": 0.02}[values]
     for row, label in zip(sent, labels.tolist(), strict=True):
-        same = session.data.train.labels[index] == label
+        same = context.data.train.labels[index] == label
         assert (made[same] - row).abs().amax(dim=(1, 2)).min() < tolerance
 
 
 def test_the_store_keeps_each_clients_latest_and_the_server_trains_on_all(
     eftvit_config: MakeConfig, tmp_path: Path
 ) -> None:
-    session = open_session(eftvit_config(), tmp_path)
-    before = dict(session.server.tensors)
-    first, second = play(session, 2)
+    context = open_run(eftvit_config(), tmp_path)
+    before = dict(context.server.tensors)
+    first, second = play(context, 2)
     seen = {entry.client for record in (first, second) for entry in record.clients if entry.numbers["samples"]}
-    assert set(session.server.parts) == {f"features-{client:06d}" for client in seen}
-    assert all(not torch.equal(session.server.tensors[name], before[name]) for name in ("head.weight", "norm.weight"))
+    assert set(context.server.parts) == {f"features-{client:06d}" for client in seen}
+    assert all(not torch.equal(context.server.tensors[name], before[name]) for name in ("head.weight", "norm.weight"))
 
-    only = open_session(eftvit_config("method.store=latest-round"), tmp_path / "latest")
+    only = open_run(eftvit_config("method.store=latest-round"), tmp_path / "latest")
     _, last = play(only, 2)
     assert set(only.server.parts) == {f"features-{e.client:06d}" for e in last.clients if e.numbers["samples"]}
 
@@ -155,9 +157,9 @@ def test_the_servers_training_does_not_depend_on_where_its_store_lies(
 ) -> None:
     states = []
     for place in ("device", "host"):
-        session = open_session(eftvit_config(f"method.store_on={place}", "method.values=int8"), tmp_path / place)
-        play(session, 2)
-        states.append(session.server.tensors)
+        context = open_run(eftvit_config(f"method.store_on={place}", "method.values=int8"), tmp_path / place)
+        play(context, 2)
+        states.append(context.server.tensors)
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
 
@@ -172,8 +174,8 @@ def test_gathering_rows_from_parts_is_gathering_them_from_one() -> None:
     apart = FeatureSet(parts, CPU)
     apart.together = None
     order = torch.tensor([7, 0, 3, 2, 4])
-    for left, right in zip(together.take(order), apart.take(order), strict=True):
-        assert torch.equal(left, right)
+    for left, correct in zip(together.take(order), apart.take(order), strict=True):
+        assert torch.equal(left, correct)
 
 
 def test_every_client_counts_the_same_or_every_sample() -> None:
@@ -188,13 +190,13 @@ def test_every_client_counts_the_same_or_every_sample() -> None:
 
 
 def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:
-    session = open_session(eftvit_config("method.store_on=disk", "rounds=2"), tmp_path)
-    conduct(session, StopAfter(99))
-    manifest = session.checkpoints.latest
-    assert manifest is not None
-    assert manifest.parts
-    for key, name in manifest.parts.items():
-        part = session.server.parts[key].tensors["features"]
+    context = open_run(eftvit_config("method.store_on=disk", "rounds=2"), tmp_path)
+    run_rounds(context, StopAfter(99))
+    partition_io = context.checkpoints.latest
+    assert partition_io is not None
+    assert partition_io.parts
+    for key, name in partition_io.parts.items():
+        part = context.server.parts[key].tensors["features"]
         path = str(tmp_path / "checkpoint" / name)
         # The tensor's memory is the file: Linux lists it among the process's mappings.
         start = part.untyped_storage().data_ptr()
@@ -226,12 +228,12 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
 )
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
     net = build(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
-    setting = Setting(net.anatomy, TrainConfig(), 1, 0, 5, tokens=5, width=8, device=CPU)
-    method = EftVit(EftVitConfig(local_layers=1, values="fp32"), setting)
+    context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, tokens=5, width=8, device=CPU)
+    method = EftVit(EftVitConfig(local_layers=1, values="fp32"), context)
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
-    gathering = method.gather(State(), 1)
+    gathering = method.aggregator(State(), 1)
     gathering.add(0, Message(sound))
-    with pytest.raises(RefusalError, match=reason):
+    with pytest.raises(RejectedUpdateError, match=reason):
         gathering.add(1, Message({**sound, **change}))
     assert set(gathering.finish().parts) == {"features-000000"}
 
@@ -239,24 +241,24 @@ def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: s
 def test_a_refused_message_is_named_and_counted_and_the_round_goes_on(
     eftvit_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = open_session(eftvit_config(), tmp_path)
-    real = session.fleet.ask
+    context = open_run(eftvit_config(), tmp_path)
+    real = context.fleet.train
 
     def poisoned(requests: Any) -> Any:
         for position, reply in enumerate(real(requests)):
-            if position == 0 and reply.up is not None:
-                bad = {**reply.up.tensors, "labels": reply.up.tensors["labels"] + 100}
-                yield type(reply)(reply.client, Message(bad, reply.up.numbers), reply.verdict)
+            if position == 0 and reply.message is not None:
+                bad = {**reply.message.tensors, "labels": reply.message.tensors["labels"] + 100}
+                yield type(reply)(reply.client, Message(bad, reply.message.numbers), reply.evaluation)
             else:
                 yield reply
 
-    monkeypatch.setattr(session.fleet, "ask", poisoned)
-    record = play_round(session, 1)
+    monkeypatch.setattr(context.fleet, "ask", poisoned)
+    record = run_round(context, 1)
     failures = [entry.failure for entry in record.clients]
     assert failures[0] == "its labels are not all between 0 and 9"
     assert failures[1:] == [None, None]
-    assert f"features-{record.clients[0].client:06d}" not in session.server.parts
-    assert len(session.server.parts) == 2
+    assert f"features-{record.clients[0].client:06d}" not in context.server.parts
+    assert len(context.server.parts) == 2
 
 
 class StopError(Exception):
@@ -279,16 +281,16 @@ def test_store_and_local_modules_survive_a_restart_bit_for_bit(
     config = eftvit_config("rounds=4", f"method.store_on={store_on}")
     (tmp_path / "whole").mkdir()
     (tmp_path / "parted").mkdir()
-    conduct(open_session(config, tmp_path / "whole"), StopAfter(99))
+    run_rounds(open_run(config, tmp_path / "whole"), StopAfter(99))
     for stop in (1, 2, 3):
         with pytest.raises(StopError):
-            conduct(open_session(config, tmp_path / "parted"), StopAfter(stop))
-    conduct(open_session(config, tmp_path / "parted"), StopAfter(99))
-    left, right = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("whole", "parted"))
-    assert left == right
+            run_rounds(open_run(config, tmp_path / "parted"), StopAfter(stop))
+    run_rounds(open_run(config, tmp_path / "parted"), StopAfter(99))
+    left, correct = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("whole", "parted"))
+    assert left == correct
     manifests = [json.loads((tmp_path / n / "checkpoint" / "checkpoint.json").read_text()) for n in ("whole", "parted")]
-    for manifest in manifests:
-        del manifest["timings_length"]  # the clock's digits
+    for partition_io in manifests:
+        del partition_io["timings_length"]  # the clock's digits
     assert manifests[0] == manifests[1]
     for name in [manifests[0]["server"], *manifests[0]["parts"].values(), *manifests[0]["clients"].values()]:
         files = [(tmp_path / run / "checkpoint" / name).read_bytes() for run in ("whole", "parted")]
@@ -311,15 +313,17 @@ def test_the_upload_of_the_papers_typical_client(values: str, mebibytes: float) 
 def test_accuracy_is_the_mean_over_clients_and_unseen_clients_share_one_model(
     eftvit_config: MakeConfig, tmp_path: Path
 ) -> None:
-    session = open_session(eftvit_config("fleet.clients=6", "fleet.per_round=2"), tmp_path)
-    record = play_round(session, 1)
+    context = open_run(eftvit_config("fleet.clients=6", "fleet.per_round=2"), tmp_path)
+    record = run_round(context, 1)
     assert record.accuracy is not None
     assert record.accuracy.models == 6
     by_hand = [
-        session.evaluator.answer(session.method.model(session.server, session.base.tensors, session.fleet.own(client)))
+        context.evaluator.evaluate(
+            context.method.model_weights(context.server, context.base.tensors, context.fleet.client_state(client))
+        )
         for client in range(6)
     ]
-    assert record.accuracy.global_ == pytest.approx(sum(float(right.mean()) for right, _ in by_hand) / 6)
+    assert record.accuracy.global_ == pytest.approx(sum(float(correct.mean()) for correct, _ in by_hand) / 6)
 
 
 def test_the_local_module_must_leave_a_layer_to_the_global_one() -> None:

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conftest import NO_IMAGES, MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Answer, Job, Work
-from vitfleet.methods.aggregate import WeightedMean
-from vitfleet.methods.base import RefusalError
+from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.models.net import Net
-from vitfleet.train.given import Place
-from vitfleet.train.objective import Fit, Fitted, Objective
+from vitfleet.train.cohort_inputs import RngContext
+from vitfleet.train.objective import Fit, FitResult, Objective
 
 
 def message(samples: int, **tensors: Tensor) -> Message:
@@ -31,10 +31,10 @@ def mean_of(server: State, *messages: Message) -> Tensors:
     return gathering.finish().tensors
 
 
-def finish(work: Work, fitted: Fitted) -> Answer:
+def finish(work: ClientGenerator, fitted: FitResult) -> ClientUpdate:
     with pytest.raises(StopIteration) as end:
         work.send(fitted)
-    answer: Answer = end.value.value
+    answer: ClientUpdate = end.value.value
     return answer
 
 
@@ -102,52 +102,52 @@ def test_averaging_changes_neither_the_server_nor_the_messages() -> None:
 
 
 def test_the_client_half_trains_what_was_sent_and_sends_it_back(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    method = FedAvg(FedAvgConfig(), make_setting(epochs=2))
-    server = method.start(tiny_net.initial_weights())
-    down = method.instruct(server, round=1, client=4, since=None)
-    work = method.work(Job(1, 4, down, base={}, own=None, shard=NO_IMAGES))
+    method = FedAvg(FedAvgConfig(), make_context(epochs=2))
+    server = method.initial_state(tiny_net.initial_weights())
+    down = method.client_message(server, round=1, client=4, last_round=None)
+    work = method.client_update(ClientJob(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
     fit = next(work)
     assert fit.epochs == 2
     assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
         tiny_net.anatomy.shapes, True
     )
-    fitted = make_trainer(epochs=2).fit(fit, make_shard(0, 15), Place(0, 1, 4))
+    fitted = make_trainer(epochs=2).fit(fit, make_shard(0, 15), RngContext(0, 1, 4))
     answer = finish(work, fitted)
-    assert answer.own is None
-    assert answer.up.numbers == {"samples": 15, "loss": float(fitted.loss)}
-    assert set(answer.up.tensors) == set(tiny_net.anatomy.shapes)
-    assert all(torch.equal(answer.up.tensors[name], fitted.weights[name]) for name in fitted.weights)
+    assert answer.client_state is None
+    assert answer.message.numbers == {"samples": 15, "loss": float(fitted.loss)}
+    assert set(answer.message.tensors) == set(tiny_net.anatomy.shapes)
+    assert all(torch.equal(answer.message.tensors[name], fitted.weights[name]) for name in fitted.weights)
 
 
 def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    method = FedAvg(FedAvgConfig(), make_setting())
+    method = FedAvg(FedAvgConfig(), make_context())
     trainer = make_trainer(batch_size=8)
-    server = method.start(tiny_net.initial_weights())
-    gathering = method.gather(server, round=1)
+    server = method.initial_state(tiny_net.initial_weights())
+    gathering = method.aggregator(server, round=1)
     shards = {0: make_shard(0, 5), 1: make_shard(5, 5), 2: make_shard(5, 30)}
     alone = {}
     for client, shard in shards.items():
         fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), epochs=1)
-        alone[client] = trainer.fit(fit, shard, Place(0, 1, client)).weights
-        down = method.instruct(server, round=1, client=client, since=None)
-        work = method.work(Job(1, client, down, base={}, own=None, shard=NO_IMAGES))
-        gathering.add(client, finish(work, trainer.fit(next(work), shard, Place(0, 1, client))).up)
+        alone[client] = trainer.fit(fit, shard, RngContext(0, 1, client)).weights
+        down = method.client_message(server, round=1, client=client, last_round=None)
+        work = method.client_update(ClientJob(1, client, down, base_weights={}, client_state=None, shard=NO_IMAGES))
+        gathering.add(client, finish(work, trainer.fit(next(work), shard, RngContext(0, 1, client))).message)
     after = gathering.finish()
     for name in tiny_net.anatomy.shapes:
         expected = 5 / 30 * alone[0][name].double() + 25 / 30 * alone[2][name].double()
         torch.testing.assert_close(after.tensors[name].double(), expected, rtol=0, atol=1e-7)
-    model = method.model(after, {}, None)
+    model = method.model_weights(after, {}, None)
     assert all(torch.equal(model[name], after.tensors[name]) for name in tiny_net.anatomy.shapes)
 
 
-def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_setting: MakeSetting) -> None:
-    method = FedAvg(FedAvgConfig(), make_setting())
-    assert tuple(method.trains) == tuple(tiny_net.anatomy.shapes)
-    assert not method.base(tiny_net.initial_weights()).tensors
+def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_context: MakeContext) -> None:
+    method = FedAvg(FedAvgConfig(), make_context())
+    assert tuple(method.trainable) == tuple(tiny_net.anatomy.shapes)
+    assert not method.base_message(tiny_net.initial_weights()).tensors
     assert method.has_global_model
 
 
@@ -168,7 +168,7 @@ def test_unsound_weights_are_refused_and_leave_no_trace(
 ) -> None:
     mean = WeightedMean(State({"w": torch.ones(3), "b": torch.ones(1)}))
     mean.add(0, Message({"w": torch.full((3,), 5.0)}, {"samples": 4, "loss": 1.0}))
-    with pytest.raises(RefusalError, match=reason):
+    with pytest.raises(RejectedUpdateError, match=reason):
         mean.add(1, Message({"b": torch.full((1,), 9.0), **tensors}, {"samples": samples, "loss": 1.0}))
     after = mean.finish().tensors
     assert torch.equal(after["w"], torch.full((3,), 5.0))

@@ -11,11 +11,11 @@ import torch
 from conftest import MakeConfig
 from vitfleet.config.methods import FedBfptConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
-from vitfleet.methods import Setting
+from vitfleet.methods import MethodContext
 from vitfleet.methods.fedbfpt import FedBfpt, schedule
 from vitfleet.models.zoo import build
-from vitfleet.run.conduct import play_round
-from vitfleet.run.session import open_session
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_round
 
 
 def spans(rounds: int, local_layers: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
     net = build(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
-    return FedBfpt(FedBfptConfig(local_layers=6), Setting.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
+    return FedBfpt(FedBfptConfig(local_layers=6), MethodContext.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("layer", range(6))
@@ -65,21 +65,21 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
         names = zip(shallow.anatomy.blocks[position], deep.anatomy.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
-    setting = Setting.of(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
-    made = FedBfpt(FedBfptConfig(local_layers=3), setting).shallow(weights, route)
+    context = MethodContext.of(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
+    made = FedBfpt(FedBfptConfig(local_layers=3), context).shallow(weights, route)
     assert made.keys() == local.keys()
     assert torch.equal(deep(made, images, depth=3), shallow(local, images))
 
 
 def test_only_the_turns_layer_and_the_head_move(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("method.name=fedbfpt", "method.local_layers=2", "model.depth=3", "rounds=4")
-    session = open_session(config, tmp_path)
-    anatomy = session.net.anatomy
+    context = open_run(config, tmp_path)
+    anatomy = context.net.anatomy
     for round, layer in ((1, 0), (2, 0), (3, 1), (4, 1)):
-        before = dict(session.server.tensors)
-        record = play_round(session, round)
+        before = dict(context.server.tensors)
+        record = run_round(context, round)
         assert all(entry.numbers["layer"] == layer for entry in record.clients)
-        moved = {name for name in before if not torch.equal(before[name], session.server.tensors[name])}
+        moved = {name for name in before if not torch.equal(before[name], context.server.tensors[name])}
         may = {*anatomy.blocks[layer], *anatomy.head}
         assert moved <= may
         assert len(moved) >= len(may) - 1  # the keys' bias has no gradient by nature

@@ -9,33 +9,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conftest import NO_IMAGES, MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, FedProxConfig
 from vitfleet.message import Tensors
-from vitfleet.methods import Job
+from vitfleet.methods import ClientJob
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.fedprox import FedProx
 from vitfleet.models.net import Net
-from vitfleet.train.given import Place
-from vitfleet.train.objective import Fit, Fitted, Step
+from vitfleet.train.cohort_inputs import RngContext
+from vitfleet.train.objective import Fit, FitResult, Step
 
-PLACE = Place(0, 1, 0)
+PLACE = RngContext(0, 1, 0)
 
 
 def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
     """Return the training that the client half asks for in its first round."""
-    server = method.start(net.initial_weights())
-    down = method.instruct(server, round=1, client=0, since=None)
-    return next(method.work(Job(1, 0, down, method.base(net.initial_weights()).tensors, None, NO_IMAGES)))
+    server = method.initial_state(net.initial_weights())
+    down = method.client_message(server, round=1, client=0, last_round=None)
+    return next(
+        method.client_update(ClientJob(1, 0, down, method.base_message(net.initial_weights()).tensors, None, NO_IMAGES))
+    )
 
 
-def distance(left: Tensors, right: Tensors) -> float:
-    return float(torch.stack([(left[name] - right[name]).double().square().sum() for name in right]).sum().sqrt())
+def distance(left: Tensors, correct: Tensors) -> float:
+    return float(torch.stack([(left[name] - correct[name]).double().square().sum() for name in correct]).sum().sqrt())
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.25, 2.0, 64.0])  # powers of two: the arithmetic below is exact
 def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_the_anchor(
-    mu: float, make_setting: MakeSetting
+    mu: float, make_context: MakeContext
 ) -> None:
     random = torch.Generator().manual_seed(0)
     inputs = torch.randn(6, 4, generator=random)
@@ -54,18 +56,18 @@ def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_th
     step = Step(
         F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), torch.tensor(0)
     )
-    objective = FedProx(FedProxConfig(mu=mu), make_setting()).objective()
+    objective = FedProx(FedProxConfig(mu=mu), make_context()).objective()
     proximal = torch.autograd.grad(objective.loss(step), leaves)
     for name, gradient, without in zip(weights, proximal, plain, strict=True):
         assert torch.equal(gradient, without + mu * (weights[name] - anchor[name]).detach()), name
 
 
-def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
+def test_the_loss_is_the_closed_form(make_context: MakeContext) -> None:
     logits = torch.tensor([[0.0, 0.0]])
     weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
     anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
     step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), torch.tensor(0))
-    loss = FedProx(FedProxConfig(mu=0.1), make_setting()).objective().loss(step)
+    loss = FedProx(FedProxConfig(mu=0.1), make_context()).objective().loss(step)
     assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
 
 
@@ -73,13 +75,16 @@ def test_the_loss_is_the_closed_form(make_setting: MakeSetting) -> None:
 class First:
     """Keeps the first step's gradients."""
 
-    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        kept = {name: torch.where(sums["seen"] > 0, sums[name], gradient) for name, gradient in gradients.items()}
-        return {**kept, "seen": sums["seen"] + 1}
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        kept = {
+            name: torch.where(observer_state["seen"] > 0, observer_state[name], gradient)
+            for name, gradient in gradients.items()
+        }
+        return {**kept, "seen": observer_state["seen"] + 1}
 
 
 def test_a_trainer_takes_that_gradient_on_a_whole_vit(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     weights = tiny_net.initial_weights()
     moved = {name: weight + 0.1 for name, weight in weights.items()}
@@ -87,12 +92,12 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
     def gradients(method: FedAvg | FedProx) -> Tensors:
         fit = fit_of(method, tiny_net)
         room = {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
-        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()), sums=room)
+        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()), observer_state=room)
         seen = make_trainer().fit(away, make_shard(0, 12), PLACE).observed
         return {name: gradient for name, gradient in seen.items() if name != "seen"}
 
-    plain = gradients(FedAvg(FedAvgConfig(), make_setting()))
-    proximal = gradients(FedProx(FedProxConfig(mu=0.5), make_setting()))
+    plain = gradients(FedAvg(FedAvgConfig(), make_context()))
+    proximal = gradients(FedProx(FedProxConfig(mu=0.5), make_context()))
     assert set(proximal) == set(tiny_net.anatomy.shapes)
     for name, gradient in proximal.items():
         expected: Tensor = plain[name] + 0.5 * (moved[name] - weights[name])
@@ -101,38 +106,38 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
 
 def train(
     method: FedAvg | FedProx, net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, **config: object
-) -> Fitted:
+) -> FitResult:
     return make_trainer(**config).fit(fit_of(method, net), make_shard(0, 30), PLACE)
 
 
 def test_mu_zero_is_fedavg_bit_for_bit(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    setting = make_setting(epochs=3)
+    context = make_context(epochs=3)
     prox, avg = (
         train(method, tiny_net, make_trainer, make_shard, batch_size=8, clip=1.0)
-        for method in (FedProx(FedProxConfig(mu=0), setting), FedAvg(FedAvgConfig(), setting))
+        for method in (FedProx(FedProxConfig(mu=0), context), FedAvg(FedAvgConfig(), context))
     )
     assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.anatomy.shapes)
     assert torch.equal(prox.loss, avg.loss)
 
 
 def test_the_larger_mu_the_closer_to_the_anchor(
-    tiny_net: Net, make_setting: MakeSetting, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     sgd: dict[str, object] = {"optimizer": "sgd", "momentum": 0, "weight_decay": 0, "lr": 0.01, "batch_size": 4}
     ways = []
     for mu in (0.0, 1.0, 15.0):
-        method = FedProx(FedProxConfig(mu=mu), make_setting(epochs=5))
+        method = FedProx(FedProxConfig(mu=mu), make_context(epochs=5))
         trained = train(method, tiny_net, make_trainer, make_shard, **sgd)
         ways.append(distance(trained.weights, tiny_net.initial_weights()))
     assert ways[0] > ways[1] > ways[2] > 0
     assert ways[2] < 0.5 * ways[0]
 
 
-def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Net, make_setting: MakeSetting) -> None:
-    method = FedProx(FedProxConfig(), make_setting())
-    server = method.start({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
-    down = method.instruct(server, round=5, client=0, since=2)
-    fit = next(method.work(Job(5, 0, down, {}, None, NO_IMAGES)))
+def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Net, make_context: MakeContext) -> None:
+    method = FedProx(FedProxConfig(), make_context())
+    server = method.initial_state({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
+    down = method.client_message(server, round=5, client=0, last_round=2)
+    fit = next(method.client_update(ClientJob(5, 0, down, {}, None, NO_IMAGES)))
     assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.anatomy.shapes)

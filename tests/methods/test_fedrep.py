@@ -8,17 +8,17 @@ import pytest
 import torch
 from by_hand import PLAIN_SGD, Hand, close
 
-from conftest import NO_IMAGES, MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.config.methods import FedPerConfig, FedRepConfig
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
-from vitfleet.methods import Job
+from vitfleet.methods import ClientJob
 from vitfleet.methods.fedper import FedPer
 from vitfleet.methods.fedrep import FedRep
 from vitfleet.models.net import Net
-from vitfleet.train.drive import drive
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_driver import run_participant
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)
@@ -30,40 +30,46 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 
 @pytest.fixture
-def fedrep(make_setting: MakeSetting) -> FedRep:
-    return FedRep(FedRepConfig(head_epochs=2), make_setting(epochs=5, **PLAIN_SGD))
+def fedrep(make_context: MakeContext) -> FedRep:
+    return FedRep(FedRepConfig(head_epochs=2), make_context(epochs=5, **PLAIN_SGD))
 
 
 def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    base, down = fedrep.base(initial).tensors, Message(fedrep.start(initial).tensors)
+    base, down = fedrep.base_message(initial).tensors, Message(fedrep.initial_state(initial).tensors)
     own_head = {name: tensor + 0.3 for name, tensor in base.items()}
     own = State({**initial, **own_head})
-    answer = drive(fedrep.work(Job(4, 0, down, base, own, shard)), trainer, shard, Place(0, 4, 0))
+    answer = run_participant(
+        fedrep.client_update(ClientJob(4, 0, down, base, own, shard)), trainer, shard, RngContext(0, 4, 0)
+    )
     hand = Hand(tiny_net, ONE_TASK, shard, round=4)
     weights = hand.train({**initial, **own_head}, list(tiny_net.anatomy.head), 2)
     weights = hand.train(weights, list(tiny_net.anatomy.body), 3)
-    close(answer.model, weights)
-    assert set(answer.up.tensors) == set(tiny_net.anatomy.body)
-    assert answer.own is not None
-    assert set(answer.own.tensors) == set(tiny_net.anatomy.whole)
+    close(answer.model_weights, weights)
+    assert set(answer.message.tensors) == set(tiny_net.anatomy.body)
+    assert answer.client_state is not None
+    assert set(answer.client_state.tensors) == set(tiny_net.anatomy.whole)
 
 
 def test_fedpers_round_as_by_hand(
-    make_setting: MakeSetting, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
+    make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = FedPer(FedPerConfig(), make_setting(epochs=5, **PLAIN_SGD))
+    method = FedPer(FedPerConfig(), make_context(epochs=5, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    base, down = method.base(initial).tensors, Message(method.start(initial).tensors)
-    answer = drive(method.work(Job(1, 0, down, base, None, shard)), trainer, shard, Place(0, 1, 0))
-    close(answer.model, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.anatomy.whole), 5))
-    assert set(answer.up.tensors) == set(tiny_net.anatomy.body)
+    base, down = method.base_message(initial).tensors, Message(method.initial_state(initial).tensors)
+    answer = run_participant(
+        method.client_update(ClientJob(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
+    )
+    close(
+        answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.anatomy.whole), 5)
+    )
+    assert set(answer.message.tensors) == set(tiny_net.anatomy.body)
 
 
 def test_bodies_are_averaged_by_samples(fedrep: FedRep, tiny_net: Net) -> None:
-    server = fedrep.start(tiny_net.initial_weights())
+    server = fedrep.initial_state(tiny_net.initial_weights())
     assert set(server.tensors) == set(tiny_net.anatomy.body)
-    gathering = fedrep.gather(server, 1)
+    gathering = fedrep.aggregator(server, 1)
     for client, (value, samples) in enumerate([(1.0, 3), (5.0, 1)]):
         body = {name: torch.full_like(tensor, value) for name, tensor in server.tensors.items()}
         gathering.add(client, Message(body, {"samples": samples, "loss": 1.0}))
@@ -71,22 +77,26 @@ def test_bodies_are_averaged_by_samples(fedrep: FedRep, tiny_net: Net) -> None:
 
 
 def test_without_head_epochs_only_the_body_trains(
-    make_setting: MakeSetting, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
+    make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = FedRep(FedRepConfig(head_epochs=0), make_setting(epochs=1, **PLAIN_SGD))
+    method = FedRep(FedRepConfig(head_epochs=0), make_context(epochs=1, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    job = Job(1, 0, Message(method.start(initial).tensors), method.base(initial).tensors, None, shard)
-    answer = drive(method.work(job), trainer, shard, Place(0, 1, 0))
-    assert all(torch.equal(answer.model[name], initial[name]) for name in tiny_net.anatomy.head)
+    job = ClientJob(
+        1, 0, Message(method.initial_state(initial).tensors), method.base_message(initial).tensors, None, shard
+    )
+    answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
+    assert all(torch.equal(answer.model_weights[name], initial[name]) for name in tiny_net.anatomy.head)
 
 
 def test_who_has_no_images_sends_nothing(fedrep: FedRep, trainer: Trainer, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
-    job = Job(1, 0, Message(fedrep.start(initial).tensors), fedrep.base(initial).tensors, None, NO_IMAGES)
-    answer = drive(fedrep.work(job), replace(trainer), NO_IMAGES, Place(0, 1, 0))
-    assert answer.up.tensors == {}
-    assert answer.up.numbers["samples"] == 0
-    assert all(torch.equal(answer.model[name], one) for name, one in initial.items())
+    job = ClientJob(
+        1, 0, Message(fedrep.initial_state(initial).tensors), fedrep.base_message(initial).tensors, None, NO_IMAGES
+    )
+    answer = run_participant(fedrep.client_update(job), replace(trainer), NO_IMAGES, RngContext(0, 1, 0))
+    assert answer.message.tensors == {}
+    assert answer.message.numbers["samples"] == 0
+    assert all(torch.equal(answer.model_weights[name], one) for name, one in initial.items())
 
 
 def test_head_epochs_must_leave_some_for_the_body() -> None:

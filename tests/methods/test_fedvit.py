@@ -9,15 +9,15 @@ import torch
 from by_hand import PLAIN_SGD, Hand, Samples, close, farthest, integrated, memory_of
 from torch import Tensor
 
-from conftest import MakeSetting, MakeShard, MakeTrainer
+from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedVitConfig
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Answer, Job
+from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods.episodic_memory import extract
 from vitfleet.methods.fedvit import FedVit
-from vitfleet.methods.knowledge import extract
 from vitfleet.models.net import Net
-from vitfleet.train.drive import drive
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_driver import run_participant
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -26,36 +26,36 @@ EPOCHS = 3
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), tasks=TASKS)
+    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_tasks=TASKS)
 
 
 @pytest.fixture
-def method(make_setting: MakeSetting) -> FedVit:
-    setting = replace(make_setting(epochs=EPOCHS, **PLAIN_SGD), stages=3)
-    return FedVit(FedVitConfig(k=1, head_epochs=1, rho=0.3, check=True), setting)
+def method(make_context: MakeContext) -> FedVit:
+    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
+    return FedVit(FedVitConfig(k=1, head_epochs=1, rho=0.3, check=True), context)
 
 
 def bodies(method: FedVit, net: Net) -> list[dict[str, Tensor]]:
     """Return what the server sends in three rounds: bodies that others had their part in."""
     random = torch.Generator().manual_seed(5)
-    initial = method.start(net.initial_weights()).tensors
+    initial = method.initial_state(net.initial_weights()).tensors
     return [
         {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.items()}
         for scale in (0.0, 0.1, 0.1)
     ]
 
 
-def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> list[tuple[Tensors, Answer]]:
+def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> list[tuple[Tensors, ClientUpdate]]:
     """Play three rounds of one client, a task each; return what it got and what it made of it."""
-    base = method.base(net.initial_weights()).tensors
+    base = method.base_message(net.initial_weights()).tensors
     own: State | None = None
-    played: list[tuple[Tensors, Answer]] = []
-    for stage, body in enumerate(bodies(method, net)):
-        shard = make_shard(12 * stage, 12 * stage + 12)
-        job = Job(stage + 1, 0, Message(body), base, own, shard, stage)
-        answer = drive(method.work(job), trainer, shard, Place(0, stage + 1, 0))
-        own = answer.own
-        head = base if not played else method.anatomy.head.take(played[-1][1].model)
+    played: list[tuple[Tensors, ClientUpdate]] = []
+    for task_index, body in enumerate(bodies(method, net)):
+        shard = make_shard(12 * task_index, 12 * task_index + 12)
+        job = ClientJob(task_index + 1, 0, Message(body), base, own, shard, task_index)
+        answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
+        own = answer.client_state
+        head = base if not played else method.anatomy.head.take(played[-1][1].model_weights)
         played.append(({**head, **body}, answer))
     return played
 
@@ -63,11 +63,11 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
 def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     played = play(method, trainer, tiny_net, make_shard)
     body, head = list(method.anatomy.body), list(method.anatomy.head)
-    for stage, (received, answer) in enumerate(played):
-        hand = Hand(tiny_net, TASKS, make_shard(12 * stage, 12 * stage + 12), round=stage + 1)
+    for task_index, (received, answer) in enumerate(played):
+        hand = Hand(tiny_net, TASKS, make_shard(12 * task_index, 12 * task_index + 12), round=task_index + 1)
         weights = dict(received)
-        if stage:
-            before = {**received, **method.anatomy.body.take(played[stage - 1][1].model)}
+        if task_index:
+            before = {**received, **method.anatomy.body.take(played[task_index - 1][1].model_weights)}
 
             def rotated(
                 after: Tensor, weights: Tensors, batch: Samples, before: Tensors = before, hand: Hand = hand
@@ -77,7 +77,7 @@ def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net,
 
             weights = hand.train(weights, body, 1, rotated)
         weights = hand.train(weights, head, 1)
-        old = memory_of(answer.own, stage)
+        old = memory_of(answer.client_state, task_index)
 
         def restored(
             own: Tensor, weights: Tensors, batch: Samples, old: list[Samples] = old, hand: Hand = hand
@@ -86,20 +86,20 @@ def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net,
             return integrated(own, farthest(own, rows, 1)) if rows else own
 
         weights = hand.train(weights, body, EPOCHS - 1, restored)
-        close(answer.model, weights)
-        close(answer.up.tensors, {name: weights[name] for name in body})
-        assert set(answer.up.tensors) == set(body), "no head leaves the client"
+        close(answer.model_weights, weights)
+        close(answer.message.tensors, {name: weights[name] for name in body})
+        assert set(answer.message.tensors) == set(body), "no head leaves the client"
         # What it knows of the task: the samples of lowest loss under the model it now has.
         shard = hand.shard
         losses = hand.losses(weights, (shard.images.images[shard.index], shard.labels)).detach()
         kept = shard.index[extract(losses, shard.labels, 0.3)]
-        pixels, labels = memory_of(answer.own, stage + 1)[stage]
+        pixels, labels = memory_of(answer.client_state, task_index + 1)[task_index]
         assert torch.equal(pixels, shard.images.images[kept])
         assert torch.equal(labels, shard.images.labels[kept])
 
 
 def test_what_was_done_is_told(method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
-    first, second, third = (answer.up.numbers for _, answer in play(method, trainer, tiny_net, make_shard))
+    first, second, third = (answer.message.numbers for _, answer in play(method, trainer, tiny_net, make_shard))
     assert set(first) == {"samples", "loss", "memory_bytes", "stored"}
     counts = first["stored"], second["stored"], third["stored"]
     assert [len(one) for one in counts if isinstance(one, list)] == [1, 2, 3]
@@ -115,13 +115,13 @@ def test_what_was_done_is_told(method: FedVit, trainer: Trainer, tiny_net: Net, 
 def test_without_earlier_rounds_it_is_fedreps_round(
     method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    base, body = method.base(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
-    work = method.work(Job(1, 0, Message(body), base, None, make_shard(0, 12), 0))
+    base, body = method.base_message(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
+    work = method.client_update(ClientJob(1, 0, Message(body), base, None, make_shard(0, 12), 0))
     fit = next(work)
-    assert fit.objective.trains == method.anatomy.head
-    later = work.send(trainer.fit(fit, make_shard(0, 12), Place(0, 1, 0)))
-    assert later.objective.trains == method.anatomy.body
-    assert (later.memory, later.elsewhere, later.objective.transform) == (None, None, None)
+    assert fit.objective.trainable == method.anatomy.head
+    later = work.send(trainer.fit(fit, make_shard(0, 12), RngContext(0, 1, 0)))
+    assert later.objective.trainable == method.anatomy.body
+    assert (later.memory, later.reference_weights, later.objective.transform) == (None, None, None)
     assert (fit.epochs, later.epochs) == (1, EPOCHS - 1)
 
 
@@ -129,10 +129,10 @@ def test_the_clients_own_model_is_what_it_trained(
     method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
     *_, (_, answer) = play(method, trainer, tiny_net, make_shard)
-    server = method.start(tiny_net.initial_weights())
-    base = method.base(tiny_net.initial_weights()).tensors
-    own = method.model(server, base, answer.own)
+    server = method.initial_state(tiny_net.initial_weights())
+    base = method.base_message(tiny_net.initial_weights()).tensors
+    own = method.model_weights(server, base, answer.client_state)
     assert set(own) == set(tiny_net.anatomy.shapes)
-    assert all(torch.equal(own[name], answer.model[name]) for name in own)
-    stranger = method.model(server, base, None)
+    assert all(torch.equal(own[name], answer.model_weights[name]) for name in own)
+    stranger = method.model_weights(server, base, None)
     assert all(torch.equal(stranger[name], one) for name, one in tiny_net.initial_weights().items())

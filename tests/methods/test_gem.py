@@ -9,15 +9,15 @@ import torch
 from by_hand import PLAIN_SGD, Hand, Samples, close, integrated, memory_of
 from torch import Tensor
 
-from conftest import MakeSetting, MakeShard, MakeTrainer
+from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.config.methods import AGemConfig, GemConfig
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Answer, Job
+from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods.episodic_memory import read
 from vitfleet.methods.gem import AGem, Gem
-from vitfleet.methods.knowledge import read
 from vitfleet.models.net import Net
-from vitfleet.train.drive import drive
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_driver import run_participant
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -25,35 +25,46 @@ TASKS = torch.tensor([0, 0, 1, 1, 1])
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=2, **PLAIN_SGD), tasks=TASKS)
+    return replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=TASKS)
 
 
-def of_kind(kind: str, make_setting: MakeSetting) -> Gem | AGem:
-    setting = replace(make_setting(epochs=2, **PLAIN_SGD), stages=3)
-    return Gem(GemConfig(rho=0.4, check=True), setting) if kind == "gem" else AGem(AGemConfig(rho=0.4), setting)
+def of_kind(kind: str, make_context: MakeContext) -> Gem | AGem:
+    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
+    return Gem(GemConfig(rho=0.4, check=True), context) if kind == "gem" else AGem(AGemConfig(rho=0.4), context)
 
 
 def ask(
-    method: Gem | AGem, trainer: Trainer, net: Net, make_shard: MakeShard, stage: int, own: State | None, round: int
-) -> Answer:
-    initial, shard = net.initial_weights(), make_shard(12 * stage, 12 * stage + 12)
-    down, base = Message(method.start(initial).tensors), method.base(initial).tensors
-    return drive(method.work(Job(round, 0, down, base, own, shard, stage)), trainer, shard, Place(0, round, 0))
+    method: Gem | AGem,
+    trainer: Trainer,
+    net: Net,
+    make_shard: MakeShard,
+    task_index: int,
+    own: State | None,
+    round: int,
+) -> ClientUpdate:
+    initial, shard = net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
+    down, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
+    return run_participant(
+        method.client_update(ClientJob(round, 0, down, base, own, shard, task_index)),
+        trainer,
+        shard,
+        RngContext(0, round, 0),
+    )
 
 
 @pytest.mark.parametrize("kind", ["gem", "a-gem"])
 def test_three_tasks_as_by_hand(
-    kind: str, make_setting: MakeSetting, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
+    kind: str, make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = of_kind(kind, make_setting)
+    method = of_kind(kind, make_context)
     own: State | None = None
     names = list(tiny_net.anatomy.whole)
-    for stage in range(3):
+    for task_index in range(3):
         head = tiny_net.initial_weights() if own is None else own.tensors
         received = {**method.anatomy.head.take(head), **method.anatomy.body.take(tiny_net.initial_weights())}
-        answer = ask(method, trainer, tiny_net, make_shard, stage, own, round=stage + 1)
-        old = [] if own is None else memory_of(own, stage)
-        hand = Hand(tiny_net, TASKS, make_shard(12 * stage, 12 * stage + 12), round=stage + 1)
+        answer = ask(method, trainer, tiny_net, make_shard, task_index, own, round=task_index + 1)
+        old = [] if own is None else memory_of(own, task_index)
+        hand = Hand(tiny_net, TASKS, make_shard(12 * task_index, 12 * task_index + 12), round=task_index + 1)
 
         def projected(
             gradient: Tensor, weights: Tensors, batch: Samples, old: list[Samples] = old, hand: Hand = hand
@@ -66,24 +77,24 @@ def test_three_tasks_as_by_hand(
             reference = hand.gradient(weights, together, names)
             return gradient - torch.clamp(gradient @ reference, max=0) / (reference @ reference) * reference
 
-        close(answer.model, hand.train(received, names, 2, projected))
-        assert set(answer.up.tensors) == set(method.anatomy.body)
-        own = answer.own
+        close(answer.model_weights, hand.train(received, names, 2, projected))
+        assert set(answer.message.tensors) == set(method.anatomy.body)
+        own = answer.client_state
 
 
 def test_what_is_stored_of_a_task_is_drawn_once(
-    make_setting: MakeSetting, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
+    make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = of_kind("gem", make_setting)
+    method = of_kind("gem", make_context)
     first = ask(method, trainer, tiny_net, make_shard, 0, None, round=1)
-    second = ask(method, trainer, tiny_net, make_shard, 0, first.own, round=2)
-    third = ask(method, trainer, tiny_net, make_shard, 1, second.own, round=3)
-    assert first.own is not None
-    assert second.own is not None
-    assert third.own is not None
-    one, two, three = (read(own.tensors) for own in (first.own, second.own, third.own))
+    second = ask(method, trainer, tiny_net, make_shard, 0, first.client_state, round=2)
+    third = ask(method, trainer, tiny_net, make_shard, 1, second.client_state, round=3)
+    assert first.client_state is not None
+    assert second.client_state is not None
+    assert third.client_state is not None
+    one, two, three = (read(own.tensors) for own in (first.client_state, second.client_state, third.client_state))
     assert torch.equal(one[0].images, two[0].images)
     assert torch.equal(one[0].images, three[0].images)
     assert list(three) == [0, 1]
-    assert "integrated" not in second.up.numbers, "a task is no constraint on itself"
-    assert third.up.numbers["integrated"] == 6
+    assert "integrated" not in second.message.numbers, "a task is no constraint on itself"
+    assert third.message.numbers["integrated"] == 6

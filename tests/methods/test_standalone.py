@@ -5,40 +5,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import NO_IMAGES, MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from conftest import NO_IMAGES, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.config.methods import StandaloneConfig
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Job, Setting
+from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.standalone import Standalone
 from vitfleet.models.net import Net
-from vitfleet.train.given import Place
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.objective import Fit, Objective
 
 
 @pytest.fixture
-def method(make_setting: MakeSetting) -> Standalone:
-    setting: Setting = make_setting(epochs=2)
-    return Standalone(StandaloneConfig(), setting)
+def method(make_context: MakeContext) -> Standalone:
+    context: MethodContext = make_context(epochs=2)
+    return Standalone(StandaloneConfig(), context)
 
 
-def same(left: Tensors, right: Tensors) -> bool:
-    return set(left) == set(right) and all(torch.equal(left[name], right[name]) for name in left)
+def same(left: Tensors, correct: Tensors) -> bool:
+    return set(left) == set(correct) and all(torch.equal(left[name], correct[name]) for name in left)
 
 
 def test_nothing_travels_but_the_first_model(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
-    assert same(method.base(initial).tensors, initial)
-    server = method.start(initial)
+    assert same(method.base_message(initial).tensors, initial)
+    server = method.initial_state(initial)
     assert (server.tensors, server.numbers) == ({}, {})
-    assert method.instruct(server, round=1, client=0, since=None) == Message()
-    assert method.instruct(server, round=9, client=0, since=8) == Message()
+    assert method.client_message(server, round=1, client=0, last_round=None) == Message()
+    assert method.client_message(server, round=9, client=0, last_round=8) == Message()
 
 
 def test_replies_change_nothing(method: Standalone) -> None:
     server = State({"w": torch.ones(2)})
-    gathering = method.gather(server, round=1)
+    gathering = method.aggregator(server, round=1)
     gathering.add(0, Message({"w": torch.zeros(2)}, {"samples": 5, "loss": 1.0}))
     assert gathering.finish() is server
 
@@ -46,13 +46,13 @@ def test_replies_change_nothing(method: Standalone) -> None:
 def test_a_client_goes_on_from_its_own_weights(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
     own = State({name: weight + 1 for name, weight in initial.items()})
-    first = next(method.work(Job(1, 0, Message(), initial, None, NO_IMAGES)))
-    later = next(method.work(Job(2, 0, Message(), initial, own, NO_IMAGES)))
+    first = next(method.client_update(ClientJob(1, 0, Message(), initial, None, NO_IMAGES)))
+    later = next(method.client_update(ClientJob(2, 0, Message(), initial, own, NO_IMAGES)))
     assert same(first.weights, initial)
     assert same(later.weights, own.tensors)
-    assert (first.epochs, tuple(first.objective.trains)) == (2, tuple(tiny_net.anatomy.shapes))
-    assert same(method.model(State(), initial, None), initial)
-    assert same(method.model(State(), initial, own), own.tensors)
+    assert (first.epochs, tuple(first.objective.trainable)) == (2, tuple(tiny_net.anatomy.shapes))
+    assert same(method.model_weights(State(), initial, None), initial)
+    assert same(method.model_weights(State(), initial, own), own.tensors)
 
 
 def test_a_fleet_of_loners_is_so_many_trainings_by_hand(
@@ -64,17 +64,17 @@ def test_a_fleet_of_loners_is_so_many_trainings_by_hand(
     fleet = make_fleet(method, trainer, shards.__getitem__, initial)
     plan = {1: [0, 1], 2: [1], 3: [0, 1]}
     for round, clients in plan.items():
-        for reply in fleet.ask([Request(round, client, Message()) for client in clients]):
-            assert reply.up is not None
-            assert not reply.up.tensors
-            assert set(reply.up.numbers) == {"samples", "loss"}
-        fleet.settle(clients)
+        for reply in fleet.train([Request(round, client, Message()) for client in clients]):
+            assert reply.message is not None
+            assert not reply.message.tensors
+            assert set(reply.message.numbers) == {"samples", "loss"}
+        fleet.commit(clients)
     for client, shard in shards.items():
         weights: Tensors = initial
         for round in (round for round, clients in plan.items() if client in clients):
             fit = Fit(weights, Objective(tiny_net.anatomy.whole), epochs=2)
-            weights = trainer.fit(fit, shard, Place(0, round, client)).weights
-        own = fleet.own(client)
+            weights = trainer.fit(fit, shard, RngContext(0, round, client)).weights
+        own = fleet.client_state(client)
         assert own is not None
         assert same(own.tensors, weights)
     assert same(initial, tiny_net.initial_weights())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conftest import MakeConfig, MakeFleet, MakeSetting, MakeShard, MakeTrainer
+from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.config.methods import FedAvgConfig, TransFLConfig
 from vitfleet.config.schema import ModelConfig
@@ -19,16 +19,16 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
-from vitfleet.methods import Job, Setting
+from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.fedavg import FedAvg
-from vitfleet.methods.transfl import GradientMagnitude, TransFL, heads_of, top
+from vitfleet.methods.transfl import GradientMagnitude, TransFL, head_magnitudes, top
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.randomness import Address, Purpose
-from vitfleet.run.conduct import play_round
-from vitfleet.run.session import open_session
-from vitfleet.train.drive import drive
-from vitfleet.train.given import Place
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_round
+from vitfleet.train.cohort_driver import run_participant
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Objective, Step
 from vitfleet.train.trainer import Trainer, preprocess_for
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def transfl(make_setting: MakeSetting) -> TransFL:
-    return TransFL(TransFLConfig(k=1), make_setting(epochs=1, batch_size=8))
+def transfl(make_context: MakeContext) -> TransFL:
+    return TransFL(TransFLConfig(k=1), make_context(epochs=1, batch_size=8))
 
 
 @pytest.mark.parametrize("statistic", ["mean-abs", "rms"])
@@ -52,7 +52,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     observer = GradientMagnitude(tiny_net.anatomy, statistic)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, observer=observer)
-    fitted = trainer.fit(Fit(weights, objective, 1, sums=observer.start(CPU)), shard, Place(0, 1, 0))
+    fitted = trainer.fit(Fit(weights, objective, 1, observer_state=observer.start(CPU)), shard, RngContext(0, 1, 0))
     measured = fitted.observed["layers"] / fitted.steps
 
     order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
@@ -81,7 +81,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
 def test_a_heads_gradient_is_that_of_its_rows_of_qkv_and_its_columns_of_the_projection() -> None:
     random = torch.Generator().manual_seed(0)
     qkv, projection = torch.randn(24, 8, generator=random), torch.randn(8, 8, generator=random)
-    measured = heads_of(qkv, projection, heads=4)
+    measured = head_magnitudes(qkv, projection, heads=4)
     for head in range(4):
         own = slice(2 * head, 2 * head + 2)  # two of the eight channels are this head's
         entries = [qkv[0:8][own], qkv[8:16][own], qkv[16:24][own], projection[:, own]]
@@ -102,8 +102,8 @@ def _message(net: Net, layers: list[int], value: float, samples: int) -> Message
 
 def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
-    server = transfl.start(initial)
-    gathering = transfl.gather(server, round=4)
+    server = transfl.initial_state(initial)
+    gathering = transfl.aggregator(server, round=4)
     gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
     gathering.add(1, _message(tiny_net, [0], 4.0, samples=20))
     after = gathering.finish()
@@ -113,7 +113,7 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
         assert torch.equal(after.tensors[name], initial[name]), "nobody sent it"
     assert after.numbers["updated"] == [4, 0]
 
-    gathering = transfl.gather(server, round=5)
+    gathering = transfl.aggregator(server, round=5)
     gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
     gathering.add(1, _message(tiny_net, [1], 4.0, samples=30))
     after = gathering.finish()
@@ -125,34 +125,36 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
 def test_only_what_was_updated_since_goes_down(transfl: TransFL, tiny_net: Net) -> None:
     anatomy = tiny_net.anatomy
     server = State(tiny_net.initial_weights(), {"updated": [3, 5]})
-    assert set(transfl.instruct(server, 6, 0, since=None).tensors) == set(anatomy.whole)
-    assert set(transfl.instruct(server, 6, 0, since=5).tensors) == {*anatomy.others, *anatomy.blocks[1]}
-    assert set(transfl.instruct(server, 6, 0, since=3).tensors) == set(anatomy.whole)
-    assert set(transfl.instruct(server, 7, 0, since=6).tensors) == set(anatomy.others)
+    assert set(transfl.client_message(server, 6, 0, last_round=None).tensors) == set(anatomy.whole)
+    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*anatomy.others, *anatomy.blocks[1]}
+    assert set(transfl.client_message(server, 6, 0, last_round=3).tensors) == set(anatomy.whole)
+    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(anatomy.others)
 
 
 def _play(
     method: TransFL, net: Net, fleet_of: MakeFleet, trainer: object, shards: MakeShard
 ) -> tuple[Mapping[str, Tensor], list[State]]:
     fleet = fleet_of(method, trainer, lambda client: shards(20 * client, 20 * client + 20))
-    server = method.start(net.initial_weights())
+    server = method.initial_state(net.initial_weights())
     for round in (1, 2):
-        gathering = method.gather(server, round)
-        since = None if round == 1 else 1
-        requests = [Request(round, client, method.instruct(server, round, client, since)) for client in (0, 1)]
-        for reply in fleet.ask(requests):
-            assert reply.up is not None
-            gathering.add(reply.client, reply.up)
+        gathering = method.aggregator(server, round)
+        last_round = None if round == 1 else 1
+        requests = [
+            Request(round, client, method.client_message(server, round, client, last_round)) for client in (0, 1)
+        ]
+        for reply in fleet.train(requests):
+            assert reply.message is not None
+            gathering.add(reply.client, reply.message)
         server = gathering.finish()
-        fleet.settle([0, 1])
-    states = [fleet.own(client) for client in (0, 1)]
+        fleet.commit([0, 1])
+    states = [fleet.client_state(client) for client in (0, 1)]
     assert states[0] is not None
     assert states[1] is not None
     return server.tensors, [states[0], states[1]]
 
 
 def test_clients_that_never_select_a_layer_keep_their_own(
-    make_setting: MakeSetting,
+    make_context: MakeContext,
     tiny_net: Net,
     make_fleet: MakeFleet,
     make_trainer: MakeTrainer,
@@ -160,7 +162,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vitfleet.methods.transfl.top", lambda magnitudes, k: [0])
-    method = TransFL(TransFLConfig(k=1), make_setting(epochs=1, batch_size=8))
+    method = TransFL(TransFLConfig(k=1), make_context(epochs=1, batch_size=8))
     server, (first, second) = _play(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
     )
@@ -171,21 +173,21 @@ def test_clients_that_never_select_a_layer_keep_their_own(
         assert not torch.equal(first.tensors[name], initial[name])
         assert torch.equal(server[name], initial[name])
     # and they are what a client's model is made of
-    model = method.model(State(server, {"updated": [2, 0]}), {}, first)
+    model = method.model_weights(State(server, {"updated": [2, 0]}), {}, first)
     assert torch.equal(model[matrices[0]], first.tensors[matrices[0]])
     assert torch.equal(model["head.weight"], server["head.weight"])
 
 
 def test_k_of_all_layers_sends_what_fedavg_sends(
-    make_setting: MakeSetting, tiny_net: Net, make_fleet: MakeFleet, make_trainer: MakeTrainer, make_shard: MakeShard
+    make_context: MakeContext, tiny_net: Net, make_fleet: MakeFleet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    setting = make_setting(epochs=1, batch_size=8)
+    context = make_context(epochs=1, batch_size=8)
     weights = tiny_net.initial_weights()
     ups = []
-    for method in (TransFL(TransFLConfig(k=2), setting), FedAvg(FedAvgConfig(), setting)):
+    for method in (TransFL(TransFLConfig(k=2), context), FedAvg(FedAvgConfig(), context)):
         fleet = make_fleet(method, make_trainer(epochs=1, batch_size=8), lambda client: make_shard(0, 20))
-        request = Request(1, 0, method.instruct(method.start(weights), 1, 0, None))
-        ups.append(next(fleet.ask([request])).up)
+        request = Request(1, 0, method.client_message(method.initial_state(weights), 1, 0, None))
+        ups.append(next(fleet.train([request])).message)
     assert ups[0] is not None
     assert ups[1] is not None
     assert set(ups[0].tensors) == set(ups[1].tensors)
@@ -193,8 +195,8 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
         assert torch.equal(tensor, ups[1].tensors[name]), name
 
 
-def test_what_always_travels_is_a_choice(make_setting: MakeSetting, tiny_net: Net) -> None:
-    method = TransFL(TransFLConfig(k=1, always=("norm",)), make_setting())
+def test_what_always_travels_is_a_choice(make_context: MakeContext, tiny_net: Net) -> None:
+    method = TransFL(TransFLConfig(k=1, always=("norm",)), make_context())
     assert method.always == tiny_net.anatomy.norm
 
 
@@ -202,40 +204,42 @@ def test_a_client_without_images_sends_nothing(
     transfl: TransFL, tiny_net: Net, make_fleet: MakeFleet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     fleet = make_fleet(transfl, make_trainer(), lambda client: make_shard(0, 0))
-    server = transfl.start(tiny_net.initial_weights())
-    reply = next(fleet.ask([Request(1, 0, transfl.instruct(server, 1, 0, None))]))
-    assert reply.up is not None
-    assert not reply.up.tensors
-    assert reply.up.numbers["samples"] == 0
+    server = transfl.initial_state(tiny_net.initial_weights())
+    reply = next(fleet.train([Request(1, 0, transfl.client_message(server, 1, 0, None))]))
+    assert reply.message is not None
+    assert not reply.message.tensors
+    assert reply.message.numbers["samples"] == 0
 
 
-def test_k_beyond_the_models_layers_is_refused(make_setting: MakeSetting) -> None:
+def test_k_beyond_the_models_layers_is_refused(make_context: MakeContext) -> None:
     with pytest.raises(ConfigError, match=r"method\.k = 3: must be between 1 and 2"):
-        TransFL(TransFLConfig(k=3), make_setting())
+        TransFL(TransFLConfig(k=3), make_context())
 
 
 def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build(config.model, 10, 3, 32, seed=0)
     cpu = torch.device("cpu")
-    setting = Setting.of(net, config.train, config.rounds, config.seed, 10, cpu)
+    context = MethodContext.of(net, config.train, config.rounds, config.seed, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
     trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
     assert isinstance(config.method, TransFLConfig)
-    methods = (FedAvg(FedAvgConfig(), setting), 18.2002), (TransFL(config.method, setting), 9.1621)
+    methods = (FedAvg(FedAvgConfig(), context), 18.2002), (TransFL(config.method, context), 9.1621)
     for method, mebibytes in methods:
-        down = method.instruct(method.start(net.initial_weights()), 1, 0, None)
-        answer = drive(method.work(Job(1, 0, down, {}, None, shard)), trainer, shard, Place(0, 1, 0))
-        sent = encode(answer.up)
-        payload = payload_size(answer.up)
+        down = method.client_message(method.initial_state(net.initial_weights()), 1, 0, None)
+        answer = run_participant(
+            method.client_update(ClientJob(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
+        )
+        sent = encode(answer.message)
+        payload = payload_size(answer.message)
         assert round(payload / 2**20, 4) == mebibytes
         assert payload < len(sent) < 1.001 * payload
 
 
 def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    session = open_session(tiny_config("method.name=transfl", "method.k=1"), tmp_path)
-    record = play_round(session, 1)
+    context = open_run(tiny_config("method.name=transfl", "method.k=1"), tmp_path)
+    record = run_round(context, 1)
     for entry in record.clients:
         gradients, layers = entry.numbers["gradients"], entry.numbers["layers"]
         assert isinstance(gradients, list)

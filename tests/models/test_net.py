@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
+from vitfleet.models.functional_vit import mix
 from vitfleet.models.net import Net
-from vitfleet.models.plain import mix
 from vitfleet.models.zoo import build
 
 # Every way in which timm's plain ViTs treat the tokens before the patches and what they pool.
@@ -108,8 +108,8 @@ def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
     return logits
 
 
-def close(left: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-8)
+def close(left: Tensor, correct: Tensor) -> None:
+    torch.testing.assert_close(left, correct, rtol=1e-8, atol=1e-8)
 
 
 @pytest.fixture(scope="module", params=MASKABLE)
@@ -152,7 +152,7 @@ def test_the_plain_pass_is_timms(name: str) -> None:
 def test_attention_written_out_is_attention(small: Net) -> None:
     images = torch.rand(2, 3, small.side, small.side)
     weights = small.initial_weights()
-    assert torch.allclose(small(weights, images), small.with_attention_written_out()(weights, images), atol=1e-5)
+    assert torch.allclose(small(weights, images), small.with_unfused_attention()(weights, images), atol=1e-5)
 
 
 def test_attention_written_out_in_bfloat16_is_attention_but_for_the_rounding() -> None:
@@ -204,12 +204,12 @@ def test_positions_stay_with_their_patches(small: Net) -> None:
 def test_how_many_patches_are_kept(ratio: float, kept: int) -> None:
     net = make(ModelConfig(image_size=224, patch_size=16, dim=8, depth=1, heads=1))
     assert net.patches == 196
-    assert net.kept(ratio) == kept
+    assert net.kept_patches(ratio) == kept
 
 
 @given(ratio=st.floats(0, 1, exclude_max=True))
 def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
-    kept = small.kept(ratio)
+    kept = small.kept_patches(ratio)
     assert 1 <= kept <= 64
     assert kept == 1 or abs(kept - 64 * (1 - ratio)) <= 1
 
@@ -218,9 +218,9 @@ def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
 def test_other_families_say_that_they_cannot_drop_tokens(name: str) -> None:
     net = make(OTHERS[name])
     assert net.patches == 0
-    assert net.kept(0) == 0
+    assert net.kept_patches(0) == 0
     with pytest.raises(UserError, match=r"train\.mask_ratio = 0\.5: must be 0") as caught:
-        net.kept(0.5)
+        net.kept_patches(0.5)
     assert len(str(caught.value).splitlines()) == 1
 
 

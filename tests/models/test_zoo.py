@@ -38,8 +38,8 @@ def with_weights(path: Path, config: ModelConfig = SMALL) -> ModelConfig:
     return config.model_copy(update={"weights": str(path)})
 
 
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def same(left: dict[str, Tensor], correct: dict[str, Tensor]) -> bool:
+    return left.keys() == correct.keys() and all(torch.equal(left[name], correct[name]) for name in left)
 
 
 def complaint(config: ModelConfig, key: str, classes: int = 5, channels: int = 3) -> str:

@@ -6,9 +6,9 @@ import numpy as np
 from PIL import Image
 
 from conftest import MakeConfig
-from vitfleet.data.batches import draw_epoch, visit
+from vitfleet.data.batches import draw_epoch, make_epoch_batches
 from vitfleet.report.patches import contact_sheet, draw_patches
-from vitfleet.run.session import open_session
+from vitfleet.run.context import open_run
 
 
 def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:
@@ -24,17 +24,17 @@ def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:
 
 def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.mask_ratio=0.5")
-    session = open_session(config, tmp_path)
-    draw_patches(session)
-    client = int(session.partition.counts.sum(axis=1).argmax())
-    samples = len(session.partition.train.of(client))
-    kept = session.net.kept(0.5)
-    side = session.data.train.side
-    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, session.net.patches, kept)
-    batch = visit([drawn], samples, kept, session.machine.device, many=False).step(0, None)
+    context = open_run(config, tmp_path)
+    draw_patches(context)
+    client = int(context.partition.counts.sum(axis=1).argmax())
+    samples = len(context.partition.train.of(client))
+    kept = context.net.kept_patches(0.5)
+    side = context.data.train.side
+    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, context.net.patches, kept)
+    batch = make_epoch_batches([drawn], samples, kept, context.machine.device, many=False).step(0, None)
     assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))
-    grid = round(session.net.patches**0.5)
+    grid = round(context.net.patches**0.5)
     tile = (sheet.shape[0] - 6) // 2
     cell = tile // grid
     first = sheet[-tile:, :tile]
@@ -48,5 +48,5 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
 
 
 def test_whole_images_need_no_picture(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    draw_patches(open_session(tiny_config(), tmp_path))
+    draw_patches(open_run(tiny_config(), tmp_path))
     assert not (tmp_path / "patches.png").exists()

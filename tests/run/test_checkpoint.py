@@ -45,7 +45,7 @@ def assert_first(checkpoints: Checkpoints) -> None:
     latest = checkpoints.latest
     assert latest is not None
     assert (latest.round, latest.records_length, latest.timings_length) == (1, 100, 40)
-    assert (latest.total_up_bytes, latest.total_down_bytes, latest.heard) == (7, 8, {0: 1, 3: 1})
+    assert (latest.total_up_bytes, latest.total_down_bytes, latest.last_seen) == (7, 8, {0: 1, 3: 1})
     assert_state(checkpoints.read(latest.server), 1)
     assert set(latest.clients) == {0, 3}
     assert_state(checkpoints.read(latest.clients[0]), 10)
@@ -56,7 +56,7 @@ def assert_second(checkpoints: Checkpoints) -> None:
     latest = checkpoints.latest
     assert latest is not None
     assert (latest.round, latest.records_length, latest.timings_length) == (2, 200, 80)
-    assert (latest.total_up_bytes, latest.total_down_bytes, latest.heard) == (14, 16, {0: 1, 3: 2, 5: 2})
+    assert (latest.total_up_bytes, latest.total_down_bytes, latest.last_seen) == (14, 16, {0: 1, 3: 2, 5: 2})
     assert_state(checkpoints.read(latest.server), 2)
     assert set(latest.clients) == {3, 5}
     assert_state(checkpoints.read(latest.clients[3]), 23)
@@ -107,8 +107,8 @@ def test_files_that_no_manifest_names_are_swept(tmp_path: Path) -> None:
 def test_one_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
-    manifest = checkpoints.folder / "checkpoint.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 999'))
+    partition_io = checkpoints.folder / "checkpoint.json"
+    partition_io.write_text(partition_io.read_text().replace('"version": 1', '"version": 999'))
     with pytest.raises(UserError, match="999"):
         Checkpoints(tmp_path)
 
@@ -193,13 +193,13 @@ def test_a_file_half_written_is_never_taken_for_whole(
     commit_first(Checkpoints(tmp_path))
     checkpoints = Checkpoints(tmp_path)
     touched: list[Path] = []
-    put_down = files.put_down
+    write_durably = files.write_durably
 
     def half(path: Path, given: files.Data) -> None:
         data = given if isinstance(given, bytes) else b"".join(given)
         touched.append(path)
         if len(touched) <= nth:
-            put_down(path, data)
+            write_durably(path, data)
             return
 
         def stop(descriptor: int) -> None:
@@ -208,10 +208,10 @@ def test_a_file_half_written_is_never_taken_for_whole(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", stop)
-            put_down(path, data)
+            write_durably(path, data)
 
     for module in (checkpoint, files):
-        monkeypatch.setattr(module, "put_down", half)
+        monkeypatch.setattr(module, "write_durably", half)
     with pytest.raises(Crash):
         commit_second(checkpoints)
     assert touched[-1].exists()
@@ -237,9 +237,9 @@ def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
 
     def held_up(path: Path, data: files.Data) -> None:
         assert released.wait(60)
-        files.put_down(path, data)
+        files.write_durably(path, data)
 
-    monkeypatch.setattr(checkpoint, "put_down", held_up)
+    monkeypatch.setattr(checkpoint, "write_durably", held_up)
     checkpoints.commit(2, state(2), {0: None, 3: state(23)}, {}, (0, 0), (0, 0))
     assert_first(checkpoints)
     assert checkpoints.client(0) is None
@@ -263,7 +263,7 @@ def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: py
     def full(path: Path, data: files.Data) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "put_down", full)
+    monkeypatch.setattr(checkpoint, "write_durably", full)
     checkpoints.commit(2, state(2), {}, {}, (0, 0), (0, 0))
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)

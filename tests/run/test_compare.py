@@ -9,7 +9,16 @@ import pytest
 from made_runs import MakeRun
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.run.compare import Member, begin, command_of, members_of, reach, read_comparison, sweep_of, variants_of
+from vitfleet.run.compare import (
+    ComparedRun,
+    begin,
+    command_of,
+    reach,
+    read_comparison,
+    read_members,
+    sweep_of,
+    variants_of,
+)
 
 
 def test_sweeps_are_every_combination() -> None:
@@ -47,7 +56,7 @@ def test_what_a_target_took(make_run: MakeRun) -> None:
 
 def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:
     members = [
-        Member(name, load_config("digits", [f"method.name={method}", f"seed={seed}"]))
+        ComparedRun(name, load_config("digits", [f"method.name={method}", f"seed={seed}"]))
         for name, method in (("one", "fedavg"), ("two", "fedprox"))
         for seed in (0, 1)
     ]
@@ -67,7 +76,7 @@ def test_without_a_target_it_is_what_all_reached(make_run: MakeRun, tmp_path: Pa
     assert one.mean("accuracy", "global") == pytest.approx(0.505)
     assert one.spread("accuracy", "global") == pytest.approx(0.00707, rel=0.01)
     assert command_of(path) == "vitfleet compare one two"
-    assert [member.name for member in members_of(path)] == ["one", "one", "two", "two"]
+    assert [member.name for member in read_members(path)] == ["one", "one", "two", "two"]
 
 
 def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path) -> None:
@@ -82,6 +91,6 @@ def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path
 
 
 def test_a_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
-    member = Member("one", load_config("digits"))
+    member = ComparedRun("one", load_config("digits"))
     with pytest.raises(UserError, match="would be compared with itself"):
         begin([member, member], tmp_path / "x", "")

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
-from vitfleet.data.tasks import Streams
+from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
-from vitfleet.methods.knowledge import read
-from vitfleet.run.compare import Member, begin, shards_differ
-from vitfleet.run.conduct import conduct, play_round
-from vitfleet.run.continual import Rows, as_matrix, as_rows, figures, try_out
+from vitfleet.methods.episodic_memory import read
+from vitfleet.run.compare import ComparedRun, begin, shards_differ
+from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.continual import Rows, as_matrix, as_rows, evaluate_clients, figures
+from vitfleet.run.loop import run_round, run_rounds
 from vitfleet.run.records import RoundRecord, read_records
-from vitfleet.run.session import Session, open_session
 
 TINY = (
     "data.tasks.rounds_per_task=2",
@@ -103,24 +103,24 @@ def test_rows_become_a_matrix() -> None:
 # The run
 
 
-def streams_of(session: Session) -> Streams:
-    assert isinstance(session.partition, Streams)
-    return session.partition
+def streams_of(context: RunContext) -> TaskStreams:
+    assert isinstance(context.partition, TaskStreams)
+    return context.partition
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Session:
+def played(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
     """Return a FedViT session over five tasks, at its end."""
     folder = tmp_path_factory.mktemp("fedvit")
-    session = open_session(tiny(), folder)
-    conduct(session, Nobody())
-    return session
+    context = open_run(tiny(), folder)
+    run_rounds(context, Nobody())
+    return context
 
 
-def test_what_is_recorded_at_the_end_of_each_task(played: Session) -> None:
+def test_what_is_recorded_at_the_end_of_each_task(played: RunContext) -> None:
     records = list(read_records(played.folder))
-    assert [record.round for record in records if record.learned] == [2, 4, 6, 8, 10]
-    learned = [record.learned for record in records if record.learned]
+    assert [record.round for record in records if record.task] == [2, 4, 6, 8, 10]
+    learned = [record.task for record in records if record.task]
     assert learned == played.learned
     assert [one.task for one in learned] == [1, 2, 3, 4, 5]
     assert [[len(row) for row in one.matrix] for one in learned] == [[m] * 4 for m in (2, 3, 4, 5, 5)]
@@ -129,7 +129,7 @@ def test_what_is_recorded_at_the_end_of_each_task(played: Session) -> None:
     assert all(one.forgetting is not None and one.forward_transfer is not None for one in learned[1:])
 
 
-def test_the_summary_is_in_percent_and_follows_from_the_records(played: Session) -> None:
+def test_the_summary_is_in_percent_and_follows_from_the_records(played: RunContext) -> None:
     summary = json.loads((played.folder / "summary.json").read_text())["continual"]
     last = played.learned[-1]
     assert last.average_accuracy is not None
@@ -142,79 +142,79 @@ def test_the_summary_is_in_percent_and_follows_from_the_records(played: Session)
     assert summary["steps"]["unsolved"] == 0
 
 
-def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: Session) -> None:
+def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: RunContext) -> None:
     """Count again, image by image and one at a time, among the classes of the image's task."""
-    assert played.evaluator.tasks is not None
+    assert played.evaluator.class_tasks is not None
     for client in range(4):
-        state = played.fleet.own(client)
+        state = played.fleet.client_state(client)
         assert state is not None
         weights = {name: state.tensors[name] for name in played.net.anatomy.shapes}
-        for stage in (0, 3):
-            index = played.evaluator.images_of(client, stage)
-            right = 0
+        for task_index in (0, 3):
+            index = played.evaluator.test_indices(client, task_index)
+            correct = 0
             for image in index.tolist():
                 pixels, label = played.data.test.images[image : image + 1], int(played.data.test.labels[image])
                 logits = played.net(weights, played.trainer.preprocess(pixels))[0]
-                rivals = torch.nonzero(played.evaluator.tasks == played.evaluator.tasks[label]).flatten()
-                right += int(rivals[logits[rivals].argmax()]) == label
-            assert played.learned[-1].matrix[client][stage] == pytest.approx(right / len(index))
+                rivals = torch.nonzero(played.evaluator.class_tasks == played.evaluator.class_tasks[label]).flatten()
+                correct += int(rivals[logits[rivals].argmax()]) == label
+            assert played.learned[-1].matrix[client][task_index] == pytest.approx(correct / len(index))
 
 
-def test_both_ways_to_try_a_model_out_agree(played: Session) -> None:
-    model = played.method.model(played.server, played.base.tensors, played.fleet.own(1))
-    one_by_one = [played.evaluator.judge(model, [(1, stage)])[0] for stage in range(3)]
-    assert played.evaluator.judge(model, [(1, stage) for stage in range(3)]) == one_by_one
-    rows, failures = try_out(played, played.server, 3, played.heard)
-    assert rows[1] == [verdict.right / verdict.tested for verdict in one_by_one]
+def test_both_ways_to_try_a_model_out_agree(played: RunContext) -> None:
+    model = played.method.model_weights(played.server, played.base.tensors, played.fleet.client_state(1))
+    one_by_one = [played.evaluator.evaluate_clients(model, [(1, task_index)])[0] for task_index in range(3)]
+    assert played.evaluator.evaluate_clients(model, [(1, task_index) for task_index in range(3)]) == one_by_one
+    rows, failures = evaluate_clients(played, played.server, 3, played.last_seen)
+    assert rows[1] == [evaluation.correct / evaluation.tested for evaluation in one_by_one]
     assert failures == {}
 
 
-def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: Session) -> None:
+def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: RunContext) -> None:
     asked: dict[int, set[int]] = {}
     for record in read_records(played.folder):
         for entry in record.clients:
             asked.setdefault(entry.client, set()).add((record.round - 1) // 2)
-    for client, stages in asked.items():
-        state = played.fleet.own(client)
+    for client, num_tasks in asked.items():
+        state = played.fleet.client_state(client)
         assert state is not None
         known = read(state.tensors)
-        assert set(known) == stages
-        for stage, stored in known.items():
-            task = streams_of(played).order[client, stage]
-            assert played.evaluator.tasks is not None
-            assert set(played.evaluator.tasks[stored.labels.long()].tolist()) == {task}
+        assert set(known) == num_tasks
+        for task_index, stored in known.items():
+            task = streams_of(played).order[client, task_index]
+            assert played.evaluator.class_tasks is not None
+            assert set(played.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "gem", "a-gem", "standalone", "transfl", "eftvit"])
-def test_every_method_learns_tasks_of_the_same_deal(method: str, played: Session, tmp_path: Path) -> None:
+def test_every_method_learns_tasks_of_the_same_deal(method: str, played: RunContext, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
-    session = open_session(config, tmp_path)
-    summary = conduct(session, Nobody())
+    context = open_run(config, tmp_path)
+    summary = run_rounds(context, Nobody())
     assert summary["rounds"] == 4
     assert 0 <= summary["continual"]["average_accuracy"] <= 100
     assert len(summary["continual"]["matrix"]) == 2
     assert summary["accuracy"]["global"] is None
     # What a client holds of a task depends on the seed alone, not on the method or the number of tasks.
     for client in range(4):
-        mine, theirs = streams_of(session), streams_of(played)
+        mine, theirs = streams_of(context), streams_of(played)
         there = theirs.order[client].tolist().index(int(mine.order[client, 0]))
         assert np.array_equal(mine.train.of(client * 2), theirs.train.of(client * 5 + there))
 
 
 def test_where_tasks_are_not_known_any_class_can_win(tmp_path: Path) -> None:
     config = tiny("data.tasks.incremental=class", "data.tasks.count=2")
-    session = open_session(config, tmp_path)
-    assert session.trainer.tasks is None
-    assert session.evaluator.tasks is None
-    initial, _ = session.evaluator.answer(session.net.initial_weights())
+    context = open_run(config, tmp_path)
+    assert context.trainer.class_tasks is None
+    assert context.evaluator.class_tasks is None
+    initial, _ = context.evaluator.evaluate(context.net.initial_weights())
     assert float(initial.mean()) < 0.3, "a tenth is guessed, not a half"
-    assert conduct(session, Nobody())["continual"]["average_accuracy"] > 0
+    assert run_rounds(context, Nobody())["continual"]["average_accuracy"] > 0
 
 
 def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
     config = tiny("train.schedule=cosine", "data.tasks.count=2", "data.tasks.rounds_per_task=3")
-    conduct(open_session(config, tmp_path), Nobody())
+    run_rounds(open_run(config, tmp_path), Nobody())
     rates = [record.lr for record in read_records(tmp_path)]
     assert rates[:3] == rates[3:]
     assert rates[0] > rates[1] > rates[2]
@@ -223,9 +223,9 @@ def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
 def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, the ranking, the rotation: lifted over the clients."""
     keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
-    alone, together = (open_session(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
+    alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
     for round in range(1, 9):
-        one, other = play_round(alone, round), play_round(together, round)
+        one, other = run_round(alone, round), run_round(together, round)
         told = [[entry.numbers.get("integrated") for entry in record.clients] for record in (one, other)]
         assert told[0] == told[1]
     assert any(told[0])
@@ -236,7 +236,7 @@ def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
 def test_what_a_client_costs_is_known(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
-    costs = open_session(config, tmp_path).costs()
+    costs = open_run(config, tmp_path).costs()
     assert costs.trainable_params == costs.params
     assert costs.train_gflops > costs.forward_gflops > 0
 
@@ -254,10 +254,10 @@ def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
     configs = [
         load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"]) for name in ("gem", "fedavg")
     ]
-    members = [Member(config.method.name, config) for config in configs]
+    members = [ComparedRun(config.method.name, config) for config in configs]
     path = begin(members, tmp_path / "both", "vitfleet compare")
     for member in members:
-        open_session(member.config, member.folder(path))
+        open_run(member.config, member.folder(path))
     assert not shards_differ(path)
 
 
@@ -274,7 +274,7 @@ class Stops:
 
 @pytest.mark.parametrize("method", ["fedvit", "a-gem"])
 def test_stopped_in_the_middle_of_task_three_it_goes_on_bit_for_bit(
-    method: str, played: Session, tmp_path: Path
+    method: str, played: RunContext, tmp_path: Path
 ) -> None:
     overrides = () if method == "fedvit" else (f"method.name={method}",)
     keys = TINY if method == "fedvit" else WITHOUT_HEAD_EPOCHS
@@ -283,16 +283,16 @@ def test_stopped_in_the_middle_of_task_three_it_goes_on_bit_for_bit(
         straight = played.folder
     else:
         straight = tmp_path / "straight"
-        conduct(open_session(config, straight), Nobody())
+        run_rounds(open_run(config, straight), Nobody())
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        conduct(open_session(config, stopped), Stops(5))
-    resumed = open_session(config, stopped)
+        run_rounds(open_run(config, stopped), Stops(5))
+    resumed = open_run(config, stopped)
     assert (resumed.round, len(resumed.learned)) == (5, 2)
-    conduct(resumed, Nobody())
+    run_rounds(resumed, Nobody())
     names = ["records.jsonl", *(str(path.relative_to(straight)) for path in straight.glob("checkpoint/*.safetensors"))]
     assert len(names) > 4, "memories and heads are among them"
     for name in names:
         assert (stopped / name).read_bytes() == (straight / name).read_bytes(), name
-    left, right = (json.loads((folder / "summary.json").read_text())["continual"] for folder in (stopped, straight))
-    assert left == right
+    left, correct = (json.loads((folder / "summary.json").read_text())["continual"] for folder in (stopped, straight))
+    assert left == correct

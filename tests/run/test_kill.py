@@ -23,14 +23,14 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.cli import main
-from vitfleet.run.conduct import conduct
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.session import open_session
 
 # Every run is a process of its own, forked from one that has imported already what takes a command seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.pictures", "vitfleet.run.session"]
+    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.run_plots", "vitfleet.run.context"]
 )
 
 Moment: TypeAlias = Callable[[], bool]
@@ -100,16 +100,16 @@ class Runner:
 
     def round(self) -> int:
         """Return the round of the last complete checkpoint."""
-        manifest = self.folder / "checkpoint" / "checkpoint.json"
-        return int(json.loads(manifest.read_text())["round"]) if manifest.exists() else 0
+        partition_io = self.folder / "checkpoint" / "checkpoint.json"
+        return int(json.loads(partition_io.read_text())["round"]) if partition_io.exists() else 0
 
     def leftovers(self) -> list[str]:
         return sorted(path.name for path in self.folder.rglob("*.tmp"))
 
     def mid_write(self) -> bool:
         """Whether it was stopped between a round's record and the end of its checkpoint's sweep."""
-        manifest = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
-        named = {"checkpoint.json", manifest["server"], *manifest["clients"].values()}
+        partition_io = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
+        named = {"checkpoint.json", partition_io["server"], *partition_io["clients"].values()}
         there = {path.name for path in (self.folder / "checkpoint").iterdir()}
         return self.lines() > self.round() or there != named
 
@@ -148,7 +148,7 @@ def undisturbed(tiny_config: MakeConfig, tmp_path: Path) -> Undisturbed:
     def play(*overrides: str) -> Path:
         folder = tmp_path / "undisturbed"
         folder.mkdir()
-        conduct(open_session(tiny_config(*overrides), folder), Nobody())
+        run_rounds(open_run(tiny_config(*overrides), folder), Nobody())
         return folder
 
     return play
@@ -160,10 +160,10 @@ def lasting(folder: Path) -> dict[str, bytes]:
 
 
 def assert_equal_runs(disturbed: Runner, undisturbed: Path) -> None:
-    left, right = lasting(disturbed.folder), lasting(undisturbed)
-    assert left["records.jsonl"] == right["records.jsonl"]
-    assert set(left) == set(right)
-    assert [name for name in left if left[name] != right[name]] == []
+    left, correct = lasting(disturbed.folder), lasting(undisturbed)
+    assert left["records.jsonl"] == correct["records.jsonl"]
+    assert set(left) == set(correct)
+    assert [name for name in left if left[name] != correct[name]] == []
     assert disturbed.leftovers() == []
     seconds = (disturbed.folder / "timings.jsonl").read_bytes().count(b"\n")
     assert seconds == disturbed.lines()
@@ -211,12 +211,12 @@ def half_written(runner: Runner, write: str) -> Moment:
     """Return the moment at which a file's draft is there but not yet renamed, or a state that no manifest names yet."""
     name = Path(write).name
     drafts = [str(Path(write).with_name(draft)) for draft in (f".{name}.tmp", f"{name}.tmp")]
-    manifest = runner.folder / "checkpoint" / "checkpoint.json"
+    partition_io = runner.folder / "checkpoint" / "checkpoint.json"
 
     def now() -> bool:
-        if not write.startswith("checkpoint/") or write.endswith(manifest.name):
+        if not write.startswith("checkpoint/") or write.endswith(partition_io.name):
             return any(True for draft in drafts for _ in runner.folder.glob(draft))
-        named = manifest.read_text() if manifest.exists() else ""
+        named = partition_io.read_text() if partition_io.exists() else ""
         return any(path.name not in named for path in runner.folder.glob(write))
 
     return now

@@ -31,7 +31,7 @@ clients = st.builds(
     down_bytes=counts,
     up_bytes=counts,
     numbers=numbers,
-    right=st.none() | counts,
+    correct=st.none() | counts,
     tested=st.none() | counts,
     failure=st.none() | st.text(),
 )
@@ -56,11 +56,11 @@ def test_a_record_comes_back_from_its_line(record: RoundRecord) -> None:
 
 
 def record(
-    round: int, accuracy: Accuracy | None = None, failure: str | None = None, right: int | None = None
+    round: int, accuracy: Accuracy | None = None, failure: str | None = None, correct: int | None = None
 ) -> RoundRecord:
-    tested = None if right is None else 10
+    tested = None if correct is None else 10
     entries = [
-        ClientRecord(0, 100, 50, {"samples": 4, "loss": 0.5}, right, tested),
+        ClientRecord(0, 100, 50, {"samples": 4, "loss": 0.5}, correct, tested),
         ClientRecord(round, 100, 50, failure=failure),
     ]
     return RoundRecord(round, 0.1, 1.0 / round, accuracy, entries, 100 * round, 200 * round)
@@ -141,10 +141,10 @@ def evaluated(share: float) -> Accuracy:
 def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeConfig) -> None:
     write(
         tmp_path,
-        record(1, evaluated(0.6), right=3),
-        record(2, evaluated(0.9), failure="it diverged", right=9),
+        record(1, evaluated(0.6), correct=3),
+        record(2, evaluated(0.9), failure="it diverged", correct=9),
         record(3),
-        record(4, evaluated(0.8), right=7),
+        record(4, evaluated(0.8), correct=7),
     )
     (tmp_path / "timings.jsonl").write_text('{"round": 1, "seconds": 1.5}\n{"round": 2, "seconds": 2.25}\n')
     summary = summarize(tmp_path, tiny_config("seed=5"), costs=ClientCosts(1000, 600, 0.5, 1.5))
@@ -162,8 +162,8 @@ def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeCo
 
 
 def test_local_accuracy_is_the_mean_of_each_clients_latest(tmp_path: Path, tiny_config: MakeConfig) -> None:
-    def told(round: int, **right: int) -> RoundRecord:
-        entries = [ClientRecord(int(name[1:]), 1, 1, {}, one, 10) for name, one in right.items()]
+    def told(round: int, **correct: int) -> RoundRecord:
+        entries = [ClientRecord(int(name[1:]), 1, 1, {}, one, 10) for name, one in correct.items()]
         return RoundRecord(round, 0.1, 1.0, evaluated(0.5), entries, 1, 1)
 
     write(tmp_path, told(1, c1=2, c2=10), told(2, c1=6, c3=8))

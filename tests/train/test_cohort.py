@@ -15,37 +15,37 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.batches import Preprocess
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
+from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
-from vitfleet.models.tuning import add_lora, add_prompts
 from vitfleet.models.zoo import build
-from vitfleet.run.conduct import play_round
-from vitfleet.run.session import open_session
-from vitfleet.train.drive import groups
-from vitfleet.train.given import Assignment, Place
-from vitfleet.train.objective import Fit, Fitted, Memory, Objective, References, Step, cross_entropy
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_round
+from vitfleet.train.cohort_driver import groups
+from vitfleet.train.cohort_inputs import ClientFit, RngContext
+from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective, References, Step, cross_entropy
 from vitfleet.train.trainer import Trainer
 
 SIZES = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full
 ALL = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
 
 
-def close(left: Tensors, right: Tensors, tolerance: float = 1e-5) -> None:
+def close(left: Tensors, correct: Tensors, tolerance: float = 1e-5) -> None:
     """Hold to a relative distance over all tensors of one name: single numbers near zero may differ by more."""
-    assert left.keys() == right.keys()
+    assert left.keys() == correct.keys()
     for name in left:
-        assert left[name].shape == right[name].shape, name
-        distance = float((left[name].double() - right[name].double()).norm())
-        assert distance <= tolerance * float(right[name].double().norm()) + 1e-7, (name, distance)
+        assert left[name].shape == correct[name].shape, name
+        distance = float((left[name].double() - correct[name].double()).norm())
+        assert distance <= tolerance * float(correct[name].double().norm()) + 1e-7, (name, distance)
 
 
-def assign(fits: Sequence[Fit], make_shard: MakeShard) -> list[Assignment]:
+def assign(fits: Sequence[Fit], make_shard: MakeShard) -> list[ClientFit]:
     return [
-        Assignment(fit, make_shard(*size), Place(7, 3, client))
+        ClientFit(fit, make_shard(*size), RngContext(7, 3, client))
         for client, (fit, size) in enumerate(zip(fits, SIZES, strict=True))
     ]
 
 
-def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[Fitted]:
+def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[FitResult]:
     """Hold a cohort to its clients alone, and return what came of it.
 
     In double precision: a key's bias has no gradient but rounding errors, which AdamW makes as large as any other.
@@ -59,7 +59,7 @@ def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[
         close(fitted.weights, alone.weights)
         close(fitted.observed, alone.observed)
         torch.testing.assert_close(fitted.loss, alone.loss, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(fitted.losses, alone.losses, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fitted.sample_losses, alone.sample_losses, rtol=1e-4, atol=1e-5)
         assert (fitted.samples, fitted.steps) == (alone.samples, alone.steps)
         start = one.fit.weights
         assert all(float((fitted.weights[n] - start[n]).abs().max()) > 0 for n in fitted.weights if "head" in n)
@@ -84,7 +84,7 @@ def test_the_whole_model(
 ) -> None:
     trainer = make_trainer(ALL, batch_size=8, **train)
     objective = Objective(tiny_net.anatomy.whole)
-    check(trainer, [Fit(weights, objective, 2, score=True) for weights in varied(tiny_net)], make_shard)
+    check(trainer, [Fit(weights, objective, 2, score_samples=True) for weights in varied(tiny_net)], make_shard)
 
 
 @pytest.mark.parametrize("part", ["head", "bias", "one layer", "lora", "prompts"])
@@ -164,7 +164,7 @@ class Longest:
         return lengths.topk(self.k).indices.sort().values
 
 
-def remember(images: ImageSet, client: int, parts: int) -> Memory:
+def remember(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
     """Return a memory whose parts have 18, 12, 6 … samples, or fewer by client; of some clients the last is empty."""
     sizes = tuple(max(0, 18 - 6 * part - 2 * (client % 3)) for part in range(parts))
     sizes = (*sizes[:-1], 0) if client % 2 else sizes
@@ -172,38 +172,38 @@ def remember(images: ImageSet, client: int, parts: int) -> Memory:
     share = torch.zeros(index.shape)
     for part, size in enumerate(sizes):
         share[part, :size] = 1 / max(1, size)
-    return Memory(images.images[index], images.labels[index], share, sizes)
+    return EpisodicMemory(images.images[index], images.labels[index], share, sizes)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, None])
-@pytest.mark.parametrize("chooser", [None, Longest(k=2, every=1), Longest(k=2, every=3)], ids=str)
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("selector", [None, Longest(k=2, every=1), Longest(k=2, every=3)], ids=str)
+@pytest.mark.parametrize("reference_weights", [False, True])
 def test_references_of_their_own(
-    chooser: Longest | None,
-    elsewhere: bool,
+    selector: Longest | None,
+    reference_weights: bool,
     at_once: int | None,
     tiny_net: Net,
     tiny_images: ImageSet,
     make_trainer: MakeTrainer,
     make_shard: MakeShard,
 ) -> None:
-    trainer = replace(make_trainer(batch_size=8), tasks=torch.tensor([0, 0, 1, 1, 1]), parts_at_once=at_once)
+    trainer = replace(make_trainer(batch_size=8), class_tasks=torch.tensor([0, 0, 1, 1, 1]), parts_at_once=at_once)
     weights = varied(tiny_net)
-    objective = Objective(tiny_net.anatomy.whole, transform=Follow(), chooser=chooser)
+    objective = Objective(tiny_net.anatomy.whole, transform=Follow(), selector=selector)
     fits = [
         Fit(
             own,
             objective,
             2,
             memory=remember(tiny_images, client, 4),
-            elsewhere=weights[-1 - client] if elsewhere else None,
+            reference_weights=weights[-1 - client] if reference_weights else None,
         )
         for client, own in enumerate(weights)
     ]
     for fitted, fit in zip(check(trainer, fits, make_shard), fits, strict=True):
         assert fit.memory is not None
-        seen = 2 if chooser else int((fit.memory.share.sum(1) > 0).sum())
-        assert float(fitted.observed["followed"]) == fitted.steps * (seen + elsewhere)
+        seen = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
+        assert float(fitted.observed["followed"]) == fitted.steps * (seen + reference_weights)
 
 
 def test_a_reference_is_the_gradient_of_its_part(
@@ -214,7 +214,7 @@ def test_a_reference_is_the_gradient_of_its_part(
     weights, memory = tiny_net.initial_weights(), remember(tiny_images, 1, 3)
     objective = Objective(tiny_net.anatomy.whole, transform=Follow())
     shard = make_shard(0, 12)
-    fitted = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, Place(7, 3, 0))
+    fitted = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, RngContext(7, 3, 0))
     leaves = {name: one.clone().requires_grad_() for name, one in weights.items()}
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -255,27 +255,27 @@ def test_every_method_comes_out_the_same(method: str, tiny_config: MakeConfig, t
             "train.optimizer=sgd",
             "train.lr=0.05",
         )
-        session = open_session(config, tmp_path / str(cohort))
-        record = play_round(session, 1)
+        context = open_run(config, tmp_path / str(cohort))
+        record = run_round(context, 1)
         assert not [entry.failure for entry in record.clients if entry.failure]
         owns = {
             f"{client}.{name}": tensor
             for client in range(6)
-            if (own := session.fleet.own(client))
+            if (own := context.fleet.client_state(client))
             for name, tensor in own.tensors.items()
         }
-        features = {f"{key}.{n}": t for key, part in session.server.parts.items() for n, t in part.tensors.items()}
-        outcomes.append({**session.server.tensors, **owns, **features})
+        features = {f"{key}.{n}": t for key, part in context.server.parts.items() for n, t in part.tensors.items()}
+        outcomes.append({**context.server.tensors, **owns, **features})
     close(outcomes[1], outcomes[0])
 
 
 def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
-    def client(size: int, epochs: int = 1, depth: int | None = None) -> Assignment:
+    def client(size: int, epochs: int = 1, depth: int | None = None) -> ClientFit:
         objective = Objective(tiny_net.anatomy.head, depth=depth)
         shard = Shard(tiny_images, torch.arange(size))
-        return Assignment(Fit(tiny_net.initial_weights(), objective, epochs), shard, Place(0, 1, 0))
+        return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs), shard, RngContext(0, 1, 0))
 
-    def grouped(*wanted: Assignment, batch: int = 8, compile: bool = False) -> list[list[int]]:
+    def grouped(*wanted: ClientFit, batch: int = 8, compile: bool = False) -> list[list[int]]:
         trainer = make_trainer(batch_size=batch)
         found = groups(list(enumerate(wanted)), replace(trainer, machine=replace(trainer.machine, compile=compile)))
         return sorted(sorted(place for place, _ in group) for group in found)
@@ -298,7 +298,7 @@ def test_what_does_not_fit_into_memory_is_halved(
     group = assign([fit_all] * len(SIZES), make_shard)
     fit, tried = Trainer._fit, []
 
-    def cramped(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+    def cramped(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         tried.append(len(group))
         if len(group) > 2:
             raise torch.OutOfMemoryError
@@ -309,7 +309,7 @@ def test_what_does_not_fit_into_memory_is_halved(
     assert tried == [4, 2, 2]
     for one, fitted in zip(group, found, strict=True):
         close(fitted.weights, trainer.fit(one.fit, one.shard, one.place).weights)
-    monkeypatch.setattr(trainer.room, "most", lambda wanted, device: min(wanted, 1))
+    monkeypatch.setattr(trainer.memory_budget, "most", lambda wanted, device: min(wanted, 1))
     tried.clear()
     trainer.fit_together(group)
     assert tried == [1, 1, 1, 1]  # no more than there is room for
@@ -318,10 +318,10 @@ def test_what_does_not_fit_into_memory_is_halved(
 def test_one_client_that_does_not_fit_is_an_error(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Trainer, group: Sequence[Assignment]) -> list[Fitted]:
+    def full(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Trainer, "_fit", full)
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
     with pytest.raises(torch.OutOfMemoryError):
-        make_trainer().fit(fit, make_shard(0, 8), Place(0, 1, 0))
+        make_trainer().fit(fit, make_shard(0, 8), RngContext(0, 1, 0))

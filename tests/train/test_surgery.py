@@ -188,12 +188,12 @@ def test_lifted_over_clients_it_is_the_same(k: int) -> None:
     problems = [problem(seed, k, size=30, dtype=torch.float32) for seed in range(16)]
     gradients, rows = (torch.stack(column) for column in zip(*problems, strict=True))
     present = torch.rand(16, k, generator=torch.Generator().manual_seed(0)) < 0.8
-    chooser = MostDissimilar(k=min(2, k))
+    selector = MostDissimilar(k=min(2, k))
 
     def one(gradient: Tensor, row: Tensor, here: Tensor) -> tuple[Tensor, ...]:
         turned = turn({"w": gradient}, {"w": row}, here)
         wrong = obtuse(turned.gradients, {"w": row}, here)
-        chosen = chooser({"w": gradient}, References({"w": row}, here))
+        chosen = selector({"w": gradient}, References({"w": row}, here))
         return turned.gradients["w"], turned.rotated, turned.degenerate, turned.unsolved, wrong, chosen
 
     lifted = torch.vmap(one)(gradients, rows, present)

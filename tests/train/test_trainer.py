@@ -15,15 +15,15 @@ from conftest import MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
+from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
-from vitfleet.models.plain import PlainForward
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.given import Place
-from vitfleet.train.objective import Fit, Fitted, Objective, References, Step, cross_entropy
+from vitfleet.train.cohort_inputs import RngContext
+from vitfleet.train.objective import Fit, FitResult, Objective, References, Step, cross_entropy
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Trainer
 
-PLACE = Place(seed=7, round=3, client=2)
+PLACE = RngContext(seed=7, round=3, client=2)
 PLAIN_SGD: Mapping[str, object] = {
     "optimizer": "sgd",
     "momentum": 0,
@@ -44,7 +44,7 @@ def plain_module(net: Net, weights: Tensors) -> nn.Module:
     return module.requires_grad_(True).train()
 
 
-def visits(place: Place, epoch: int, samples: int) -> Tensor:
+def epoch_batches(place: RngContext, epoch: int, samples: int) -> Tensor:
     rng = Address(place.seed, Purpose.ORDER, place.round, place.client, epoch).generator()
     return torch.from_numpy(rng.permutation(samples))
 
@@ -62,16 +62,16 @@ def gradients_by_hand(net: Net, weights: Tensors, shard: Shard, index: Tensor) -
     return dict(zip(names, gradients, strict=True))
 
 
-def assert_close(left: Tensors, right: Tensors, tolerance: float = 1e-6) -> None:
-    assert set(left) == set(right)
+def assert_close(left: Tensors, correct: Tensors, tolerance: float = 1e-6) -> None:
+    assert set(left) == set(correct)
     for name in left:
-        torch.testing.assert_close(left[name], right[name], rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(left[name], correct[name], rtol=0, atol=tolerance, msg=name)
 
 
-def assert_same(left: Tensors, right: Tensors) -> None:
-    assert set(left) == set(right)
+def assert_same(left: Tensors, correct: Tensors) -> None:
+    assert set(left) == set(correct)
     for name in left:
-        assert torch.equal(left[name], right[name]), name
+        assert torch.equal(left[name], correct[name]), name
 
 
 def without_key_bias(weights: Tensors) -> dict[str, Tensor]:
@@ -83,8 +83,8 @@ def without_key_bias(weights: Tensors) -> dict[str, Tensor]:
     return kept
 
 
-def furthest(left: Tensors, right: Tensors) -> float:
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
+def furthest(left: Tensors, correct: Tensors) -> float:
+    return max(float((left[name] - correct[name]).abs().max()) for name in left)
 
 
 def test_one_sgd_step_is_weights_minus_rate_times_gradient(
@@ -92,14 +92,14 @@ def test_one_sgd_step_is_weights_minus_rate_times_gradient(
 ) -> None:
     shard = make_shard(0, 12)
     fit = whole(tiny_net)
-    gradients = gradients_by_hand(tiny_net, fit.weights, shard, visits(PLACE, 0, 12))
+    gradients = gradients_by_hand(tiny_net, fit.weights, shard, epoch_batches(PLACE, 0, 12))
     fitted = make_trainer(**PLAIN_SGD, batch_size=16).fit(fit, shard, PLACE)
     assert fitted.steps == 1
     assert_close(fitted.weights, {name: fit.weights[name] - 0.1 * gradients[name] for name in fit.weights}, 1e-7)
     assert furthest(fitted.weights, fit.weights) > 1e-3
 
 
-def train_by_hand(net: Net, trainer: Trainer, fit: Fit, shard: Shard, place: Place) -> tuple[nn.Module, float]:
+def train_by_hand(net: Net, trainer: Trainer, fit: Fit, shard: Shard, place: RngContext) -> tuple[nn.Module, float]:
     config = trainer.config
     module = plain_module(net, fit.weights)
     rate = learning_rate(config, place.round, trainer.rounds)
@@ -112,7 +112,7 @@ def train_by_hand(net: Net, trainer: Trainer, fit: Fit, shard: Shard, place: Pla
         )
     total = 0.0
     for epoch in range(place.first_epoch, place.first_epoch + fit.epochs):
-        for index in torch.split(visits(place, epoch, len(shard)), config.batch_size):
+        for index in torch.split(epoch_batches(place, epoch, len(shard)), config.batch_size):
             images, labels = by_hand(shard, index)
             loss = F.cross_entropy(module(images), labels)
             optimizer.zero_grad()
@@ -206,7 +206,7 @@ def test_the_transform_is_what_is_applied(tiny_net: Net, make_trainer: MakeTrain
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=ScaleTheHead(2))
     fitted = make_trainer(**PLAIN_SGD).fit(Fit(weights, objective, epochs=1), shard, PLACE)
-    gradients = gradients_by_hand(tiny_net, weights, shard, visits(PLACE, 0, 12))
+    gradients = gradients_by_hand(tiny_net, weights, shard, epoch_batches(PLACE, 0, 12))
     factor = {name: 0.2 if name.startswith("head.") else 0.0 for name in weights}
     assert_close(fitted.weights, {name: weights[name] - factor[name] * gradients[name] for name in weights}, 1e-7)
     assert torch.equal(fitted.weights["cls_token"], weights["cls_token"])
@@ -221,9 +221,9 @@ class SumOfSquares:
     def start(weights: Tensors) -> Tensors:
         return {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
 
-    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        squares = {name: sums[name] + gradient.square() for name, gradient in gradients.items()}
-        return squares | {"seen": sums["seen"] + len(step.labels)}
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        squares = {name: observer_state[name] + gradient.square() for name, gradient in gradients.items()}
+        return squares | {"seen": observer_state["seen"] + len(step.labels)}
 
 
 def test_the_observer_sees_the_gradients_as_they_were(
@@ -234,16 +234,16 @@ def test_the_observer_sees_the_gradients_as_they_were(
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())
     trainer = make_trainer(**PLAIN_SGD, clip=1e-6, batch_size=8)
-    fitted = trainer.fit(Fit(weights, objective, epochs=2, sums=SumOfSquares.start(weights)), shard, PLACE)
+    fitted = trainer.fit(Fit(weights, objective, epochs=2, observer_state=SumOfSquares.start(weights)), shard, PLACE)
     assert_same(fitted.weights, weights)
-    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    observer_state = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for epoch in (0, 1):
-        for index in torch.split(visits(PLACE, epoch, 20), 8):
+        for index in torch.split(epoch_batches(PLACE, epoch, 20), 8):
             for name, gradient in gradients_by_hand(tiny_net, weights, shard, index).items():
-                sums[name] += gradient.square()
+                observer_state[name] += gradient.square()
     assert float(fitted.observed["seen"]) == 40
-    assert_close({name: fitted.observed[name] for name in sums}, sums)
-    assert float(sums["head.weight"].sum()) > 1e-3
+    assert_close({name: fitted.observed[name] for name in observer_state}, observer_state)
+    assert float(observer_state["head.weight"].sum()) > 1e-3
 
 
 def test_an_observer_does_not_disturb_the_training(
@@ -253,7 +253,7 @@ def test_an_observer_does_not_disturb_the_training(
     watched = replace(
         fit,
         objective=replace(fit.objective, observer=SumOfSquares()),
-        sums=SumOfSquares.start(tiny_net.initial_weights()),
+        observer_state=SumOfSquares.start(tiny_net.initial_weights()),
     )
     trainer = make_trainer(clip=0.1)
     alone, seen = (trainer.fit(one, make_shard(0, 20), PLACE) for one in (fit, watched))
@@ -274,14 +274,14 @@ def test_a_mask_leaves_the_kept_patches_and_the_class_token(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens: list[int] = []
-    run = PlainForward.block
+    run = FunctionalViT.block
 
-    def note(self: PlainForward, weights: Tensors, place: int, inputs: Tensor) -> Tensor:
+    def note(self: FunctionalViT, weights: Tensors, place: int, inputs: Tensor) -> Tensor:
         if place == 0:
             tokens.append(inputs.shape[1])
         return run(self, weights, place, inputs)
 
-    monkeypatch.setattr(PlainForward, "block", note)
+    monkeypatch.setattr(FunctionalViT, "block", note)
     fit = replace(whole(tiny_net), epochs=2)
     shard = make_shard(0, 20)
     masked = make_trainer(mask_ratio=0.5, batch_size=8).fit(fit, shard, PLACE)
@@ -316,7 +316,7 @@ def test_what_was_trained_before_changes_nothing(
     augment = AugmentConfig(flip=True, crop=0.2, brightness=0.3)
     shards = {client: make_shard(10 * client, 10 * client + 9) for client in range(4)}
 
-    def train(order: list[int]) -> dict[int, Fitted]:
+    def train(order: list[int]) -> dict[int, FitResult]:
         trainer = make_trainer(augment, mask_ratio=0.25, batch_size=4, clip=1.0)
         return {client: trainer.fit(fit, shards[client], replace(PLACE, client=client)) for client in order}
 
@@ -334,7 +334,7 @@ def test_what_was_trained_before_changes_nothing(
     ids=["seed", "round", "client", "epoch"],
 )
 def test_another_place_draws_other_numbers(
-    other: Place, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+    other: RngContext, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     fit = whole(tiny_net)
     trainer = make_trainer(**PLAIN_SGD, batch_size=4)  # constant rate: only the order can differ

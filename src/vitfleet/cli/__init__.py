@@ -9,7 +9,7 @@ from vitfleet.cli.base import app, complaints
 from vitfleet.errors import UserError
 
 # Their commands join the application as they are imported: in the order in which help lists them.
-for room in ("play", "look", "fleet"):
+for room in ("train", "inspect", "fleet"):
     import_module(f"{__name__}.{room}")
 
 

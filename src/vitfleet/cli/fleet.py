@@ -15,7 +15,7 @@ from vitfleet.cli.base import DataDir, Out, Overrides, app, complaints, configur
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.deploy.processes import Door
+    from vitfleet.flower.processes import Endpoint
     from vitfleet.run.folder import RunFolder
 
 PORT = 9092
@@ -25,7 +25,7 @@ HOME = Path("fleet")
 
 
 @app.command()
-def deal(
+def export(
     source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="Whose images, and how they are dealt.")],
     out: Annotated[Path, typer.Option(help="The folder; every client gets one in it.")],
     override: Overrides = [],  # noqa: B006  (typer copies it)
@@ -34,17 +34,17 @@ def deal(
 ) -> None:
     """Write every client's images into a folder of its own: a fleet to try out, where devices have no images yet.
 
-    Example: `vitfleet deal digits --out shards --names kitchen,garden,porch`
+    Example: `vitfleet export digits --out shards --names kitchen,garden,porch`
     """
-    from vitfleet.data.deal import write_shards
-    from vitfleet.data.holdings import holdings
+    from vitfleet.data.client_indices import client_indices
+    from vitfleet.data.export import export_clients
     from vitfleet.data.sources import load
 
     listed = _names(names)
     config = configure(source, override, None, data_dir, _fleet_of(listed))
     data = load(config.data)
     clients = config.fleet.clients
-    write_shards(data, holdings(config, data), listed or [str(client) for client in range(clients)], out)
+    export_clients(data, client_indices(config, data), listed or [str(client) for client in range(clients)], out)
     say(console, f"{clients} clients' images are in {out}")
 
 
@@ -60,7 +60,7 @@ def certs(
 
     Give each device two of the files: `DIR/ca.crt`, and `DIR/nodes/NAME` as its own.
     """
-    from vitfleet.deploy.certs import make_certs
+    from vitfleet.flower.certificates import make_certs
 
     made = make_certs(folder, host, _names(names))
     say(console, f"authority and server: {made.ca}, {made.server}")
@@ -88,8 +88,8 @@ def server(
     * `vitfleet server eftvit-digits --certs fleet`
     * `vitfleet server runs/eftvit-digits-eftvit-001` goes on with a run that was stopped
     """
-    from vitfleet.deploy.certs import Certs
-    from vitfleet.deploy.processes import Door
+    from vitfleet.flower.certificates import Certs
+    from vitfleet.flower.processes import Endpoint
     from vitfleet.run.folder import create, reopen
 
     known = Certs(certs.resolve())
@@ -104,7 +104,7 @@ def server(
         given = {"fleet.kind": "flower", **_fleet_of(listed), **({"fleet.names": listed} if listed else {})}
         config = configure(source, override, seed, data_dir, given)
         held = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
-    _serve(held, Door(host, port, known.home, None if insecure else known))
+    _serve(held, Endpoint(host, port, known.home, None if insecure else known))
 
 
 @app.command()
@@ -122,8 +122,8 @@ def client(
 
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
-    from vitfleet.deploy.certs import Certs
-    from vitfleet.deploy.processes import client_command, stay
+    from vitfleet.flower.certificates import Certs
+    from vitfleet.flower.processes import client_command, stay
 
     known = Certs(certs.resolve())
     if insecure:
@@ -143,10 +143,10 @@ def client(
         raise typer.Exit(130) from None
 
 
-def _serve(held: RunFolder, door: Door) -> None:
+def _serve(held: RunFolder, endpoint: Endpoint) -> None:
     """Conduct a run on devices and show it."""
-    from vitfleet.deploy.serve import serve
-    from vitfleet.report.pictures import draw_rounds
+    from vitfleet.flower.server import serve
+    from vitfleet.report.run_plots import draw_rounds
     from vitfleet.report.terminal import RoundDisplay, summary_table
     from vitfleet.run.records import read_records
 
@@ -156,12 +156,15 @@ def _serve(held: RunFolder, door: Door) -> None:
     held.release()  # Flower's process takes it
 
     def ready() -> None:
-        say(console, f"{config.method.name}: waiting for {', '.join(names)} at port {door.port}; run folder: {folder}")
+        say(
+            console,
+            f"{config.method.name}: waiting for {', '.join(names)} at port {endpoint.port}; run folder: {folder}",
+        )
 
     try:
         done = sum(1 for _ in read_records(folder))
         with RoundDisplay(console, config.rounds, done) as display:
-            serve(door, folder, names, display, ready, display)
+            serve(endpoint, folder, names, display, ready, display)
     except KeyboardInterrupt:
         say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None

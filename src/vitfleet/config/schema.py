@@ -99,7 +99,7 @@ class TasksConfig(Table):
         """Rounds of all tasks together."""
         return self.count * self.rounds_per_task
 
-    def stage(self, round: int) -> int:
+    def task_index(self, round: int) -> int:
         """Return how many tasks lie behind a client in a round (both of them counted as everywhere: rounds from 1)."""
         return (round - 1) // self.rounds_per_task
 
@@ -374,7 +374,7 @@ class Config(Table):
         return self.data.tasks.rounds_per_task if self.data.tasks else self.rounds
 
     @property
-    def stages(self) -> int:
+    def num_tasks(self) -> int:
         """Tasks that every client learns, one after the other; 1 where there are none."""
         return self.data.tasks.count if self.data.tasks else 1
 
@@ -383,9 +383,9 @@ class Config(Table):
         """Whether a model is told an image's task, so that only the task's classes can win."""
         return self.data.tasks is not None and self.data.tasks.incremental == "task"
 
-    def stage(self, round: int) -> int:
+    def task_index(self, round: int) -> int:
         """Return how many tasks lie behind a client in a round; 0 where there are none."""
-        return self.data.tasks.stage(round) if self.data.tasks else 0
+        return self.data.tasks.task_index(round) if self.data.tasks else 0
 
     @model_validator(mode="before")
     @classmethod

@@ -61,7 +61,7 @@ class Batch:
 
     index: Tensor
     positions: Tensor
-    share: Tensor
+    sample_weight: Tensor
     active: Tensor
     shift: Tensor | None = None
     flip: Tensor | None = None
@@ -79,7 +79,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Visits:
+class EpochBatches:
     """An epoch of one client or of several together, step by step.
 
     Attributes
@@ -116,9 +116,9 @@ class Visits:
         return self.all.map(cut)
 
 
-def visit(
+def make_epoch_batches(
     draws: Sequence[EpochDraws], batch_size: int, kept: int, device: torch.device, many: bool, multiple: int = 1
-) -> Visits:
+) -> EpochBatches:
     """Lay several clients' epochs side by side in steps of one size; who has fewer samples has padded ones.
 
     Parameters
@@ -159,14 +159,14 @@ def visit(
     batch = Batch(
         index=positions,
         positions=positions,
-        share=_send(share if many else share[:, 0], device),
+        sample_weight=_send(share if many else share[:, 0], device),
         active=_send(np.ascontiguousarray(active if many else active[:, 0]).astype(np.float32), device),
         shift=lay_all([one.shift for one in draws]),
         flip=lay_all([one.flip for one in draws]),
         brightness=lay_all([one.brightness for one in draws]),
         keep=None if noise is None else noise.argsort(dim=-1, stable=True)[..., :kept].contiguous(),
     )
-    return Visits(batch, counts.max(axis=1).tolist(), active.sum(axis=1).tolist())
+    return EpochBatches(batch, counts.max(axis=1).tolist(), active.sum(axis=1).tolist())
 
 
 def _send(array: Draws, device: torch.device) -> Tensor:

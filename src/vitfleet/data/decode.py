@@ -17,7 +17,7 @@ from PIL import Image
 
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import DataError
-from vitfleet.progress import SILENCE, Progress
+from vitfleet.progress import NO_PROGRESS, Progress
 
 LARGEST_SIDE = 256  # images are stored at most this large
 SIZE_PROBE = 256  # how many images are opened to learn the set's usual size
@@ -78,7 +78,7 @@ def decode(
     channels: int,
     max_corrupt: float,
     label: str,
-    progress: Progress = SILENCE,
+    progress: Progress = NO_PROGRESS,
 ) -> tuple[ImageSet, list[str]]:
     """Decode a split to one tensor.
 

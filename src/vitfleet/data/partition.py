@@ -1,7 +1,7 @@
 """Who holds which images.
 
 One idea carries the label-based kinds: a *share matrix* (classes x clients, rows sum to 1) says which part
-of a class each client gets, and :func:`deal_by_shares` deals the samples by it. The test images are dealt by
+of a class each client gets, and :func:`assign_by_shares` deals the samples by it. The test images are dealt by
 the shares the training partition ended up with (client's images of a class / all images of that class), so a
 client's own test split follows its own training distribution, whatever the kind.
 
@@ -29,17 +29,17 @@ from vitfleet.config.schema import (
     SourcePartition,
 )
 from vitfleet.data.images import DataSet
-from vitfleet.data.manifest import Deal, Ints, Partition, load_for
+from vitfleet.data.partition_io import ClientIndices, Ints, Partition, load_for
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
 __all__ = [
-    "Deal",
+    "ClientIndices",
     "Partition",
-    "deal_by_shares",
-    "deal_images",
+    "assign_by_shares",
     "dirichlet_shares",
     "make_partition",
+    "partition_dataset",
     "training_shares",
 ]
 
@@ -103,15 +103,15 @@ def make_partition(
             owners = _shards(config, clients, train_labels, random)
         case SourcePartition():
             owners = _by_source(clients, train_sources)
-    train = Deal.from_owners(owners, clients)
+    train = ClientIndices.from_owners(owners, clients)
     counts = train.counts(train_labels, classes)
-    test_owners = deal_by_shares(test_labels, training_shares(counts), _random(seed, _TEST))
+    test_owners = assign_by_shares(test_labels, training_shares(counts), _random(seed, _TEST))
     if isinstance(config, SourcePartition) and train_sources is not None and test_sources is not None:
         test_owners = _keep_sources(test_owners, np.unique(train_sources), test_sources)
-    return Partition(train, Deal.from_owners(test_owners, clients), counts)
+    return Partition(train, ClientIndices.from_owners(test_owners, clients), counts)
 
 
-def deal_images(config: PartitionConfig, clients: int, seed: int, data: DataSet) -> Partition:
+def partition_dataset(config: PartitionConfig, clients: int, seed: int, data: DataSet) -> Partition:
     """Deal a set's images to the clients: see :func:`make_partition`."""
     return make_partition(
         config,
@@ -125,7 +125,7 @@ def deal_images(config: PartitionConfig, clients: int, seed: int, data: DataSet)
     )
 
 
-def deal_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
+def assign_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
     """Deal samples by a share matrix.
 
     A class's samples are shuffled and cut at ``floor(n * cumulative share + offset)`` with a random offset
@@ -205,7 +205,7 @@ def _dirichlet(config: DirichletPartition, clients: int, labels: Ints, classes: 
     if config.min_samples > most:
         remedy = f"must be between 0 and {most}: {len(labels)} training images for {clients} clients"
         raise ConfigError("data.partition.min_samples", config.min_samples, remedy)
-    owners = deal_by_shares(labels, dirichlet_shares(config.beta, classes, clients, random), random)
+    owners = assign_by_shares(labels, dirichlet_shares(config.beta, classes, clients, random), random)
     return _at_least(owners, clients, config.min_samples, random)
 
 
@@ -227,7 +227,7 @@ def _classes(config: ClassesPartition, clients: int, labels: Ints, classes: int,
         holders[chosen] += 1
     shares = np.full((classes, clients), 1 / clients)
     shares[present] = held / holders[:, None]
-    return deal_by_shares(labels, shares, random)
+    return assign_by_shares(labels, shares, random)
 
 
 def _shards(config: ShardsPartition, clients: int, labels: Ints, random: Random) -> Ints:

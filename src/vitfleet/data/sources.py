@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import layouts, tables
+from vitfleet.data import image_folder, parquet
 from vitfleet.data.decode import Encoded, decode, usual_side
+from vitfleet.data.image_folder import RawDataset
 from vitfleet.data.images import DataSet
-from vitfleet.data.layouts import Found
 from vitfleet.errors import ConfigError, DataError
-from vitfleet.progress import SILENCE, Progress
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ FIXED = Address(0, Purpose.PARTITION)
 
 
 @dataclass(frozen=True)
-class Known:
+class DatasetInfo:
     """A set that can be asked for by name.
 
     Attributes
@@ -51,34 +51,34 @@ class Known:
     hub: str | None = None
     channels: int = 3
     folders: tuple[str, ...] = ()
-    source_columns: tuple[str, ...] = tables.SOURCE_COLUMNS
+    source_columns: tuple[str, ...] = parquet.SOURCE_COLUMNS
     superclasses: bool = False
     home: str = ""
 
 
-DIGITS = Known("digits", channels=1)
+DIGITS = DatasetInfo("digits", channels=1)
 CORE50_HOME = "download core50_128x128.zip from CORe50's home page and unpack it"
 KNOWN = (
-    Known("cifar10", "uoft-cs/cifar10"),
-    Known("cifar100", "uoft-cs/cifar100"),
-    Known("ucmerced", "blanchon/UC_Merced"),
-    Known("tinyimagenet", "zh-plus/tiny-imagenet"),
-    Known(
+    DatasetInfo("cifar10", "uoft-cs/cifar10"),
+    DatasetInfo("cifar100", "uoft-cs/cifar100"),
+    DatasetInfo("ucmerced", "blanchon/UC_Merced"),
+    DatasetInfo("tinyimagenet", "zh-plus/tiny-imagenet"),
+    DatasetInfo(
         "fc100",
         "uoft-cs/cifar100",
         folders=("fc100", "cifar100"),
         source_columns=("coarse_label",),
         superclasses=True,
     ),
-    Known("miniimagenet", "timm/mini-imagenet"),
-    Known("core50", home=CORE50_HOME),
-    Known("core50_sessions", folders=("core50",), home=CORE50_HOME),
+    DatasetInfo("miniimagenet", "timm/mini-imagenet"),
+    DatasetInfo("core50", home=CORE50_HOME),
+    DatasetInfo("core50_sessions", folders=("core50",), home=CORE50_HOME),
     DIGITS,
-    Known("fashion_mnist", "zalando-datasets/fashion_mnist", channels=1),
+    DatasetInfo("fashion_mnist", "zalando-datasets/fashion_mnist", channels=1),
 )
 
 
-def load(config: DataConfig, progress: Progress = SILENCE) -> DataSet:
+def load(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
     """Find, read and decode a data set.
 
     Parameters
@@ -104,7 +104,7 @@ def load(config: DataConfig, progress: Progress = SILENCE) -> DataSet:
     found = _find(config, known)
     if known.superclasses:
         found = by_superclass(found, name)
-    train, test = hold_out(found.train, config.test_share) if found.test is None else (found.train, found.test)
+    train, test = split_holdout(found.train, config.test_share) if found.test is None else (found.train, found.test)
     if not len(train) or not len(test):
         raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few to work with")
     if config.limit is not None:
@@ -123,7 +123,7 @@ def load(config: DataConfig, progress: Progress = SILENCE) -> DataSet:
     return DataSet(name, found.classes, trained, tested, (*lost, *lost_too))
 
 
-def hold_out(split: Encoded, share: float) -> tuple[Encoded, Encoded]:
+def split_holdout(split: Encoded, share: float) -> tuple[Encoded, Encoded]:
     """Part a share of every class for testing; a class keeps at least one image to train on."""
     order = FIXED.generator().permutation(len(split))
     tested = np.zeros(len(split), dtype=bool)
@@ -146,7 +146,7 @@ def subset(split: Encoded, count: int) -> Encoded:
     return split.take(np.sort(order[np.argsort(depth, kind="stable")[:count]]))
 
 
-def by_superclass(found: Found, name: str) -> Found:
+def by_superclass(found: RawDataset, name: str) -> RawDataset:
     """Renumber the classes by (superclass, class), where an image's source is its superclass."""
     parts = [found.train] if found.test is None else [found.train, found.test]
     superclass = np.full(len(found.classes), np.iinfo(np.int64).max)  # a class without images comes last
@@ -160,17 +160,17 @@ def by_superclass(found: Found, name: str) -> Found:
     order = np.argsort(superclass, kind="stable")
     place = np.argsort(order)
     train, *test = [replace(part, labels=place[part.labels]) for part in parts]
-    return Found(tuple(found.classes[i] for i in order.tolist()), train, test[0] if test else None)
+    return RawDataset(tuple(found.classes[i] for i in order.tolist()), train, test[0] if test else None)
 
 
-def _which(config: DataConfig) -> tuple[str, Known]:
+def _which(config: DataConfig) -> tuple[str, DatasetInfo]:
     """Return what to call the set, and what is known about it."""
     known = next((known for known in KNOWN if known.name == config.name), None)
     if config.path is not None:
         # `digits` is the default name and no files can be meant by it: these are somebody's own images.
         if known is None or known is DIGITS:
             own = Path(config.path).resolve().stem if known is DIGITS else config.name
-            return own, Known(own)
+            return own, DatasetInfo(own)
         return known.name, known
     if known is None:
         names = [known.name for known in KNOWN]
@@ -184,7 +184,7 @@ def _which(config: DataConfig) -> tuple[str, Known]:
     return known.name, known
 
 
-def _find(config: DataConfig, known: Known) -> Found:
+def _find(config: DataConfig, known: DatasetInfo) -> RawDataset:
     if config.path is not None:
         root = Path(config.path).expanduser()
         if not root.exists():
@@ -206,34 +206,34 @@ def _find(config: DataConfig, known: Known) -> Found:
         looked.append("the Hugging Face hub has no usual name for it")
     else:
         try:
-            return tables.hub(known.hub, known.source_columns)
+            return parquet.hub(known.hub, known.source_columns)
         except DataError as error:
             looked.append(f"the Hugging Face hub ({known.hub}): {error}")
     raise DataError(f"data set '{known.name}' not found: {'; '.join(looked)}. {_remedy(known, directory)}")
 
 
-def _remedy(known: Known, directory: str | None) -> str:
+def _remedy(known: DatasetInfo, directory: str | None) -> str:
     target = f"{directory or 'DIR'}/{(known.folders or (known.name,))[-1]}"
-    setting = "" if directory else f", and give --data-dir DIR or set {VARIABLE}=DIR"
+    context = "" if directory else f", and give --data-dir DIR or set {VARIABLE}=DIR"
     if known.home:
-        return f"To get it: {known.home} at {target}{setting}"
+        return f"To get it: {known.home} at {target}{context}"
     download = f"hf download --repo-type dataset {known.hub} --local-dir {target}"
-    return f"To get it: {download}; or put its parquet files or image folders at {target}{setting}"
+    return f"To get it: {download}; or put its parquet files or image folders at {target}{context}"
 
 
-def _read(root: Path, known: Known) -> Found:
+def _read(root: Path, known: DatasetInfo) -> RawDataset:
     if known.name.startswith("core50"):
         for inner in (root, root / "core50_128x128"):
-            if layouts.is_core50(inner):
-                return layouts.core50(inner) if known.name == "core50" else layouts.core50_sessions(inner)
-    if tables.holds_parquet(root):
-        return tables.parquet(root, known.source_columns)
+            if image_folder.is_core50(inner):
+                return image_folder.core50(inner) if known.name == "core50" else image_folder.core50_sessions(inner)
+    if parquet.holds_parquet(root):
+        return parquet.parquet(root, known.source_columns)
     if root.is_file():
         raise DataError(f"{root} is neither a parquet file nor a folder of images")
-    return layouts.image_folder(root)
+    return image_folder.image_folder(root)
 
 
-def _digits() -> Found:
+def _digits() -> RawDataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -242,7 +242,9 @@ def _digits() -> Found:
     pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
     labels: NDArray[np.int64] = digits.target.astype(np.int64)
     names = [f"digits:{i}" for i in range(len(pixels))]
-    return Found(tuple(str(digit) for digit in range(10)), Encoded([_png(one) for one in pixels], names, labels), None)
+    return RawDataset(
+        tuple(str(digit) for digit in range(10)), Encoded([_png(one) for one in pixels], names, labels), None
+    )
 
 
 def _png(pixels: NDArray[np.uint8]) -> bytes:

@@ -19,7 +19,7 @@ from safetensors.numpy import save as to_bytes
 
 from vitfleet.config.schema import TasksConfig
 from vitfleet.data.batches import round_half_up
-from vitfleet.data.manifest import Deal, Ints, labels_fingerprint
+from vitfleet.data.partition_io import ClientIndices, Ints, labels_fingerprint
 from vitfleet.errors import ConfigError, DataError
 from vitfleet.files import write_atomically
 from vitfleet.randomness import Address, Purpose
@@ -31,7 +31,7 @@ _ARRAYS = ("task_of_class", "order", "train_indices", "train_offsets", "test_ind
 
 
 @dataclass(frozen=True, eq=False)
-class Streams:
+class TaskStreams:
     """Every client's stream of tasks.
 
     Attributes
@@ -48,8 +48,8 @@ class Streams:
 
     task_of_class: Ints
     order: Ints
-    train: Deal
-    test: Deal
+    train: ClientIndices
+    test: ClientIndices
     counts: Ints
 
     @property
@@ -58,13 +58,13 @@ class Streams:
         return int(self.order.shape[0])
 
     @property
-    def stages(self) -> int:
+    def num_tasks(self) -> int:
         """Number of tasks."""
         return int(self.order.shape[1])
 
-    def place(self, client: int, stage: int) -> int:
+    def position(self, client: int, task_index: int) -> int:
         """Return where in the deals a client's stage stands."""
-        return client * self.stages + stage
+        return client * self.num_tasks + task_index
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the streams: equal exactly when every client learns the same from the same images."""
@@ -75,9 +75,9 @@ class Streams:
         return digest.hexdigest()
 
 
-def make_streams(
+def make_task_streams(
     config: TasksConfig, clients: int, seed: int, train_labels: Ints, test_labels: Ints, classes: int
-) -> Streams:
+) -> TaskStreams:
     """Part the classes into tasks and deal each client its stream.
 
     What a client holds of a task does not depend on its place in the client's order.
@@ -100,11 +100,11 @@ def make_streams(
             test.append(_join([testers[int(label)] for label in held]))
     deal = _deal(train)
     counts = deal.counts(train_labels, classes).reshape(clients, config.count, classes).sum(axis=1)
-    return Streams(tasks_of_classes(config, seed, classes), order, deal, _deal(test), counts)
+    return TaskStreams(tasks_of_classes(config, seed, classes), order, deal, _deal(test), counts)
 
 
 def tasks_of_classes(config: TasksConfig, seed: int, classes: int) -> Ints:
-    """Return the task of each class, −1 for a class that belongs to none; see :func:`make_streams`."""
+    """Return the task of each class, −1 for a class that belongs to none; see :func:`make_task_streams`."""
     task_of_class = np.full(classes, NO_TASK, np.int64)
     task_of_class[_members(config, seed, classes)] = np.arange(config.count)[:, None]
     return task_of_class
@@ -148,17 +148,17 @@ def _join(parts: list[Ints]) -> Ints:
     return np.sort(np.concatenate(parts))
 
 
-def _deal(cells: list[Ints]) -> Deal:
+def _deal(cells: list[Ints]) -> ClientIndices:
     offsets = np.zeros(len(cells) + 1, np.int64)
     np.cumsum([len(cell) for cell in cells], out=offsets[1:])
-    return Deal(np.concatenate(cells), offsets)
+    return ClientIndices(np.concatenate(cells), offsets)
 
 
-def _flat(deal: Deal) -> tuple[Ints, Ints]:
+def _flat(deal: ClientIndices) -> tuple[Ints, Ints]:
     return deal.indices, deal.offsets
 
 
-def save(streams: Streams, config: TasksConfig, train_labels: Ints, test_labels: Ints, folder: Path) -> None:
+def save(streams: TaskStreams, config: TasksConfig, train_labels: Ints, test_labels: Ints, folder: Path) -> None:
     """Write the streams' two files into a folder; neither is ever seen half written."""
     identity = {"sha256": streams.fingerprint(), "labels_sha256": labels_fingerprint(train_labels, test_labels)}
     sizes, tests = streams.train.sizes(), streams.test.sizes()
@@ -179,7 +179,7 @@ def save(streams: Streams, config: TasksConfig, train_labels: Ints, test_labels:
     write_atomically(folder / SUMMARY_FILE, json.dumps(summary).encode())
 
 
-def load(folder: Path, train_labels: Ints, test_labels: Ints) -> Streams:
+def load(folder: Path, train_labels: Ints, test_labels: Ints) -> TaskStreams:
     """Read the streams of a run back and verify that they are whole and made for these images."""
     file = folder / ARRAYS_FILE
     damaged = f"{file}: damaged, or not a saved stream of tasks; the run cannot go on"
@@ -192,8 +192,12 @@ def load(folder: Path, train_labels: Ints, test_labels: Ints) -> Streams:
     except (SafetensorError, KeyError, TypeError, ValueError):
         raise DataError(damaged) from None
     task_of_class, order, train_indices, train_offsets, test_indices, test_offsets, counts = found
-    streams = Streams(
-        task_of_class, order, Deal(train_indices, train_offsets), Deal(test_indices, test_offsets), counts
+    streams = TaskStreams(
+        task_of_class,
+        order,
+        ClientIndices(train_indices, train_offsets),
+        ClientIndices(test_indices, test_offsets),
+        counts,
     )
     if streams.fingerprint() != identity["sha256"]:
         raise DataError(damaged)

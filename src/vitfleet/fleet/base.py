@@ -25,17 +25,17 @@ class Request:
 
     round: int
     client: int
-    down: Message
+    message: Message
     evaluate: bool = False
-    stage: int = 0
-    since: int | None = None
+    task_index: int = 0
+    last_round: int | None = None
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EvalResult:
     """How a client's own model did on its own test images."""
 
-    right: int
+    correct: int
     tested: int
 
 
@@ -50,14 +50,14 @@ class Reply:
     """
 
     client: int
-    up: Message | None
-    verdict: Verdict | None = None
+    message: Message | None
+    evaluation: EvalResult | None = None
     failure: str | None = None
-    lost: bool = False
+    state_lost: bool = False
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvalRequest:
     """Asks clients that learn task after task how each one's model now does on each of its first tasks.
 
     Attributes
@@ -72,39 +72,39 @@ class Exam:
     """
 
     server: State
-    stages: int
-    since: Mapping[int, int | None]
+    num_tasks: int
+    last_round: Mapping[int, int | None]
 
 
 @dataclass(frozen=True)
-class Marks:
+class EvalReply:
     """A client's part of an exam: how its model does on each stage, or the reason why that is not known."""
 
     client: int
-    verdicts: tuple[Verdict, ...] = ()
+    evaluations: tuple[EvalResult, ...] = ()
     failure: str | None = None
 
 
 class Fleet(Protocol):
     """Where clients live."""
 
-    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send requests out and yield the replies as they come."""
         ...
 
-    def settle(self, taken: Collection[int]) -> None:
+    def commit(self, taken: Collection[int]) -> None:
         """Hear whose replies the server used: for everybody else the round never happened."""
         ...
 
-    def examine(self, exam: Exam) -> Iterator[Marks]:
+    def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Examine clients and yield their marks as they come."""
         ...
 
-    def own(self, client: int) -> State | None:
+    def client_state(self, client: int) -> State | None:
         """Return a client's own state, where the fleet can see it."""
         ...
 
-    def changed(self) -> Mapping[int, State | None]:
+    def changed_states(self) -> Mapping[int, State | None]:
         """Return the clients' states that changed since the last call: what a checkpoint must write."""
         ...
 
@@ -113,29 +113,29 @@ Inner = TypeVar("Inner", bound=Fleet)
 
 
 @dataclass
-class FleetAround(Generic[Inner]):
+class FleetWrapper(Generic[Inner]):
     """A fleet around another: it asks in its own way, and leaves the rest to the other."""
 
     inner: Inner
 
-    def settle(self, taken: Collection[int]) -> None:
+    def commit(self, taken: Collection[int]) -> None:
         """Pass on whose replies the server used."""
-        self.inner.settle(taken)
+        self.inner.commit(taken)
 
-    def examine(self, exam: Exam) -> Iterator[Marks]:
+    def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Let the other fleet examine its clients."""
-        return self.inner.examine(exam)
+        return self.inner.evaluate(eval_request)
 
-    def own(self, client: int) -> State | None:
+    def client_state(self, client: int) -> State | None:
         """Return a client's own state, where the other fleet can see it."""
-        return self.inner.own(client)
+        return self.inner.client_state(client)
 
-    def changed(self) -> Mapping[int, State | None]:
+    def changed_states(self) -> Mapping[int, State | None]:
         """Return the clients' states that changed since the last call."""
-        return self.inner.changed()
+        return self.inner.changed_states()
 
 
-def in_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply]:
+def in_request_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply]:
     """Yield replies in the order of the requests, whoever was faster.
 
     Floating-point sums depend on their order; this makes a round's result independent of the order in which

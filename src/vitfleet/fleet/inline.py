@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from vitfleet.data.images import Shard
-from vitfleet.fleet.base import Exam, Marks, Reply, Request, Verdict
-from vitfleet.fleet.near import Near
+from vitfleet.fleet.base import EvalReply, EvalRequest, EvalResult, Reply, Request
+from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors, all_finite
-from vitfleet.methods.base import Answer, Job, Method
-from vitfleet.pack import in_one_piece
-from vitfleet.train.drive import Half, drive_together
-from vitfleet.train.given import Place
+from vitfleet.methods.base import ClientJob, ClientUpdate, Method
+from vitfleet.packing import pack_tensors
+from vitfleet.train.cohort_driver import Participant, run_cohort
+from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import limited
 from vitfleet.train.trainer import Trainer
 
@@ -26,7 +26,7 @@ AHEAD = 4  # so many requests a worker are looked at for the largest; replies th
 NEARLY_ALL = 0.9  # of a piece of memory: less of it is copied, so that the rest can go
 
 #: A client and a stage of its stream of tasks.
-Stage = tuple[int, int]
+ClientTask = tuple[int, int]
 
 
 class InlineFleet:
@@ -52,7 +52,7 @@ class InlineFleet:
         trainer: Trainer,
         seed: int,
         shard: Callable[[int, int], Shard],
-        judge: Callable[[Tensors, list[Stage]], list[Verdict]],
+        judge: Callable[[Tensors, list[ClientTask]], list[EvalResult]],
         base: Tensors,
         stored: Callable[[int], State | None],
         near: int = 0,
@@ -64,11 +64,11 @@ class InlineFleet:
         self.judge = judge
         self.base = base
         self.stored = stored
-        self._near = Near(near)
+        self._near = StateCache(near)
         self._offered: dict[int, State | None] = {}
         self._changed: dict[int, State | None] = {}
 
-    def ask(self, requests: Iterable[Request]) -> Iterator[Reply]:
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Train one cohort after the other, each as its turn comes; or clients side by side."""
         machine = self.trainer.machine
         if machine.workers > 1 and machine.cohort == 1 and self.trainer.net.stackable:
@@ -76,11 +76,11 @@ class InlineFleet:
             return
         asked = iter(requests)
         while cohort := list(islice(asked, machine.cohort)):
-            answers = drive_together([self._half(request) for request in cohort], self.trainer)
+            answers = run_cohort([self._half(request) for request in cohort], self.trainer)
             for request, answer in zip(cohort, answers, strict=True):
                 reply = self._reply(request, answer)
-                if reply.up is not None:
-                    self.offer(request.client, answer.own)
+                if reply.message is not None:
+                    self.stage_state(request.client, answer.client_state)
                 yield reply
 
     def _side_by_side(self, requests: Iterable[Request]) -> Iterator[Reply]:
@@ -92,7 +92,7 @@ class InlineFleet:
         workers = self.trainer.machine.workers
         each = max(1, torch.get_num_threads() // workers)
         largest_first = chain.from_iterable(
-            sorted(some, key=lambda one: -len(self.shard(one.client, one.stage)))
+            sorted(some, key=lambda one: -len(self.shard(one.client, one.task_index)))
             for some in in_windows(requests, AHEAD * workers)
         )
         with limited(each), ThreadPoolExecutor(workers) as pool:
@@ -104,61 +104,65 @@ class InlineFleet:
             while waiting:
                 reply, own = waiting.popleft().result()
                 waiting.extend(start(one) for one in islice(largest_first, 1))
-                if reply.up is not None:
-                    self.offer(reply.client, own)
+                if reply.message is not None:
+                    self.stage_state(reply.client, own)
                 yield reply
 
-    def _alone(self, threads: int, request: Request, half: Half[Answer]) -> tuple[Reply, State | None]:
+    def _alone(self, threads: int, request: Request, half: Participant[ClientUpdate]) -> tuple[Reply, State | None]:
         torch.set_num_threads(threads)  # each thread of Python counts its own
-        (answer,) = drive_together([half], self.trainer)
-        return self._reply(request, answer), answer.own
+        (answer,) = run_cohort([half], self.trainer)
+        return self._reply(request, answer), answer.client_state
 
-    def _reply(self, request: Request, answer: Answer) -> Reply:
+    def _reply(self, request: Request, answer: ClientUpdate) -> Reply:
         failure = diverged(answer)
         if failure is not None:
             return Reply(request.client, None, failure=failure)
-        here = [(request.client, request.stage)]
-        return Reply(request.client, answer.up, self.judge(answer.model, here)[0] if request.evaluate else None)
+        here = [(request.client, request.task_index)]
+        return Reply(
+            request.client, answer.message, self.judge(answer.model_weights, here)[0] if request.evaluate else None
+        )
 
-    def offer(self, client: int, own: State | None) -> None:
+    def stage_state(self, client: int, own: State | None) -> None:
         """Take in what a client would keep, until it is settled whether its reply counts."""
         self._offered[client] = own
 
-    def offered(self, client: int) -> State | None:
+    def staged_state(self, client: int) -> State | None:
         """Return what a client would keep."""
         return self._offered[client]
 
-    def settle(self, taken: Collection[int]) -> None:
+    def commit(self, taken: Collection[int]) -> None:
         """Let the clients whose replies were used keep what they would keep."""
         for client, own in self._offered.items():
-            if client in taken and (own is not None or self.own(client) is not None):
+            if client in taken and (own is not None or self.client_state(client) is not None):
                 self._changed[client] = None if own is None else on_its_own(own)
                 self._near.put(client, self._changed[client])
         self._offered.clear()
 
-    def examine(self, exam: Exam) -> Iterator[Marks]:
+    def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Try each client's model out; those that keep nothing have one model between them, which is asked once."""
-        stages = range(exam.stages)
-        everybody = [(client, stage) for client in exam.since for stage in stages]
-        shared: dict[Stage, Verdict] = {}
-        for client, since in exam.since.items():
-            own = None if since is None else self.own(client)
-            here = [(client, stage) for stage in stages]
+        num_tasks = range(eval_request.num_tasks)
+        everybody = [(client, task_index) for client in eval_request.last_round for task_index in num_tasks]
+        shared: dict[ClientTask, EvalResult] = {}
+        for client, last_round in eval_request.last_round.items():
+            own = None if last_round is None else self.client_state(client)
+            here = [(client, task_index) for task_index in num_tasks]
             if own is not None:
-                yield Marks(client, tuple(self.judge(self.method.model(exam.server, self.base, own), here)))
+                yield EvalReply(
+                    client, tuple(self.judge(self.method.model_weights(eval_request.server, self.base, own), here))
+                )
                 continue
             if not shared:
-                verdicts = self.judge(self.method.model(exam.server, self.base, None), everybody)
-                shared = dict(zip(everybody, verdicts, strict=True))
-            yield Marks(client, tuple(shared[place] for place in here))
+                evaluations = self.judge(self.method.model_weights(eval_request.server, self.base, None), everybody)
+                shared = dict(zip(everybody, evaluations, strict=True))
+            yield EvalReply(client, tuple(shared[place] for place in here))
 
-    def _half(self, request: Request) -> Half[Answer]:
-        shard = self.shard(request.client, request.stage)
-        own = self.own(request.client)
-        job = Job(request.round, request.client, request.down, self.base, own, shard, request.stage)
-        return Half(self.method.work(job), shard, Place(self.seed, request.round, request.client))
+    def _half(self, request: Request) -> Participant[ClientUpdate]:
+        shard = self.shard(request.client, request.task_index)
+        own = self.client_state(request.client)
+        job = ClientJob(request.round, request.client, request.message, self.base, own, shard, request.task_index)
+        return Participant(self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client))
 
-    def own(self, client: int) -> State | None:
+    def client_state(self, client: int) -> State | None:
         """Return a client's own state, on the training device."""
         near = self._near.get(client)
         if near is not None:
@@ -171,7 +175,7 @@ class InlineFleet:
         self._near.put(client, state)
         return state
 
-    def changed(self) -> Mapping[int, State | None]:
+    def changed_states(self) -> Mapping[int, State | None]:
         """Hand over the states that changed since the last call, for a checkpoint to keep."""
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
@@ -195,19 +199,19 @@ def on_its_own(state: State) -> State:
         for name, tensor in state.tensors.items()
         if needed[tensor.untyped_storage().data_ptr()] < NEARLY_ALL * tensor.untyped_storage().nbytes()
     }
-    return State({**state.tensors, **in_one_piece(among)}, state.numbers)
+    return State({**state.tensors, **pack_tensors(among)}, state.numbers)
 
 
-def diverged(answer: Answer) -> str | None:
+def diverged(answer: ClientUpdate) -> str | None:
     """Say why a client has nothing worth sending or keeping; ``None`` if its training went well.
 
     A loss is taken before its step, so the weights are looked at too: the last step may be the one that blew up.
     """
-    loss = answer.up.numbers["loss"]
+    loss = answer.message.numbers["loss"]
     if not isinstance(loss, float) or not math.isfinite(loss):
         return f"its training diverged: the loss is {loss}"
-    kept = answer.own.tensors.values() if answer.own else ()
+    kept = answer.client_state.tensors.values() if answer.client_state else ()
     # What is both sent and kept is looked at once.
-    if not all_finite({id(tensor): tensor for tensor in (*answer.up.tensors.values(), *kept)}.values()):
+    if not all_finite({id(tensor): tensor for tensor in (*answer.message.tensors.values(), *kept)}.values()):
         return "its training diverged: its weights are not finite"
     return None

@@ -1,6 +1,15 @@
 """One file, one algorithm; each reads beside its paper."""
 
-from vitfleet.methods.base import Answer, Gathering, Job, Method, Setting, Work
+from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, MethodContext
 from vitfleet.methods.registry import adapt, make_method
 
-__all__ = ["Answer", "Gathering", "Job", "Method", "Setting", "Work", "adapt", "make_method"]
+__all__ = [
+    "Aggregator",
+    "ClientGenerator",
+    "ClientJob",
+    "ClientUpdate",
+    "Method",
+    "MethodContext",
+    "adapt",
+    "make_method",
+]

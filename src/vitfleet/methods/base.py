@@ -27,11 +27,11 @@ from vitfleet.data.images import Shard
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
-from vitfleet.train.objective import Fit, Fitted
+from vitfleet.train.objective import Fit, FitResult
 
 
 @dataclass(frozen=True)
-class Setting:
+class MethodContext:
     """What a method may know of the run it is in.
 
     Attributes
@@ -52,7 +52,7 @@ class Setting:
     tokens: int
     width: int
     device: torch.device
-    stages: int = 1
+    num_tasks: int = 1
     aggregate: AggregateConfig = field(default_factory=AggregateConfig)
 
     @classmethod
@@ -64,17 +64,17 @@ class Setting:
         seed: int,
         classes: int,
         device: torch.device,
-        stages: int = 1,
+        num_tasks: int = 1,
         aggregate: AggregateConfig | None = None,
-    ) -> Setting:
+    ) -> MethodContext:
         """Return the setting of a model in a run."""
-        tokens = net.prefix + net.kept(train.mask_ratio)
+        tokens = net.prefix + net.kept_patches(train.mask_ratio)
         rules = aggregate or AggregateConfig()
-        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, stages, rules)
+        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, num_tasks, rules)
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientJob:
     """What a client is asked to do in one round.
 
     Attributes
@@ -93,15 +93,15 @@ class Job:
 
     round: int
     client: int
-    down: Message
-    base: Tensors
-    own: State | None
+    message: Message
+    base_weights: Tensors
+    client_state: State | None
     shard: Shard
-    stage: int = 0
+    task_index: int = 0
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClientUpdate:
     """What a client makes of a job.
 
     Attributes
@@ -114,20 +114,20 @@ class Answer:
         The state it keeps; ``None``: it keeps nothing.
     """
 
-    up: Message
-    model: Tensors
-    own: State | None = None
+    message: Message
+    model_weights: Tensors
+    client_state: State | None = None
 
 
-Work: TypeAlias = Generator[Fit, Fitted, Answer]
-ServerWork: TypeAlias = Generator[Fit, Fitted, State]
+ClientGenerator: TypeAlias = Generator[Fit, FitResult, ClientUpdate]
+ServerGenerator: TypeAlias = Generator[Fit, FitResult, State]
 
 
-class RefusalError(Exception):
+class RejectedUpdateError(Exception):
     """A message cannot be used; says why."""
 
 
-class Gathering(ABC):
+class Aggregator(ABC):
     """The server half while replies come in: each is folded in and let go, so memory does not grow.
 
     Attributes
@@ -136,7 +136,7 @@ class Gathering(ABC):
         Once finished: replies that were taken but, seen beside the others, not used, and why.
     """
 
-    refused: Mapping[int, str] = MappingProxyType({})
+    rejected: Mapping[int, str] = MappingProxyType({})
 
     @abstractmethod
     def add(self, client: int, up: Message) -> None:
@@ -163,37 +163,37 @@ class Method(ABC, Generic[Params]):
     #: Whether the server has a whole model of its own; if not, the clients' models stand for it.
     has_global_model: ClassVar[bool] = True
 
-    def __init__(self, params: Params, setting: Setting) -> None:
+    def __init__(self, params: Params, context: MethodContext) -> None:
         self.params = params
-        self.setting = setting
-        self.anatomy = setting.anatomy
+        self.context = context
+        self.anatomy = context.anatomy
 
     @property
-    def file_backed(self) -> bool:
+    def state_on_disk(self) -> bool:
         """Whether the parts of the server's state shall lie on disk, memory-mapped from the checkpoint's files."""
         return False
 
     @classmethod
-    def adapt(cls, params: Params, vit: nn.Module) -> None:
+    def adapt_model(cls, params: Params, vit: nn.Module) -> None:
         """Add to the architecture what the method needs in it (prompts, low-rank factors): nothing by default."""
 
     @property
     @abstractmethod
-    def trains(self) -> Selection:
+    def trainable(self) -> Selection:
         """What a client trains."""
 
     # The server half
 
-    def base(self, initial: Tensors) -> Message:
+    def base_message(self, initial: Tensors) -> Message:
         """Return what every client is given once, at its first contact, and keeps: nothing by default."""
         return Message()
 
     @abstractmethod
-    def start(self, initial: Tensors) -> State:
+    def initial_state(self, initial: Tensors) -> State:
         """Return the server's state before the first round."""
 
     @abstractmethod
-    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Return what goes down to a client in a round.
 
         Parameters
@@ -203,10 +203,10 @@ class Method(ABC, Generic[Params]):
         """
 
     @abstractmethod
-    def gather(self, server: State, round: int) -> Gathering:
+    def aggregator(self, server: State, round: int) -> Aggregator:
         """Open a round's gathering of replies."""
 
-    def refine(self, server: State, round: int) -> ServerWork:
+    def server_update(self, server: State, round: int) -> ServerGenerator:
         """Train on the server after the replies are in, yielding each training it wants: nothing by default."""
         return server
         yield  # a generator, like the client half
@@ -214,10 +214,10 @@ class Method(ABC, Generic[Params]):
     # The client half
 
     @abstractmethod
-    def work(self, job: Job) -> Work:
+    def client_update(self, job: ClientJob) -> ClientGenerator:
         """Do a client's round, yielding each training it wants."""
 
-    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of what a client keeps besides its model, by what its last message said of itself.
 
         Its costs follow from it: nothing by default.
@@ -232,10 +232,10 @@ class Method(ABC, Generic[Params]):
     # What a model is used with
 
     @abstractmethod
-    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the weights a client would use now; with ``own = None``, a client never seen, or the server."""
 
 
-def tally(fitted: Fitted) -> Numbers:
+def train_metrics(fitted: FitResult) -> Numbers:
     """Return what every message up says of the training behind it."""
     return {"samples": fitted.samples, "loss": float(fitted.loss)}

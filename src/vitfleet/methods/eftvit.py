@@ -20,9 +20,19 @@ from vitfleet.config.methods import EftVitConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregate import outsized
-from vitfleet.methods.base import Answer, Gathering, Job, Method, RefusalError, ServerWork, Setting, Work, tally
-from vitfleet.methods.sampling import Plan, draw_plan
+from vitfleet.methods.aggregation import norm_outliers
+from vitfleet.methods.base import (
+    Aggregator,
+    ClientGenerator,
+    ClientJob,
+    ClientUpdate,
+    Method,
+    MethodContext,
+    RejectedUpdateError,
+    ServerGenerator,
+    train_metrics,
+)
+from vitfleet.methods.median_sampling import Plan, draw_plan
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective, Step
@@ -37,8 +47,8 @@ class EftVit(Method[EftVitConfig]):
     name = "eftvit"
     has_global_model = False
 
-    def __init__(self, params: EftVitConfig, setting: Setting) -> None:
-        super().__init__(params, setting)
+    def __init__(self, params: EftVitConfig, context: MethodContext) -> None:
+        super().__init__(params, context)
         if not self.anatomy.tokens:
             raise ConfigError("method.name", self.name, "needs a plain ViT (vit_*, deit_*), which can be parted")
         if params.local_layers >= self.anatomy.depth:
@@ -52,77 +62,84 @@ class EftVit(Method[EftVitConfig]):
         self.global_module = self.anatomy.join(*blocks[params.local_layers :], self.anatomy.norm)
 
     @property
-    def trains(self) -> Selection:
+    def trainable(self) -> Selection:
         """A client's local module, and the head."""
         layers = self.anatomy.blocks[: self.params.local_layers]
         local = self.local_module if self.params.train_embedding else self.anatomy.join(*layers)
         return self.anatomy.join(local, self.anatomy.head)
 
     @property
-    def file_backed(self) -> bool:
+    def state_on_disk(self) -> bool:
         """Whether the store lies on disk."""
         return self.params.store_on == "disk"
 
     # The server half
 
-    def base(self, initial: Tensors) -> Message:
+    def base_message(self, initial: Tensors) -> Message:
         """Give every client the same local module to start from."""
         return Message(self.local_module.take(initial))
 
-    def start(self, initial: Tensors) -> State:
+    def initial_state(self, initial: Tensors) -> State:
         """Start with the initial global module and head, and no features."""
         return State(self.anatomy.join(self.global_module, self.anatomy.head).take(initial))
 
-    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send the global module and the head."""
         return Message(server.tensors)
 
-    def gather(self, server: State, round: int) -> Gathering:
+    def aggregator(self, server: State, round: int) -> Aggregator:
         """Take each client's features in, in the place of its old ones."""
-        return FeatureStore(server, self.params, self.setting)
+        return FeatureStore(server, self.params, self.context)
 
-    def refine(self, server: State, round: int) -> ServerWork:
+    def server_update(self, server: State, round: int) -> ServerGenerator:
         """Train the global module and the head on everybody's features."""
         parts = [_features(part) for part in server.parts.values()]
         if self.params.store_on == "device":
-            parts = [part.to(self.setting.device) for part in parts]
+            parts = [part.to(self.context.device) for part in parts]
         if not parts:
             return server
         objective = Objective(self.anatomy.join(self.global_module, self.anatomy.head), split=self.params.local_layers)
-        features = FeatureSet(parts, self.setting.device, equal_parts=self.params.balance == "clients")
+        features = FeatureSet(parts, self.context.device, equal_parts=self.params.balance == "clients")
         fitted = yield Fit(server.tensors, objective, self.params.server_epochs, features=features)
         return replace(server, tensors=fitted.weights)
 
     # The client half
 
-    def work(self, job: Job) -> Work:
+    def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train the local module and the head through the frozen global module; send balanced features."""
-        epochs = self.setting.train.epochs
-        received = {**(job.base if job.own is None else job.own.tensors), **job.down.tensors}
-        rng = Address(self.setting.seed, Purpose.RECORD, job.round, job.client).generator()
+        epochs = self.context.train.epochs
+        received = {
+            **(job.base_weights if job.client_state is None else job.client_state.tensors),
+            **job.message.tensors,
+        }
+        rng = Address(self.context.seed, Purpose.RECORD, job.round, job.client).generator()
         plan = draw_plan(job.shard.labels.cpu().numpy(), epochs, self.params.threshold, rng)
-        objective = Objective(self.trains, observer=Recorder(self.params.values), split=self.params.local_layers)
-        fitted = yield Fit(received, objective, epochs, sums=empty_record(plan, self.params.values, self.setting))
+        objective = Objective(
+            self.trainable, observer=FeatureRecorder(self.params.values), split=self.params.local_layers
+        )
+        fitted = yield Fit(
+            received, objective, epochs, observer_state=empty_record(plan, self.params.values, self.context)
+        )
         model = {**received, **fitted.weights}
-        up = Message(recorded(plan, fitted.observed) if plan.recorded else {}, tally(fitted))
-        return Answer(up, model, State(self.local_module.take(model)))
+        up = Message(recorded(plan, fitted.observed) if plan.recorded else {}, train_metrics(fitted))
+        return ClientUpdate(up, model, State(self.local_module.take(model)))
 
-    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own local module under the server's global module and head."""
         return {**(base if own is None else own.tensors), **server.tensors}
 
 
-def empty_record(plan: Plan, values: str, setting: Setting) -> dict[str, Tensor]:
+def empty_record(plan: Plan, values: str, context: MethodContext) -> dict[str, Tensor]:
     """Return room for the features that the plan wants, and at least one row more for what is not.
 
     Rows and samples are rounded up: shapes stay static, and recur from client to client.
     """
     rows = _evened(plan.recorded + 1)
-    room = {"features": torch.zeros(rows, setting.tokens, setting.width, dtype=DTYPES[values], device=setting.device)}
+    room = {"features": torch.zeros(rows, context.tokens, context.width, dtype=DTYPES[values], device=context.device)}
     if values == "int8":
-        room["scales"] = torch.ones(rows, setting.tokens, device=setting.device)
+        room["scales"] = torch.ones(rows, context.tokens, device=context.device)
     slots = torch.from_numpy(plan.slots)
-    return {**room, "slots": F.pad(slots, (0, _evened(slots.shape[1]) - slots.shape[1])).to(setting.device)}
+    return {**room, "slots": F.pad(slots, (0, _evened(slots.shape[1]) - slots.shape[1])).to(context.device)}
 
 
 def _evened(count: int) -> int:
@@ -130,41 +147,41 @@ def _evened(count: int) -> int:
 
 
 @dataclass(frozen=True)
-class Recorder:
+class FeatureRecorder:
     """Keeps the features that the plan wants, as they will travel, on the device."""
 
     values: str
 
-    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Put the step's wanted features into their places."""
         assert step.features is not None
         features = step.features.detach().float()
         # The last row is nobody's; that is where padding goes.
-        last = sums["features"].shape[0] - 1
+        last = observer_state["features"].shape[0] - 1
         # (A scalar as an index would be read by the host; a row of one is not.)
-        planned = sums["slots"].index_select(0, step.epoch.reshape(1)).squeeze(0)[step.positions]
-        slots = torch.where(step.share > 0, planned, last)
+        planned = observer_state["slots"].index_select(0, step.epoch.reshape(1)).squeeze(0)[step.positions]
+        slots = torch.where(step.sample_weight > 0, planned, last)
         if self.values == "int8":
             features, scales = quantize(features)
-            sums["scales"].index_put_((slots,), scales)
-        sums["features"].index_put_((slots,), features.to(DTYPES[self.values]))
-        return sums
+            observer_state["scales"].index_put_((slots,), scales)
+        observer_state["features"].index_put_((slots,), features.to(DTYPES[self.values]))
+        return observer_state
 
 
-def recorded(plan: Plan, sums: Tensors) -> dict[str, Tensor]:
+def recorded(plan: Plan, observer_state: Tensors) -> dict[str, Tensor]:
     """Return what is sent: every class equally often."""
-    order = torch.from_numpy(plan.order).to(sums["features"].device)
-    tensors = {name: sums[name][order] for name in ("features", "scales") if name in sums}
+    order = torch.from_numpy(plan.order).to(observer_state["features"].device)
+    tensors = {name: observer_state[name][order] for name in ("features", "scales") if name in observer_state}
     return {**tensors, "labels": torch.from_numpy(plan.labels).to(torch.int16)}
 
 
-class FeatureStore(Gathering):
+class FeatureStore(Aggregator):
     """The server's store: every client's latest features (section 3.6), or only this round's (section 3.5)."""
 
-    def __init__(self, server: State, params: EftVitConfig, setting: Setting) -> None:
+    def __init__(self, server: State, params: EftVitConfig, context: MethodContext) -> None:
         self.server = server
         self.params = params
-        self.setting = setting
+        self.context = context
         self.parts: dict[str, State] = dict(server.parts) if params.store == "all" else {}
         self.before = dict(self.parts)
         self.sizes: dict[int, float] = {}
@@ -174,39 +191,39 @@ class FeatureStore(Gathering):
         if not up.tensors:
             return
         self.check(up.tensors)
-        device = self.setting.device if self.params.store_on == "device" else torch.device("cpu")
+        device = self.context.device if self.params.store_on == "device" else torch.device("cpu")
         part = State({name: one.to(device) for name, one in up.tensors.items()})
         self.parts[_place(client)] = part
-        if self.setting.aggregate.norm_factor is not None:
+        if self.context.aggregate.norm_factor is not None:
             self.sizes[client] = _features(part).size()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse what would not train, or would ruin what does."""
         features, labels, scales = (tensors.get(name) for name in ("features", "labels", "scales"))
         if features is None or labels is None:
-            raise RefusalError("its message holds no features and labels")
+            raise RejectedUpdateError("its message holds no features and labels")
         strange = sorted(set(tensors) - {"features", "labels", *(["scales"] if self.params.values == "int8" else [])})
         if strange:
-            raise RefusalError(f"it sent {strange[0]!r}, which is no part of features")
+            raise RejectedUpdateError(f"it sent {strange[0]!r}, which is no part of features")
         if labels.dim() != 1 or labels.dtype != torch.int16:
-            raise RefusalError(f"its labels are {labels.dtype} {tuple(labels.shape)}, not a row of torch.int16")
-        wanted = (len(labels), self.setting.tokens, self.setting.width)
+            raise RejectedUpdateError(f"its labels are {labels.dtype} {tuple(labels.shape)}, not a row of torch.int16")
+        wanted = (len(labels), self.context.tokens, self.context.width)
         if tuple(features.shape) != wanted:
-            raise RefusalError(f"its features are of shape {tuple(features.shape)}, not {wanted}")
+            raise RejectedUpdateError(f"its features are of shape {tuple(features.shape)}, not {wanted}")
         if features.dtype != DTYPES[self.params.values]:
-            raise RefusalError(f"its features are {features.dtype}, not {DTYPES[self.params.values]}")
+            raise RejectedUpdateError(f"its features are {features.dtype}, not {DTYPES[self.params.values]}")
         if self.params.values == "int8" and (scales is None or tuple(scales.shape) != wanted[:2]):
-            raise RefusalError("its features have no scales of their own")
+            raise RejectedUpdateError("its features have no scales of their own")
         floating = [one for one in (features, scales) if one is not None and one.is_floating_point()]
         if not all(bool(one.isfinite().all()) for one in floating):
-            raise RefusalError("its features are not finite")
-        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.setting.classes):
-            raise RefusalError(f"its labels are not all between 0 and {self.setting.classes - 1}")
+            raise RejectedUpdateError("its features are not finite")
+        if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.context.classes):
+            raise RejectedUpdateError(f"its labels are not all between 0 and {self.context.classes - 1}")
 
     def finish(self) -> State:
         """Return the server's state with the new store; who sent outsized features keeps the old ones in it, if any."""
-        self.refused = outsized(self.sizes, self.setting.aggregate.norm_factor)
-        for place in map(_place, self.refused):
+        self.rejected = norm_outliers(self.sizes, self.context.aggregate.norm_factor)
+        for place in map(_place, self.rejected):
             if place in self.before:
                 self.parts[place] = self.before[place]
             else:

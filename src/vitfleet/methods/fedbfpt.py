@@ -13,8 +13,16 @@ from torch import Tensor
 from vitfleet.config.methods import FedBfptConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregate import WeightedMean
-from vitfleet.methods.base import Answer, Gathering, Job, Method, Setting, Work, tally
+from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.base import (
+    Aggregator,
+    ClientGenerator,
+    ClientJob,
+    ClientUpdate,
+    Method,
+    MethodContext,
+    train_metrics,
+)
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
@@ -37,8 +45,8 @@ class FedBfpt(Method[FedBfptConfig]):
 
     name = "fedbfpt"
 
-    def __init__(self, params: FedBfptConfig, setting: Setting) -> None:
-        super().__init__(params, setting)
+    def __init__(self, params: FedBfptConfig, context: MethodContext) -> None:
+        super().__init__(params, context)
         if params.local_layers > self.anatomy.depth:
             raise ConfigError(
                 "method.local_layers",
@@ -47,46 +55,48 @@ class FedBfpt(Method[FedBfptConfig]):
             )
         if not self.anatomy.tokens:
             raise ConfigError("method.name", self.name, "needs a plain ViT, whose layers can be left out")
-        self.schedule = schedule(setting.rounds, params.local_layers)
+        self.schedule = schedule(context.rounds, params.local_layers)
 
     @property
-    def trains(self) -> Selection:
+    def trainable(self) -> Selection:
         """One layer and the head; all layers are of one size."""
         return self._trains(0)
 
     # The server half
 
-    def base(self, initial: Tensors) -> Message:
+    def base_message(self, initial: Tensors) -> Message:
         """Give every client the initial model: embeddings stay as they are, so do deeper layers until their turn."""
         return Message(initial)
 
-    def start(self, initial: Tensors) -> State:
+    def initial_state(self, initial: Tensors) -> State:
         """Start from the initial model."""
         return State(initial)
 
-    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send the layers trained so far, and the head."""
         trained = self.anatomy.blocks[: self.schedule[round - 1] + 1]
         return Message(self.anatomy.join(*trained, self.anatomy.head).take(server.tensors))
 
-    def gather(self, server: State, round: int) -> Gathering:
+    def aggregator(self, server: State, round: int) -> Aggregator:
         """Average the one layer and the head."""
-        return WeightedMean(server, self.setting.aggregate)
+        return WeightedMean(server, self.context.aggregate)
 
     # The client half
 
-    def work(self, job: Job) -> Work:
+    def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train one layer of a shallow model, and the head."""
         layer = self.schedule[job.round - 1]
-        received = {**job.base, **job.down.tensors}
+        received = {**job.base_weights, **job.message.tensors}
         shallow = self.shallow(received, self.route(layer, job.round, job.client))
         objective = Objective(self._trains(layer), depth=self.params.local_layers)
-        fitted = yield Fit(shallow, objective, self.setting.train.epochs)
-        return Answer(Message(fitted.weights, {**tally(fitted), "layer": layer}), {**received, **fitted.weights})
+        fitted = yield Fit(shallow, objective, self.context.train.epochs)
+        return ClientUpdate(
+            Message(fitted.weights, {**train_metrics(fitted), "layer": layer}), {**received, **fitted.weights}
+        )
 
     def route(self, layer: int, round: int, client: int) -> tuple[int, ...]:
         """Return the server's layers that a client's model is made of."""
-        rng = Address(self.setting.seed, Purpose.LAYERS, round, client).generator()
+        rng = Address(self.context.seed, Purpose.LAYERS, round, client).generator()
         free = self.params.local_layers - layer - 1
         deeper: list[int] = rng.integers(layer + 1, self.anatomy.depth, size=free).tolist() if free else []
         return (*range(layer + 1), *sorted(deeper))
@@ -99,7 +109,7 @@ class FedBfpt(Method[FedBfptConfig]):
             local |= {name: weights[origin] for name, origin in zip(blocks[place], blocks[layer], strict=True)}
         return local
 
-    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the server's whole model."""
         return server.tensors
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from vitfleet.config.methods import FedPerConfig
 from vitfleet.message import Tensors
-from vitfleet.methods.base import Job
-from vitfleet.methods.body import Learned, Learning, SharedBody
+from vitfleet.methods.base import ClientJob
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.train.objective import Fit, Objective
 
 
@@ -18,7 +18,7 @@ class FedPer(SharedBody[FedPerConfig]):
 
     name = "fedper"
 
-    def learn(self, job: Job, weights: Tensors) -> Learning:
+    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train everything at once."""
-        fitted = yield Fit(weights, Objective(self.trains), self.setting.train.epochs)
-        return Learned({**weights, **fitted.weights}, fitted)
+        fitted = yield Fit(weights, Objective(self.trainable), self.context.train.epochs)
+        return LocalResult({**weights, **fitted.weights}, fitted)

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vitfleet.config.methods import FedProxConfig
-from vitfleet.methods.fedavg import Averaging
+from vitfleet.methods.fedavg import WeightAveraging
 from vitfleet.train.objective import Objective, Step, cross_entropy
 
 
-class FedProx(Averaging[FedProxConfig]):
+class FedProx(WeightAveraging[FedProxConfig]):
     """FedAvg with a proximal term."""
 
     name = "fedprox"
 
     def objective(self) -> Objective:
         """Return cross-entropy plus the proximal term; the received weights are the step's constants."""
-        return Objective(self.trains, ProximalLoss(self.params.mu))
+        return Objective(self.trainable, ProximalLoss(self.params.mu))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from vitfleet.config.methods import FedRepConfig
 from vitfleet.message import Tensors
-from vitfleet.methods.base import Job
-from vitfleet.methods.body import Learned, Learning, SharedBody
+from vitfleet.methods.base import ClientJob
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.train.objective import Fit, Objective
 
 
@@ -18,11 +18,11 @@ class FedRep(SharedBody[FedRepConfig]):
 
     name = "fedrep"
 
-    def learn(self, job: Job, weights: Tensors) -> Learning:
+    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train the head, then the body."""
-        epochs, head_epochs = self.setting.train.epochs, self.params.head_epochs
+        epochs, head_epochs = self.context.train.epochs, self.params.head_epochs
         if head_epochs:
             headed = yield Fit(weights, Objective(self.anatomy.head), head_epochs)
             weights = {**weights, **headed.weights}
         fitted = yield Fit(weights, Objective(self.anatomy.body), epochs - head_epochs)
-        return Learned({**weights, **fitted.weights}, fitted)
+        return LocalResult({**weights, **fitted.weights}, fitted)

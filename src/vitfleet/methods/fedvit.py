@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from vitfleet.config.methods import FedVitConfig
 from vitfleet.message import Numbers, Tensors
-from vitfleet.methods import knowledge
-from vitfleet.methods.base import Job
-from vitfleet.methods.body import Learned, Learning, SharedBody
+from vitfleet.methods import episodic_memory
+from vitfleet.methods.base import ClientJob
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.surgery import TUNING, Integrator, MostDissimilar, Rotation
 
@@ -24,33 +24,35 @@ class FedVit(SharedBody[FedVitConfig]):
 
     name = "fedvit"
 
-    def learn(self, job: Job, weights: Tensors) -> Learning:
+    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Fine-tune after the aggregation, train the head, train the body with integration, extract knowledge."""
         params, anatomy = self.params, self.anatomy
-        own: Tensors = {} if job.own is None else job.own.tensors
-        known = knowledge.read(own)
+        own: Tensors = {} if job.client_state is None else job.client_state.tensors
+        known = episodic_memory.read(own)
         numbers: Numbers = {}
         if own and params.tune_epochs:
             rotation = Objective(anatomy.body, transform=Rotation(params.check))
             before = anatomy.trainable(anatomy.body).take(own)
-            tuned = yield Fit(weights, rotation, params.tune_epochs, elsewhere=before)
+            tuned = yield Fit(weights, rotation, params.tune_epochs, reference_weights=before)
             weights = {**weights, **tuned.weights}
-            numbers = knowledge.counted(tuned, TUNING)
+            numbers = episodic_memory.counted(tuned, TUNING)
         if params.head_epochs:
             headed = yield Fit(weights, Objective(anatomy.head), params.head_epochs)
             weights = {**weights, **headed.weights}
-        memory = knowledge.recall(known, job.stage)
+        memory = episodic_memory.recall(known, job.task_index)
         objective = Objective(anatomy.body)
         if memory:
-            chooser = MostDissimilar(params.k, params.rank_every)
-            objective = Objective(anatomy.body, transform=Integrator(params.check), chooser=chooser)
+            selector = MostDissimilar(params.k, params.rank_every)
+            objective = Objective(anatomy.body, transform=Integrator(params.check), selector=selector)
         fitted = yield Fit(
-            weights, objective, self.setting.train.epochs - params.head_epochs, memory=memory, score=True
+            weights, objective, self.context.train.epochs - params.head_epochs, memory=memory, score_samples=True
         )
-        known = knowledge.store(known, job.stage, job.shard, fitted.losses, params, self.setting.stages)
-        numbers = {**numbers, **knowledge.counted(fitted), **knowledge.told(known)}
-        return Learned({**weights, **fitted.weights}, fitted, numbers, knowledge.write(known))
+        known = episodic_memory.store(
+            known, job.task_index, job.shard, fitted.sample_losses, params, self.context.num_tasks
+        )
+        numbers = {**numbers, **episodic_memory.counted(fitted), **episodic_memory.told(known)}
+        return LocalResult({**weights, **fitted.weights}, fitted, numbers, episodic_memory.write(known))
 
-    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of the stored samples."""
-        return knowledge.imagine(said, channels, side, self.params, self.setting.stages)
+        return episodic_memory.imagine(client_metrics, channels, side, self.params, self.context.num_tasks)

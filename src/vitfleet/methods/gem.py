@@ -15,9 +15,9 @@ import torch
 
 from vitfleet.config.methods import AGemConfig, GemConfig, MemoryTable
 from vitfleet.message import Numbers, Tensors
-from vitfleet.methods import knowledge
-from vitfleet.methods.base import Job
-from vitfleet.methods.body import Learned, Learning, SharedBody
+from vitfleet.methods import episodic_memory
+from vitfleet.methods.base import ClientJob
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.surgery import Integrator
@@ -25,7 +25,7 @@ from vitfleet.train.surgery import Integrator
 Params = TypeVar("Params", bound=MemoryTable)
 
 
-class Episodic(SharedBody[Params]):
+class EpisodicMemoryMethod(SharedBody[Params]):
     """What the two have in common."""
 
     #: Whether all memories give one reference gradient.
@@ -35,25 +35,25 @@ class Episodic(SharedBody[Params]):
         """Return what projects a step's gradient."""
         return Integrator(self.params.check)
 
-    def learn(self, job: Job, weights: Tensors) -> Learning:
+    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train everything at once, each step projected; store some of the samples."""
-        known = knowledge.read({} if job.own is None else job.own.tensors)
-        memory = knowledge.recall(known, job.stage, self.together)
-        objective = Objective(self.trains, transform=self.integrator() if memory else None)
-        fitted = yield Fit(weights, objective, self.setting.train.epochs, memory=memory)
+        known = episodic_memory.read({} if job.client_state is None else job.client_state.tensors)
+        memory = episodic_memory.recall(known, job.task_index, self.together)
+        objective = Objective(self.trainable, transform=self.integrator() if memory else None)
+        fitted = yield Fit(weights, objective, self.context.train.epochs, memory=memory)
         # The same draw in every round of a task: what is stored of it stays.
-        rng = Address(self.setting.seed, Purpose.MEMORY, client=job.client, epoch=job.stage).generator()
+        rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()
         scores = torch.from_numpy(rng.random(len(job.shard)))
-        known = knowledge.store(known, job.stage, job.shard, scores, self.params, self.setting.stages)
-        numbers = {**knowledge.counted(fitted), **knowledge.told(known)}
-        return Learned({**weights, **fitted.weights}, fitted, numbers, knowledge.write(known))
+        known = episodic_memory.store(known, job.task_index, job.shard, scores, self.params, self.context.num_tasks)
+        numbers = {**episodic_memory.counted(fitted), **episodic_memory.told(known)}
+        return LocalResult({**weights, **fitted.weights}, fitted, numbers, episodic_memory.write(known))
 
-    def kept(self, said: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of the stored samples."""
-        return knowledge.imagine(said, channels, side, self.params, self.setting.stages)
+        return episodic_memory.imagine(client_metrics, channels, side, self.params, self.context.num_tasks)
 
 
-class Gem(Episodic[GemConfig]):
+class Gem(EpisodicMemoryMethod[GemConfig]):
     """One constraint a stored task."""
 
     name = "gem"
@@ -64,7 +64,7 @@ class Gem(Episodic[GemConfig]):
         return Integrator(self.params.check, self.params.margin)
 
 
-class AGem(Episodic[AGemConfig]):
+class AGem(EpisodicMemoryMethod[AGemConfig]):
     """One constraint for all stored tasks together."""
 
     name = "a-gem"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitfleet.config.methods import StandaloneConfig
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.base import Answer, Gathering, Job, Method, Work, tally
+from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
 from vitfleet.train.objective import Fit, Objective
 
@@ -16,37 +16,41 @@ class Standalone(Method[StandaloneConfig]):
     has_global_model = False
 
     @property
-    def trains(self) -> Selection:
+    def trainable(self) -> Selection:
         """The whole model."""
         return self.anatomy.whole
 
-    def base(self, initial: Tensors) -> Message:
+    def base_message(self, initial: Tensors) -> Message:
         """Give every client the same model to start from."""
         return Message(initial)
 
-    def start(self, initial: Tensors) -> State:
+    def initial_state(self, initial: Tensors) -> State:
         """Start with nothing: the server has nothing to keep."""
         return State()
 
-    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send nothing."""
         return Message()
 
-    def gather(self, server: State, round: int) -> Gathering:
+    def aggregator(self, server: State, round: int) -> Aggregator:
         """Make nothing of the replies."""
-        return Unmoved(server)
+        return NoAggregation(server)
 
-    def work(self, job: Job) -> Work:
+    def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train on from where the last round ended."""
-        fitted = yield Fit(self.model(State(), job.base, job.own), Objective(self.trains), self.setting.train.epochs)
-        return Answer(Message(numbers=tally(fitted)), fitted.weights, State(fitted.weights))
+        fitted = yield Fit(
+            self.model_weights(State(), job.base_weights, job.client_state),
+            Objective(self.trainable),
+            self.context.train.epochs,
+        )
+        return ClientUpdate(Message(numbers=train_metrics(fitted)), fitted.weights, State(fitted.weights))
 
-    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own weights; the initial ones before its first round."""
         return base if own is None else own.tensors
 
 
-class Unmoved(Gathering):
+class NoAggregation(Aggregator):
     """Replies change nothing."""
 
     def __init__(self, server: State) -> None:

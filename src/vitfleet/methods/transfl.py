@@ -17,8 +17,17 @@ from vitfleet.config.methods import TransFLConfig
 from vitfleet.config.schema import AggregateConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregate import WeightedMean
-from vitfleet.methods.base import Answer, Gathering, Job, Method, RefusalError, Setting, Work, tally
+from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.base import (
+    Aggregator,
+    ClientGenerator,
+    ClientJob,
+    ClientUpdate,
+    Method,
+    MethodContext,
+    RejectedUpdateError,
+    train_metrics,
+)
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.train.objective import Fit, Objective, Step
 
@@ -28,66 +37,68 @@ class TransFL(Method[TransFLConfig]):
 
     name = "transfl"
 
-    def __init__(self, params: TransFLConfig, setting: Setting) -> None:
-        super().__init__(params, setting)
+    def __init__(self, params: TransFLConfig, context: MethodContext) -> None:
+        super().__init__(params, context)
         if params.k > self.anatomy.depth:
             raise ConfigError("method.k", params.k, f"must be between 1 and {self.anatomy.depth}, the model's layers")
         parts = {"embed": self.anatomy.embed, "norm": self.anatomy.norm, "head": self.anatomy.head}
         self.always = self.anatomy.join(*(parts[part] for part in params.always))
 
     @property
-    def trains(self) -> Selection:
+    def trainable(self) -> Selection:
         """The whole model."""
         return self.anatomy.whole
 
     # The server half
 
-    def start(self, initial: Tensors) -> State:
+    def initial_state(self, initial: Tensors) -> State:
         """Start from the initial model; ``updated`` holds the last round in which each layer was."""
         return State(initial, {"updated": [0] * self.anatomy.depth})
 
-    def instruct(self, server: State, round: int, client: int, since: int | None) -> Message:
+    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send a newcomer the whole model, anybody else what was updated since they took part."""
-        if since is None:
+        if last_round is None:
             return Message(server.tensors)
-        return Message(self._updated(server, since).take(server.tensors))
+        return Message(self._updated(server, last_round).take(server.tensors))
 
-    def gather(self, server: State, round: int) -> Gathering:
+    def aggregator(self, server: State, round: int) -> Aggregator:
         """Average each layer over those who sent it."""
-        return LayerMean(server, self.setting.aggregate, self.anatomy, round)
+        return LayerMean(server, self.context.aggregate, self.anatomy, round)
 
     # The client half
 
-    def work(self, job: Job) -> Work:
+    def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train the whole model, send the top-k layers and what always travels, keep the model."""
-        own = {} if job.own is None else job.own.tensors
+        own = {} if job.client_state is None else job.client_state.tensors
         observer = GradientMagnitude(self.anatomy, self.params.statistic)
-        objective = Objective(self.trains, observer=observer)
-        sums = observer.start(self.setting.device)
-        fitted = yield Fit({**own, **job.down.tensors}, objective, self.setting.train.epochs, sums=sums)
+        objective = Objective(self.trainable, observer=observer)
+        observer_state = observer.start(self.context.device)
+        fitted = yield Fit(
+            {**own, **job.message.tensors}, objective, self.context.train.epochs, observer_state=observer_state
+        )
         kept = State(fitted.weights, {"round": job.round})
         if not fitted.steps:
-            return Answer(Message(numbers=tally(fitted)), fitted.weights, kept)
+            return ClientUpdate(Message(numbers=train_metrics(fitted)), fitted.weights, kept)
         magnitudes = (fitted.observed["layers"] / fitted.steps).tolist()
         layers = top(magnitudes, self.params.k)
         sends = self.anatomy.join(self.always, *(self.anatomy.blocks[layer] for layer in layers))
-        numbers = {**tally(fitted), "layers": layers, "gradients": magnitudes}
+        numbers = {**train_metrics(fitted), "layers": layers, "gradients": magnitudes}
         if self.anatomy.attention:
             numbers["head_gradients"] = (fitted.observed["heads"] / fitted.steps).flatten().tolist()
-        return Answer(Message(sends.take(fitted.weights), numbers), fitted.weights, kept)
+        return ClientUpdate(Message(sends.take(fitted.weights), numbers), fitted.weights, kept)
 
-    def model(self, server: State, base: Tensors, own: State | None) -> Tensors:
+    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own layers under what was updated since it took part."""
         if own is None:
             return server.tensors
-        since = own.numbers["round"]
-        assert isinstance(since, int)
-        return {**own.tensors, **self._updated(server, since).take(server.tensors)}
+        last_round = own.numbers["round"]
+        assert isinstance(last_round, int)
+        return {**own.tensors, **self._updated(server, last_round).take(server.tensors)}
 
-    def _updated(self, server: State, since: int) -> Selection:
+    def _updated(self, server: State, last_round: int) -> Selection:
         updated = server.numbers["updated"]
         assert isinstance(updated, list)
-        fresh = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= since]
+        fresh = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
         return self.anatomy.join(self.always, *fresh)
 
 
@@ -112,10 +123,10 @@ class LayerMean(WeightedMean):
         for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
             told = up.numbers.get(name)
             if told is not None and not (isinstance(told, list) and len(told) == length):
-                raise RefusalError(f"what it sent as {name!r} is not {length} numbers")
+                raise RejectedUpdateError(f"what it sent as {name!r} is not {length} numbers")
         layers = up.numbers.get("layers", [])
         if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
-            raise RefusalError(f"it says it sent the layers {layers}, of {depth}")
+            raise RejectedUpdateError(f"it says it sent the layers {layers}, of {depth}")
         super().add(client, up)
 
     def finish(self) -> State:
@@ -142,18 +153,23 @@ class GradientMagnitude:
 
     def start(self, device: torch.device) -> Tensors:
         """Return zeros."""
-        sums = {"layers": torch.zeros(self.anatomy.depth, device=device)}
+        observer_state = {"layers": torch.zeros(self.anatomy.depth, device=device)}
         if self.anatomy.attention:
             heads = self.anatomy.attention[0].heads
-            sums["heads"] = torch.zeros(self.anatomy.depth, heads, device=device)
-        return sums
+            observer_state["heads"] = torch.zeros(self.anatomy.depth, heads, device=device)
+        return observer_state
 
-    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Add one step's magnitudes."""
-        seen = {"layers": sums["layers"] + torch.stack([self._layer(gradients, block) for block in self._blocks])}
+        seen = {
+            "layers": observer_state["layers"] + torch.stack([self._layer(gradients, block) for block in self._blocks])
+        }
         if self.anatomy.attention:
-            seen["heads"] = sums["heads"] + torch.stack(
-                [heads_of(gradients[one.qkv], gradients[one.projection], one.heads) for one in self.anatomy.attention]
+            seen["heads"] = observer_state["heads"] + torch.stack(
+                [
+                    head_magnitudes(gradients[one.qkv], gradients[one.projection], one.heads)
+                    for one in self.anatomy.attention
+                ]
             )
         return seen
 
@@ -169,7 +185,7 @@ class GradientMagnitude:
         return torch.stack([torch.linalg.vector_norm(part, 1) for part in parts]).sum() / count
 
 
-def heads_of(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
+def head_magnitudes(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
     """Return the mean absolute gradient of each head."""
     width = projection.shape[1]
     rows = qkv.abs().view(3, heads, -1, qkv.shape[1]).sum(dim=(0, 2, 3))

@@ -25,7 +25,7 @@ from vitfleet.message import Tensors
 # The attribute under which timm's families keep their transformer layers.
 _BLOCK_LISTS = {"blocks", "blocks_token_only"}
 _NORMS = {"norm", "fc_norm"}
-# What tuning names its additions by: see vitfleet.models.tuning.
+# What tuning names its additions by: see vitfleet.models.adapters.
 PROMPTS = "prompts"
 LORA = "lora_"
 

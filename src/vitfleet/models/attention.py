@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     warps: int
     main: int  # keys in the first tile
     rest: int  # keys in the second, or 0: 65 tokens are a tile of 64 and one of 16, not one of 128
-    stages: int = 2  # how far ahead queries are fetched, plus one
+    num_tasks: int = 2  # how far ahead queries are fetched, plus one
 
 
 def suits(tokens: int, width: int) -> bool:
@@ -100,7 +100,7 @@ def plan_backward(tokens: int, width: int, dtype: torch.dtype) -> Plan:
         return Plan(16, 8, *tiles)
     if tokens <= 64:
         return Plan(tiles[0], tiles[0] // 16, *tiles)  # all at once
-    return Plan(16, 1, *tiles, stages=1) if width <= 32 and tokens <= 96 else Plan(16, 4, *tiles)
+    return Plan(16, 1, *tiles, num_tasks=1) if width <= 32 and tokens <= 96 else Plan(16, 4, *tiles)
 
 
 def _tiles(tokens: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
         "main": plan.main,
         "rest": plan.rest,
         "num_warps": plan.warps,
-        "num_stages": plan.stages,
+        "num_stages": plan.num_tasks,
     }
 
 

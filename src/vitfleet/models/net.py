@@ -12,10 +12,10 @@ from torch.func import functional_call
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, has_tokens
-from vitfleet.models.plain import PlainForward, affine, cut
+from vitfleet.models.functional_vit import FunctionalViT, affine, cut
 
 
-class Holder(nn.Module):
+class TimmWrapper(nn.Module):
     """Holds a timm model, its weights under ``vit.``; runs it as it is, or a CaiT on some patches."""
 
     def __init__(self, vit: nn.Module) -> None:
@@ -56,9 +56,9 @@ class Net:
         The input it takes: pixels a side, and the normalisation of pixels in 0…1.
     """
 
-    module: Holder
+    module: TimmWrapper
     anatomy: Anatomy
-    plain: PlainForward | None
+    functional: FunctionalViT | None
     patches: int
     prefix: int
     width: int
@@ -69,7 +69,7 @@ class Net:
     @property
     def stackable(self) -> bool:
         """Whether weights may have a leading axis of clients."""
-        return self.plain is not None and self.module.vit.attn_pool is None
+        return self.functional is not None and self.module.vit.attn_pool is None
 
     def __call__(
         self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None
@@ -87,27 +87,27 @@ class Net:
         needed = self.anatomy.shapes.keys() - {name for block in blocks for name in block}
         if missing := needed - weights.keys():
             raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
-        if self.plain is None:
+        if self.functional is None:
             inner = {f"vit.{name}": tensor for name, tensor in weights.items()}
             return cast(Tensor, functional_call(self.module, inner, (images, keep), tie_weights=False))
-        return self.plain(weights, images, keep, 0, None, depth)
+        return self.functional(weights, images, keep, 0, None, depth)
 
-    def until(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
+    def forward_to(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
         """Return the tokens that enter a block: the patch features of the module before it."""
-        assert self.plain is not None
-        return self.plain(weights, images, keep, 0, block, None)
+        assert self.functional is not None
+        return self.functional(weights, images, keep, 0, block, None)
 
-    def onward(self, weights: Tensors, tokens: Tensor, block: int) -> Tensor:
+    def forward_from(self, weights: Tensors, tokens: Tensor, block: int) -> Tensor:
         """Return the logits of tokens that enter a block."""
-        assert self.plain is not None
-        return self.plain(weights, tokens, None, block, None, None)
+        assert self.functional is not None
+        return self.functional(weights, tokens, None, block, None, None)
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights the architecture was built with."""
         state = self.module.vit.state_dict()
         return {name: state[name].detach().clone() for name in self.anatomy.shapes}
 
-    def let_go(self) -> None:
+    def drop_weights(self) -> None:
         """Let go of the weights the architecture was built with: on a machine of a fleet they come with messages."""
         for place, part in self.module.vit.named_modules():
             for name, weight in part.named_parameters(recurse=False):
@@ -119,11 +119,13 @@ class Net:
         self.module.to(device)
         return self
 
-    def with_attention_written_out(self) -> Net:
+    def with_unfused_attention(self) -> Net:
         """Return the same function with plain products instead of the fused kernel of attention, where there is one."""
-        return self if self.plain is None else replace(self, plain=PlainForward(self.module.vit, fused=False))
+        return (
+            self if self.functional is None else replace(self, functional=FunctionalViT(self.module.vit, fused=False))
+        )
 
-    def kept(self, mask_ratio: float) -> int:
+    def kept_patches(self, mask_ratio: float) -> int:
         """Return how many patches a mask leaves: a constant, so that shapes are static."""
         if mask_ratio == 0:
             return self.patches
@@ -136,7 +138,7 @@ class Net:
 
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
-    plain = PlainForward(vit) if has_tokens(vit) else None
+    plain = FunctionalViT(vit) if has_tokens(vit) else None
     patches = vit.patch_embed.num_patches if can_drop_tokens(vit) else 0
     prefix = vit.num_prefix_tokens if plain else 0
-    return Net(Holder(vit), dissect(vit), plain, patches, prefix, vit.num_features, side, mean, std)
+    return Net(TimmWrapper(vit), dissect(vit), plain, patches, prefix, vit.num_features, side, mean, std)

@@ -8,8 +8,8 @@ from html import escape
 from importlib.resources import files
 
 from vitfleet import __version__
-from vitfleet.report.figure import Figure, plain
-from vitfleet.report.figures import common_figures, detail_figures, partitions
+from vitfleet.report.figure_types import Figure, plain
+from vitfleet.report.run_figures import common_figures, detail_figures, partitions
 from vitfleet.report.runs import Group, finished
 from vitfleet.report.table import Column, columns_of
 

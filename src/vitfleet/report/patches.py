@@ -9,7 +9,7 @@ from PIL import Image
 
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.batches import draw_epoch
-from vitfleet.run.session import Session
+from vitfleet.run.context import RunContext
 
 SHOWN = 8
 TILE = 84  # pixels a side of an image in the picture, at least
@@ -17,31 +17,31 @@ _GAP = 6
 _DROPPED = 128  # a grey that stands out from black and from white paper
 
 
-def draw_patches(session: Session) -> None:
+def draw_patches(context: RunContext) -> None:
     """Draw the first images that the client with most of them visits, under the very masks it will draw."""
-    net, config = session.net, session.config
+    net, config = context.net, context.config
     if not config.train.mask_ratio:
         return
-    client = int(session.partition.counts.sum(axis=1).argmax())
-    mine = torch.from_numpy(session.partition.train.of(client * session.evaluator.stages))  # of the first task
-    kept = net.kept(config.train.mask_ratio)
+    client = int(context.partition.counts.sum(axis=1).argmax())
+    mine = torch.from_numpy(context.partition.train.of(client * context.evaluator.num_tasks))  # of the first task
+    kept = net.kept_patches(config.train.mask_ratio)
     draws = draw_epoch(
         config.seed,
         1,
         client,
         0,
         samples=len(mine),
-        side=session.data.train.side,
+        side=context.data.train.side,
         augment=AugmentConfig(),
         patches=net.patches,
         kept=kept,
     )
     assert draws.noise is not None
     keep = draws.noise[:SHOWN].argsort(axis=1, kind="stable")[:, :kept]
-    chosen = mine[torch.from_numpy(draws.order[:SHOWN])].to(session.data.train.images.device)
-    pixels = session.data.train.images[chosen].cpu().numpy().transpose(0, 2, 3, 1)
+    chosen = mine[torch.from_numpy(draws.order[:SHOWN])].to(context.data.train.images.device)
+    pixels = context.data.train.images[chosen].cpu().numpy().transpose(0, 2, 3, 1)
     sheet = contact_sheet(pixels, keep, round(net.patches**0.5))
-    Image.fromarray(sheet).save(session.folder / "patches.png", optimize=True)
+    Image.fromarray(sheet).save(context.folder / "patches.png", optimize=True)
 
 
 def contact_sheet(pixels: NDArray[np.uint8], keep: NDArray[np.int64], grid: int) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from vitfleet.data import manifest, tasks
+from vitfleet.data import partition_io, tasks
 from vitfleet.errors import UserError
 from vitfleet.report.layers import LayerMaps, layer_maps
 from vitfleet.run.compare import MANIFEST
@@ -122,8 +122,8 @@ def _read(path: Path, name: str | None) -> RunView:
 
 
 def _deal(path: Path) -> dict[str, Any] | None:
-    if (path / manifest.SUMMARY_FILE).exists():
-        deal: dict[str, Any] = json.loads((path / manifest.SUMMARY_FILE).read_text())
+    if (path / partition_io.SUMMARY_FILE).exists():
+        deal: dict[str, Any] = json.loads((path / partition_io.SUMMARY_FILE).read_text())
         return deal
     if not (path / tasks.SUMMARY_FILE).exists():
         return None

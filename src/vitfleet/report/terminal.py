@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitfleet.fleet.devices import DEVICES
+from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
+from vitfleet.costs.report import CostReport
 from vitfleet.progress import Advance
 from vitfleet.run.compare import Comparison, Row
-from vitfleet.run.dispatch import TOO_LATE
 from vitfleet.run.records import RoundRecord
-from vitfleet.run.sheet import Sheet
+from vitfleet.run.round_plan import TOO_LATE
 
 SHOWN_ROUNDS = 8
 ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
@@ -94,9 +94,9 @@ class RoundDisplay:
             if entry.failure is not None and not entry.failure.startswith(TOO_LATE):
                 text = f"round {record.round}: client {entry.client} left out, {entry.failure}"
                 self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        if record.learned is not None:
-            accuracy, lost = _share(record.learned.average_accuracy), _share(record.learned.forgetting)
-            text = f"task {record.learned.task} learned: average accuracy {accuracy}, forgetting {lost}"
+        if record.task is not None:
+            accuracy, lost = _share(record.task.average_accuracy), _share(record.task.forgetting)
+            text = f"task {record.task.task} learned: average accuracy {accuracy}, forgetting {lost}"
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         if self.live is not None:
             self.live.update(self._picture())
@@ -125,7 +125,7 @@ def _cells(record: RoundRecord) -> list[str]:
     accuracy = record.accuracy
     return [
         str(record.round),
-        _share(record.learned.average_accuracy if record.learned else accuracy.global_ if accuracy else None),
+        _share(record.task.average_accuracy if record.task else accuracy.global_ if accuracy else None),
         _share(accuracy.local if accuracy else None),
         "–" if record.loss is None else f"{record.loss:.3f}",
         human_bytes(sum(entry.up_bytes for entry in record.clients)),
@@ -161,7 +161,7 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
 
 
-def cost_table(sheets: Sequence[Sheet]) -> Table:
+def cost_table(sheets: Sequence[CostReport]) -> Table:
     """Return what methods cost a client, a row a method."""
     caption = (
         "a sample: GMAC forward, GFLOP forward and backward, ratio to full training · up, down: a round's messages"
@@ -185,7 +185,7 @@ def cost_table(sheets: Sequence[Sheet]) -> Table:
     return table
 
 
-def device_table(sheet: Sheet) -> Table:
+def device_table(sheet: CostReport) -> Table:
     """Return what a method's round takes on each kind of device."""
     title = f"{sheet.method}: a round of {sheet.samples:,} images, {sheet.round_gflops:,.3g} GFLOP"
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
@@ -195,7 +195,7 @@ def device_table(sheet: Sheet) -> Table:
     for name, found in sheet.devices.items():
         fits = "fits" if found["fits_memory"] else "too small"
         day = f"{found['megabytes_a_day']:,.0f}" if found["fits_memory"] else "–"
-        table.add_row(DEVICES[name].title, human_seconds(found["round_seconds"]), fits, day)
+        table.add_row(HARDWARE_PROFILES[name].title, human_seconds(found["round_seconds"]), fits, day)
     return table
 
 

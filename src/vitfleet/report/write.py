@@ -9,10 +9,10 @@ from pathlib import Path
 
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
-from vitfleet.progress import SILENCE, Progress
-from vitfleet.report.draw import draw_files
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.report.page import REFRESH_SECONDS, render, report_figures
-from vitfleet.report.pictures import can_draw
+from vitfleet.report.plotting import draw_files
+from vitfleet.report.run_plots import can_draw
 from vitfleet.report.runs import finished, read_groups
 from vitfleet.run.folder import next_free
 
@@ -35,7 +35,7 @@ def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
     return paths[0] if len(paths) == 1 else next_free(Path("runs"), "report")
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = SILENCE) -> Written:
+def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = NO_PROGRESS) -> Written:
     """Write the report of some runs and comparisons: the page, and every figure as SVG and PNG."""
     groups = read_groups(paths)
     figures = report_figures(groups)

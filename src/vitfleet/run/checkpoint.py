@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.files import put_down, sync_folder, write_atomically
+from vitfleet.files import sync_folder, write_atomically, write_durably
 from vitfleet.message import State
-from vitfleet.pack import in_one_piece
+from vitfleet.packing import pack_tensors
 from vitfleet.wire import numbers_of, read, write
 
 MANIFEST = "checkpoint.json"
@@ -62,7 +62,7 @@ class Manifest:
     total_down_bytes: int = 0
     clients: dict[int, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
-    heard: dict[int, int] = field(default_factory=dict)
+    last_seen: dict[int, int] = field(default_factory=dict)
     version: int = VERSION
 
 
@@ -99,7 +99,7 @@ class Checkpoints:
             raise UserError(f"{path}: is damaged; it was changed from outside, the run cannot go on") from None
         if tree.get("version") != VERSION:
             raise UserError(f"{path}: written by another version of vitfleet ({tree.get('version')}); start anew")
-        for table in ("clients", "heard"):  # JSON has no integer keys
+        for table in ("clients", "last_seen"):  # JSON has no integer keys
             tree[table] = {int(client): value for client, value in tree[table].items()}
         return Manifest(**tree)
 
@@ -130,7 +130,7 @@ class Checkpoints:
         round: int,
         server: State,
         changed: Mapping[int, State | None],
-        heard: Mapping[int, int],
+        last_seen: Mapping[int, int],
         lengths: tuple[int, int],
         totals: tuple[int, int],
     ) -> None:
@@ -157,7 +157,7 @@ class Checkpoints:
         self._parts = dict(server.parts)
         name = f"server-round-{round:06d}.safetensors"
         files[name] = server
-        manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, heard=dict(heard))
+        manifest = Manifest(round, name, *lengths, *totals, clients=clients, parts=parts, last_seen=dict(last_seen))
         self._unwritten = unwritten
         self._writing = self._writer.submit(self._write, files, manifest, _Leaving.begin(files.values()))
 
@@ -165,7 +165,7 @@ class Checkpoints:
         if leaving is not None:
             files = leaving.on_host(files)
         for name in list(files):
-            write(self.folder / name, files.pop(name), put_down)
+            write(self.folder / name, files.pop(name), write_durably)
         sync_folder(self.folder)
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
         before, self.latest = self.latest, manifest
@@ -240,6 +240,6 @@ class _Leaving:
         with torch.cuda.stream(self.stream):
             for name, state in files.items():
                 away = {key: tensor for key, tensor in state.tensors.items() if tensor.is_cuda}
-                moved[name] = State({**state.tensors, **in_one_piece(away, make)}, state.numbers)
+                moved[name] = State({**state.tensors, **pack_tensors(away, make)}, state.numbers)
         self.stream.synchronize()
         return moved

@@ -13,7 +13,7 @@ from typing import Any
 
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config
-from vitfleet.data import manifest, tasks
+from vitfleet.data import partition_io, tasks
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import next_free
@@ -23,7 +23,7 @@ MANIFEST = "compare.json"
 
 
 @dataclass(frozen=True)
-class Member:
+class ComparedRun:
     """One run of a comparison: what it is compared as, and its configuration."""
 
     name: str
@@ -72,7 +72,7 @@ def variants_of(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     return variants or [("", [])]
 
 
-def begin(members: Sequence[Member], out: Path | None, command: str, target: float | None = None) -> Path:
+def begin(members: Sequence[ComparedRun], out: Path | None, command: str, target: float | None = None) -> Path:
     """Make a comparison's folder and write down what it compares."""
     path = out or next_free(Path("runs"), "compare")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -91,9 +91,9 @@ def begin(members: Sequence[Member], out: Path | None, command: str, target: flo
     return path
 
 
-def members_of(path: Path) -> list[Member]:
+def read_members(path: Path) -> list[ComparedRun]:
     """Read back what a comparison compares."""
-    return [Member(one["name"], validate(one["config"])) for one in _manifest(path)["members"]]
+    return [ComparedRun(one["name"], validate(one["config"])) for one in _manifest(path)["members"]]
 
 
 def command_of(path: Path) -> str:
@@ -144,7 +144,7 @@ def read_comparison(path: Path) -> Comparison:
 
     Where no target was asked for, it is the best that all of the runs reached, in whole per cent.
     """
-    members = members_of(path)
+    members = read_members(path)
     folders = [member.folder(path) for member in members]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     best = [summary["accuracy"]["best"] for summary in summaries]
@@ -182,7 +182,7 @@ def _write_csv(path: Path, rows: Sequence[Row]) -> None:
 def shards_differ(path: Path) -> bool:
     """Whether runs of one seed were dealt different images: then their accuracies do not compare."""
     deals: dict[int, set[str]] = {}
-    for member in members_of(path):
+    for member in read_members(path):
         deal = json.loads((member.folder(path) / _deal_of(member.config)).read_text())
         deals.setdefault(member.config.seed, set()).add(deal["sha256"])
     return any(len(found) > 1 for found in deals.values())
@@ -190,7 +190,7 @@ def shards_differ(path: Path) -> bool:
 
 def _deal_of(config: Config) -> str:
     """Return the name of the file that says what a run's clients hold."""
-    return tasks.SUMMARY_FILE if config.data.tasks else manifest.SUMMARY_FILE
+    return tasks.SUMMARY_FILE if config.data.tasks else partition_io.SUMMARY_FILE
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

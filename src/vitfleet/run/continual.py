@@ -21,37 +21,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
-from vitfleet.fleet.base import Exam
+from vitfleet.fleet.base import EvalRequest
 from vitfleet.message import State
-from vitfleet.progress import SILENCE, Progress
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.context import RunContext
 from vitfleet.run.records import TaskRecord, read_records
-from vitfleet.run.session import Session
 from vitfleet.train.surgery import COUNTS, TUNING
 
 Floats = NDArray[np.float64]
 Rows = list[list[float | None]]
 
 
-def after_round(session: Session, round: int, progress: Progress = SILENCE) -> TaskRecord | None:
+def after_round(context: RunContext, round: int, progress: Progress = NO_PROGRESS) -> TaskRecord | None:
     """Try every client's model out where a round is the last of a task; ``None`` elsewhere."""
-    tasks = session.config.data.tasks
+    tasks = context.config.data.tasks
     if tasks is None or round % tasks.rounds_per_task:
         return None
     task = round // tasks.rounds_per_task
-    matrix, failures = try_out(session, session.server, min(task + 1, tasks.count), session.heard, progress)
+    matrix, failures = evaluate_clients(
+        context, context.server, min(task + 1, tasks.count), context.last_seen, progress
+    )
     initial = None
     if task == 1:
-        initial, _ = try_out(session, untrained(session), tasks.count, {}, progress)
-    rows = [*(one.matrix for one in session.learned), matrix]
-    known = initial if session.learned == [] else session.learned[0].initial
+        initial, _ = evaluate_clients(context, initial_server_state(context), tasks.count, {}, progress)
+    rows = [*(one.matrix for one in context.learned), matrix]
+    known = initial if context.learned == [] else context.learned[0].initial
     found = figures(as_matrix(rows, tasks.count), as_rows(known, tasks.count))
     record = TaskRecord(task, matrix, initial, *found, failures)
-    session.learned.append(record)
+    context.learned.append(record)
     return record
 
 
-def try_out(
-    session: Session, server: State, stages: int, heard: Mapping[int, int], progress: Progress = SILENCE
+def evaluate_clients(
+    context: RunContext, server: State, num_tasks: int, last_seen: Mapping[int, int], progress: Progress = NO_PROGRESS
 ) -> tuple[Rows, dict[str, str]]:
     """Return each client's accuracy on its own test images of its first stages, and who did not answer, and why.
 
@@ -60,24 +62,28 @@ def try_out(
     heard
         The last round whose reply was taken, of each client that took part; the others have the server's model.
     """
-    clients = range(session.config.fleet.clients)
-    exam = Exam(server, stages, {client: heard.get(client) for client in clients})
-    rows: Rows = [[None] * stages for _ in clients]
+    clients = range(context.config.fleet.clients)
+    eval_request = EvalRequest(server, num_tasks, {client: last_seen.get(client) for client in clients})
+    rows: Rows = [[None] * num_tasks for _ in clients]
     failures: dict[str, str] = {}
     with progress.task("trying out every client's model", len(clients)) as advance:
-        for marks in session.fleet.examine(exam):
+        for eval_reply in context.fleet.evaluate(eval_request):
             advance(1)
-            if marks.failure is not None:
-                failures[str(marks.client)] = marks.failure
+            if eval_reply.failure is not None:
+                failures[str(eval_reply.client)] = eval_reply.failure
             else:
-                rows[marks.client] = [one.right / one.tested if one.tested else None for one in marks.verdicts]
+                rows[eval_reply.client] = [
+                    one.correct / one.tested if one.tested else None for one in eval_reply.evaluations
+                ]
     return rows, failures
 
 
-def untrained(session: Session) -> State:
+def initial_server_state(context: RunContext) -> State:
     """Return what the server had before the first round."""
-    device = session.machine.device
-    return session.method.start({name: tensor.to(device) for name, tensor in session.net.initial_weights().items()})
+    device = context.machine.device
+    return context.method.initial_state(
+        {name: tensor.to(device) for name, tensor in context.net.initial_weights().items()}
+    )
 
 
 def as_rows(rows: Rows | None, width: int) -> Floats:
@@ -130,8 +136,8 @@ def summary(folder: Path, config: Config) -> dict[str, Any] | None:
     learned: list[TaskRecord] = []
     counted: dict[str, int] = {}
     for record in read_records(folder):
-        if record.learned:
-            learned.append(record.learned)
+        if record.task:
+            learned.append(record.task)
         for client in record.clients:
             for name in (*COUNTS, *(f"{TUNING}{name}" for name in COUNTS)):
                 count = client.numbers.get(name)
@@ -139,10 +145,10 @@ def summary(folder: Path, config: Config) -> dict[str, Any] | None:
                     counted[name] = counted.get(name, 0) + count
     names = ("average_accuracy", "forgetting", "backward_transfer", "forward_transfer")
     by_task = {name: [_percent(getattr(one, name)) for one in learned] for name in names}
-    tables = [as_rows(one.matrix, config.data.tasks.count) for one in learned]
+    parquet_module = [as_rows(one.matrix, config.data.tasks.count) for one in learned]
     return {
         **{name: values[-1] if values else None for name, values in by_task.items()},
-        "matrix": [[_percent(_mean(column[:, None])) for column in table.T] for table in tables],
+        "matrix": [[_percent(_mean(column[:, None])) for column in table.T] for table in parquet_module],
         "by_task": by_task,
         **({"steps": counted} if counted else {}),
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitfleet.config import read_config
-from vitfleet.progress import SILENCE, Progress
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.system import die_with_parent
 
 OUTPUT = "output.txt"  # in a run's folder: what its process said
@@ -21,7 +21,7 @@ STOP_PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """A run whose process has ended; ``code`` is 0 if all went well."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Ended:
         return lines[-1] if lines else f"exit code {self.code}"
 
 
-def play(folders: Sequence[Path], jobs: int, progress: Progress = SILENCE) -> Generator[Ended, None, None]:
+def play(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRESS) -> Generator[JobResult, None, None]:
     """Play the runs in these folders, each from where it stands, so many at a time; yield each that has ended.
 
     Whoever stops listening stops them all: they can be gone on with.
@@ -56,7 +56,7 @@ def play(folders: Sequence[Path], jobs: int, progress: Progress = SILENCE) -> Ge
                 rounds[folder] = now
                 if process.poll() is not None:
                     del playing[folder]
-                    yield Ended(folder, process.returncode, time.monotonic() - started)
+                    yield JobResult(folder, process.returncode, time.monotonic() - started)
 
 
 @contextmanager

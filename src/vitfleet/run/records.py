@@ -40,7 +40,7 @@ class ClientRecord:
     down_bytes: int
     up_bytes: int
     numbers: dict[str, Number] = field(default_factory=dict)
-    right: int | None = None
+    correct: int | None = None
     tested: int | None = None
     failure: str | None = None
     gflops: float | None = None
@@ -50,7 +50,7 @@ class ClientRecord:
     @property
     def accuracy(self) -> float | None:
         """Share of its own test images named rightly; ``None`` if it has none or was not asked."""
-        return self.right / self.tested if self.tested and self.right is not None else None
+        return self.correct / self.tested if self.tested and self.correct is not None else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class RoundRecord:
     clients: list[ClientRecord]
     total_up_bytes: int
     total_down_bytes: int
-    learned: TaskRecord | None = None
+    task: TaskRecord | None = None
     virtual_seconds: float | None = None
 
     def line(self) -> str:
@@ -134,12 +134,12 @@ class RoundRecord:
         tree = json.loads(line)
         accuracy = tree.pop("accuracy")
         clients = [ClientRecord(**client) for client in tree.pop("clients")]
-        learned = tree.pop("learned", None)
+        learned = tree.pop("task", None)
         return cls(
             **tree,
             accuracy=Accuracy(**accuracy) if accuracy else None,
             clients=clients,
-            learned=TaskRecord(**learned) if learned else None,
+            task=TaskRecord(**learned) if learned else None,
         )
 
 

@@ -20,18 +20,18 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.pack import in_one_piece
-from vitfleet.train.given import Assignment, Given
+from vitfleet.packing import pack_tensors
+from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fitted, References, Step, within_task
+from vitfleet.train.objective import FitResult, References, Step, mask_other_tasks
 from vitfleet.train.optim import Optimizer
-from vitfleet.train.stack import cut_back, lift
+from vitfleet.train.stack import lift, unpad
 
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
 
 
 @dataclass(frozen=True)
-class Engine:
+class StepEngine:
     """What a step is computed with.
 
     Attributes
@@ -47,7 +47,7 @@ class Engine:
     net: Net
     config: TrainConfig
     machine: Machine
-    tasks: Tensor | None
+    class_tasks: Tensor | None
     parts_at_once: int
     forward: Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -61,14 +61,14 @@ class Cohort:
         One or several clients with the same objective; with several, every tensor of theirs has a leading axis.
     """
 
-    def __init__(self, engine: Engine, group: Sequence[Assignment], given: Given) -> None:
+    def __init__(self, engine: StepEngine, group: Sequence[ClientFit], given: CohortInputs) -> None:
         self.engine = engine
         self.clients = len(group)
         self.many = self.clients > 1
         self.objective = group[0].fit.objective
         self.images = group[0].shard.images
         self.features: FeatureSet | None = group[0].fit.features
-        self.trains = engine.net.anatomy.trainable(self.objective.trains)
+        self.trainable = engine.net.anatomy.trainable(self.objective.trainable)
         self._take(given)
         self.optimizer = Optimizer(
             engine.config, self.leaves, self.clients if self.many else None, engine.machine.kernels
@@ -79,15 +79,15 @@ class Cohort:
         self.counted = {name: torch.zeros(shape, device=device) for name in (transform.counts if transform else ())}
         self.loss = torch.zeros(shape, device=device)
         # Where a chooser has a choice: the parts it chose, until it chooses anew.
-        chooser, axis = self.objective.chooser, 1 if self.many else 0
-        k = chooser.k if chooser is not None and len(given.widths) > chooser.k else 0
+        selector, axis = self.objective.selector, 1 if self.many else 0
+        k = selector.k if selector is not None and len(given.widths) > selector.k else 0
         self.chosen = {name: one.narrow(axis, 0, k).clone() for name, one in given.memory.tensors.items() if k}
 
-    def _take(self, given: Given) -> None:
+    def _take(self, given: CohortInputs) -> None:
         self.given = given
         self.weights: Tensors = given.weights.tensors
-        self.leaves = {name: given.weights.tensors[name].requires_grad_() for name in self.trains}
-        self.elsewhere = {name: one.requires_grad_() for name, one in given.elsewhere.tensors.items()}
+        self.leaves = {name: given.weights.tensors[name].requires_grad_() for name in self.trainable}
+        self.reference_weights = {name: one.requires_grad_() for name, one in given.reference_weights.tensors.items()}
 
     def first(self, count: int) -> Cohort:
         """Return the first so many of the clients as a cohort that works on the same tensors."""
@@ -102,7 +102,7 @@ class Cohort:
         some.chosen = {name: one[:count] for name, one in self.chosen.items()}
         return some
 
-    def restart(self, given: Given | None, rate: float) -> None:
+    def restart(self, given: CohortInputs | None, rate: float) -> None:
         """Make ready for a training; with new tensors, in the places of the old ones."""
         if given is not None:
             with torch.no_grad():
@@ -128,10 +128,12 @@ class Cohort:
         with torch.no_grad():
             if objective.observer:
                 see = lift(objective.observer, self.many, constants, 0, 0)
-                sums = self.given.sums.tensors
-                for name, seen in see(sums, gradients, step).items():
-                    if seen.untyped_storage()._cdata != sums[name].untyped_storage()._cdata:  # not changed in place
-                        sums[name].copy_(seen)
+                observer_state = self.given.observer_state.tensors
+                for name, seen in see(observer_state, gradients, step).items():
+                    if (
+                        seen.untyped_storage()._cdata != observer_state[name].untyped_storage()._cdata
+                    ):  # not changed in place
+                        observer_state[name].copy_(seen)
             applied: Tensors = gradients
             if objective.transform:
                 turn = lift(self._turn, self.many, constants, 0, *((0, 0) if references else (None, None)))
@@ -142,9 +144,9 @@ class Cohort:
             if self.engine.config.clip is not None:
                 applied = _clipped(applied, self.engine.config.clip, self.many)
             self.optimizer.step(applied, None if everybody else batch.active)
-            self.loss += losses.detach() * (batch.share > 0).sum(dim=-1)
+            self.loss += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
 
-    def results(self, group: Sequence[Assignment], steps: Sequence[int], again: bool) -> list[Fitted]:
+    def results(self, group: Sequence[ClientFit], steps: Sequence[int], again: bool) -> list[FitResult]:
         """Return what came of it for each client; the tensors are the caller's own.
 
         Parameters
@@ -152,40 +154,40 @@ class Cohort:
         again
             Whether others will train in the same tensors.
         """
-        losses = self._scores(group) if group[0].fit.score else None
+        losses = self._scores(group) if group[0].fit.score_samples else None
 
         def out(tensors: Tensors) -> list[dict[str, Tensor]]:
             """Give each client what is its own; in one piece, which can be kept and moved as it is."""
             tensors = {name: one.detach() for name, one in tensors.items()}
             if not self.many:
-                return [in_one_piece(tensors) if again else tensors]
+                return [pack_tensors(tensors) if again else tensors]
             rows = {name: one.unbind() for name, one in tensors.items()}
-            return [in_one_piece({name: row[place] for name, row in rows.items()}) for place in range(self.clients)]
+            return [pack_tensors({name: row[place] for name, row in rows.items()}) for place in range(self.clients)]
 
-        after = out({name: self.weights[name] for name in self.objective.trains})
-        sums, counted = out(self.given.sums.tensors), out(self.counted)
+        after = out({name: self.weights[name] for name in self.objective.trainable})
+        observer_state, counted = out(self.given.observer_state.tensors), out(self.counted)
         total = self.loss.clone().reshape(self.clients)
-        found: list[Fitted] = []
+        found: list[FitResult] = []
         for place, one in enumerate(group):
             samples = len(one)
-            observed = {name: cut_back(sums[place][name], like) for name, like in one.fit.sums.items()}
+            observed = {name: unpad(observer_state[place][name], like) for name, like in one.fit.observer_state.items()}
             loss = total[place] / max(1, samples * one.fit.epochs)
             scored = loss.new_empty(0) if losses is None else losses[place]
-            found.append(Fitted(after[place], loss, samples, steps[place], observed | counted[place], scored))
+            found.append(FitResult(after[place], loss, samples, steps[place], observed | counted[place], scored))
         return found
 
     def _look(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
         """Run the model on a step's batch."""
-        share = batch.share
+        share = batch.sample_weight
         features: Tensor | None = None
         if self.features is not None:
             inputs, labels = self.features.take(batch.index)
-            share = self.features.shares(batch.index, batch.share)
+            share = self.features.shares(batch.index, batch.sample_weight)
         else:
             inputs, labels = self.images.images[batch.index], self.images.labels[batch.index]
         split, depth = self.objective.split, self.objective.depth
         logits, features = self.engine.forward(weights, inputs, batch, split, depth, self.features is not None)
-        logits = within_task(logits, labels, self.engine.tasks)
+        logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         constants = self.given.constants.tensors
         return Step(logits, labels, share, leaves, constants, batch.positions, epoch, features)
 
@@ -197,13 +199,13 @@ class Cohort:
     def _references(self, gradients: Tensors, batch: Batch, epoch: Tensor, refresh: bool) -> References | None:
         found: list[References] = []
         memory = self.given.memory.tensors
-        if memory and memory["share"].shape[-2]:
+        if memory and memory["sample_weight"].shape[-2]:
             found.append(self._recall(gradients, refresh))
-        if self.elsewhere:
-            step = self._look({**self.weights, **self.elsewhere}, self.elsewhere, batch, epoch)
+        if self.reference_weights:
+            step = self._look({**self.weights, **self.reference_weights}, self.reference_weights, batch, epoch)
             losses = lift(self.objective.loss, self.many, self.given.constants)(step)
             axis = 1 if self.many else 0
-            rows = {name: one.unsqueeze(axis) for name, one in _gradients(losses, self.elsewhere).items()}
+            rows = {name: one.unsqueeze(axis) for name, one in _gradients(losses, self.reference_weights).items()}
             found.append(References(rows, torch.ones_like(self.loss, dtype=torch.bool).unsqueeze(-1)))
         if len(found) < 2:
             return found[0] if found else None
@@ -213,16 +215,16 @@ class Cohort:
 
     def _recall(self, gradients: Tensors, refresh: bool) -> References:
         """Return the gradients of the memory's parts, or of the chosen ones, at the current weights."""
-        chooser, memory = self.objective.chooser, self.given.memory.tensors
+        selector, memory = self.objective.selector, self.given.memory.tensors
         widths = self.given.widths
-        if chooser is None or len(widths) <= chooser.k:
+        if selector is None or len(widths) <= selector.k:
             return self._remember(memory, widths)
         if not refresh:
-            return self._remember(self.chosen, (widths[0],) * chooser.k)  # any of them may be the widest
+            return self._remember(self.chosen, (widths[0],) * selector.k)  # any of them may be the widest
         everything = self._remember(memory, widths)
 
         def choose(own: Tensors, rows: Tensors, present: Tensor) -> Tensor:
-            return chooser(own, References(rows, present))
+            return selector(own, References(rows, present))
 
         choice = torch.vmap(choose) if self.many else choose
         with torch.no_grad():
@@ -248,17 +250,17 @@ class Cohort:
             start += count
         # Of one piece, there is nothing to put together: they are hundreds of megabytes.
         together = rows[0] if len(rows) == 1 else _put_together(rows, axis)
-        return References(together, memory["share"].sum(dim=-1) > 0)
+        return References(together, memory["sample_weight"].sum(dim=-1) > 0)
 
     def _gradients_of_parts(self, memory: Tensors, axis: int) -> dict[str, Tensor]:
-        parts = memory["share"].shape[axis]
+        parts = memory["sample_weight"].shape[axis]
         if parts == 1:
             one = {name: tensor.select(axis, 0) for name, tensor in memory.items()}
             return {name: row.unsqueeze(axis) for name, row in self._part(self.weights, self.leaves, one).items()}
 
         def repeat(name: str, tensor: Tensor) -> Tensor:
             """Give every part the weights of its client; what all clients share, all parts share."""
-            if self.many and name not in self.given.weights.own:
+            if self.many and name not in self.given.weights.stacked:
                 return tensor
             spread = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
             return spread.flatten(0, 1) if self.many else spread
@@ -276,14 +278,14 @@ class Cohort:
     def _part(self, weights: Tensors, leaves: dict[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
         logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, False)
         losses = self._cross_entropy(logits, memory["labels"])
-        return _gradients((losses * memory["share"]).sum(dim=-1), leaves)
+        return _gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits = within_task(logits, labels, self.engine.tasks).float()
+        logits = mask_other_tasks(logits, labels, self.engine.class_tasks).float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
 
     @torch.no_grad()
-    def _scores(self, group: Sequence[Assignment]) -> list[Tensor]:
+    def _scores(self, group: Sequence[ClientFit]) -> list[Tensor]:
         """Return every sample's loss under the trained weights, for each client."""
         self.engine.net.module.eval()
         index = torch.nn.utils.rnn.pad_sequence([one.shard.index for one in group], batch_first=True)

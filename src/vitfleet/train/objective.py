@@ -43,7 +43,7 @@ class Step:
 
     logits: Tensor
     labels: Tensor
-    share: Tensor
+    sample_weight: Tensor
     weights: Tensors
     constants: Tensors
     positions: Tensor
@@ -86,7 +86,7 @@ class Transform(Protocol):
         ...
 
 
-class Chooser(Protocol):
+class ReferenceSelector(Protocol):
     """Chooses which of a memory's parts are worth a gradient, where there are more than can be afforded."""
 
     @property
@@ -105,7 +105,7 @@ class Chooser(Protocol):
 
 
 @dataclass(frozen=True)
-class Memory:
+class EpisodicMemory:
     """Stored samples in several parts (old tasks), each of which gives one reference gradient at the current weights.
 
     Attributes
@@ -121,7 +121,7 @@ class Memory:
 
     images: Tensor
     labels: Tensor
-    share: Tensor
+    sample_weight: Tensor
     sizes: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -129,13 +129,13 @@ class Memory:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors."""
-        return {"images": self.images, "labels": self.labels, "share": self.share}
+        return {"images": self.images, "labels": self.labels, "sample_weight": self.sample_weight}
 
 
 class Observer(Protocol):
     """Watches the gradients of a training and sums up what it sees, on the device, without a host sync."""
 
-    def __call__(self, sums: Tensors, gradients: Tensors, step: Step) -> Tensors:
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Return the sums with one more step in them; they may be changed in place.
 
         A sample without a share is padding, and so is a step in which nobody has one: its gradients are those of
@@ -147,10 +147,10 @@ class Observer(Protocol):
 def cross_entropy(step: Step) -> Tensor:
     """Mean cross-entropy of the batch."""
     losses = F.cross_entropy(step.logits.float(), step.labels, reduction="none")
-    return torch.dot(losses, step.share)
+    return torch.dot(losses, step.sample_weight)
 
 
-def within_task(logits: Tensor, labels: Tensor, tasks: Tensor | None) -> Tensor:
+def mask_other_tasks(logits: Tensor, labels: Tensor, tasks: Tensor | None) -> Tensor:
     """Return logits in which only the classes of each sample's own task can win.
 
     Parameters
@@ -185,10 +185,10 @@ class Objective:
         The block before which the model is parted: what enters it are the step's features.
     """
 
-    trains: Selection
+    trainable: Selection
     loss: Loss = cross_entropy
     transform: Transform | None = None
-    chooser: Chooser | None = None
+    selector: ReferenceSelector | None = None
     observer: Observer | None = None
     depth: int | None = None
     split: int | None = None
@@ -222,15 +222,15 @@ class Fit:
     objective: Objective
     epochs: int
     constants: Tensors = field(default_factory=dict)
-    sums: Tensors = field(default_factory=dict)
+    observer_state: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
-    memory: Memory | None = None
-    elsewhere: Tensors | None = None
-    score: bool = False
+    memory: EpisodicMemory | None = None
+    reference_weights: Tensors | None = None
+    score_samples: bool = False
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """What came of it.
 
     Attributes
@@ -253,4 +253,4 @@ class Fitted:
     samples: int
     steps: int
     observed: Tensors
-    losses: Tensor
+    sample_losses: Tensor

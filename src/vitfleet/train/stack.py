@@ -27,17 +27,17 @@ class Stack:
     """
 
     tensors: dict[str, Tensor]
-    own: frozenset[str]
+    stacked: frozenset[str]
 
     @property
     def axes(self) -> dict[str, int | None]:
         """Return the clients' axis of each, as ``torch.vmap`` wants to be told."""
-        return {name: 0 if name in self.own else None for name in self.tensors}
+        return {name: 0 if name in self.stacked else None for name in self.tensors}
 
     def first(self, count: int) -> Stack:
         """Return those of the first so many clients: the same tensors, not copies."""
-        some = {name: one.detach()[:count] if name in self.own else one for name, one in self.tensors.items()}
-        return Stack(some, self.own)
+        some = {name: one.detach()[:count] if name in self.stacked else one for name, one in self.tensors.items()}
+        return Stack(some, self.stacked)
 
 
 def alone(tensors: dict[str, Tensor]) -> Stack:
@@ -79,7 +79,7 @@ def _padded(column: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def cut_back(stacked: Tensor, like: Tensor) -> Tensor:
+def unpad(stacked: Tensor, like: Tensor) -> Tensor:
     """Return one client's tensor without its padding."""
     for dim, size in enumerate(like.shape):
         stacked = stacked.narrow(dim, 0, size)

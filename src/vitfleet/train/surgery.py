@@ -241,7 +241,7 @@ class Integrator:
     def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
         """Return the turned gradient; without references, the gradient."""
         if references is None:
-            return gradients, dict.fromkeys(self.counts, step.share.new_zeros(()))
+            return gradients, dict.fromkeys(self.counts, step.sample_weight.new_zeros(()))
         return _judged(turn(gradients, references.gradients, references.present, self.margin), references, self.check)
 
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.data.batches import Batch, Preprocess, Visits, draw_epoch, visit
+from vitfleet.data.batches import Batch, EpochBatches, Preprocess, draw_epoch, make_epoch_batches
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
+from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
-from vitfleet.models.plain import PlainForward
-from vitfleet.train.cohort import Engine
-from vitfleet.train.course import Course, Courses
-from vitfleet.train.given import Assignment, Place, bring_together
+from vitfleet.train.cohort import StepEngine
+from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Fitted
+from vitfleet.train.memory_budget import MemoryBudget
+from vitfleet.train.objective import Fit, FitResult
 from vitfleet.train.optim import learning_rate
-from vitfleet.train.room import Room
+from vitfleet.train.step_runner import RunnerCache, StepRunner
 
 ALL_PARTS = 1 << 30
 WIDTHS = 8  # a captured batch is a multiple of this wide, so that shapes recur
@@ -52,45 +52,50 @@ class Trainer:
     augment: AugmentConfig
     rounds: int
     machine: Machine
-    tasks: Tensor | None = None
+    class_tasks: Tensor | None = None
     parts_at_once: int | None = None
-    courses: Courses = field(default_factory=Courses)
-    room: Room = field(default_factory=Room)
+    runners: RunnerCache = field(default_factory=RunnerCache)
+    memory_budget: MemoryBudget = field(default_factory=MemoryBudget)
 
     @cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> StepEngine:
         """What a step is computed with."""
         net = self.net
-        if net.plain is not None:  # for training only: evaluation has other shapes
+        if net.functional is not None:  # for training only: evaluation has other shapes
             machine = self.machine
-            plain = PlainForward(net.module.vit, machine.compile, net.plain.fused, short=machine.kernels)
-            net = replace(net, plain=plain)
+            plain = FunctionalViT(net.module.vit, machine.compile, net.functional.fused, short=machine.kernels)
+            net = replace(net, functional=plain)
 
         def forward(
-            weights: Tensors, inputs: Tensor, batch: Batch | None, split: int | None, depth: int | None, onward: bool
+            weights: Tensors,
+            inputs: Tensor,
+            batch: Batch | None,
+            split: int | None,
+            depth: int | None,
+            forward_from: bool,
         ) -> tuple[Tensor, Tensor | None]:
             keep = None if batch is None else batch.keep
             with self.machine.autocast():
-                if onward:
+                if forward_from:
                     assert split is not None
-                    return net.onward(weights, inputs, split), inputs
+                    return net.forward_from(weights, inputs, split), inputs
                 images = self.preprocess(inputs, batch)
                 if split is None:
                     return net(weights, images, keep, depth), None
-                features = net.until(weights, images, keep, split)
-                return net.onward(weights, features, split), features
+                features = net.forward_to(weights, images, keep, split)
+                return net.forward_from(weights, features, split), features
 
         at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
-        return Engine(self.net, self.config, self.machine, self.tasks, at_once, forward)
+        return StepEngine(self.net, self.config, self.machine, self.class_tasks, at_once, forward)
 
-    def fit(self, fit: Fit, shard: Shard, place: Place) -> Fitted:
+    def fit(self, fit: Fit, shard: Shard, place: RngContext) -> FitResult:
         """Run a training that a method asked for, on a client's images or on the features that came with it.
 
         Who has no samples trains nothing: the weights come back as they were.
         """
-        return self.fit_together([Assignment(fit, shard, place)])[0]
+        return self.fit_together([ClientFit(fit, shard, place)])[0]
 
-    def fit_together(self, group: Sequence[Assignment]) -> list[Fitted]:
+    def fit_together(self, group: Sequence[ClientFit]) -> list[FitResult]:
         """Run the trainings of several clients at once; they have the same objective, and all have samples."""
         # The largest first: those who still have steps are then the first few, and a step can leave the others out.
         order = sorted(range(len(group)), key=lambda place: -len(group[place]))
@@ -98,53 +103,53 @@ class Trainer:
         answers = dict(zip(order, found, strict=True))
         return [answers[place] for place in range(len(group))]
 
-    def _fit_within_room(self, group: Sequence[Assignment]) -> list[Fitted]:
+    def _fit_within_room(self, group: Sequence[ClientFit]) -> list[FitResult]:
         """Train no more at once than the device's memory holds, as measured on those before.
 
         What does not fit all the same is halved.
         """
-        most = self.room.most(len(group), self.machine.device)
+        most = self.memory_budget.most(len(group), self.machine.device)
         if most == len(group):
             try:
-                with self.room.measure(len(group), self.machine.device):
+                with self.memory_budget.measure(len(group), self.machine.device):
                     return self._fit(group)
             except torch.OutOfMemoryError:
                 if len(group) == 1:
                     raise
-            self.courses.clear()
+            self.runners.clear()
             torch.cuda.empty_cache()
             most = (len(group) + 1) // 2
         parts = [group[start : start + most] for start in range(0, len(group), most)]
         return [fitted for part in parts for fitted in self._fit_within_room(part)]
 
-    def _fit(self, group: Sequence[Assignment]) -> list[Fitted]:
+    def _fit(self, group: Sequence[ClientFit]) -> list[FitResult]:
         first = group[0].fit
         rate = learning_rate(self.config, group[0].place.round, self.rounds)
-        given = bring_together(group, self.net)
+        given = stack_inputs(group, self.net)
         if not len(group[0]):
-            return self.courses.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
+            return self.runners.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
         if not self.net.module.training:  # it goes through all of its parts, again and again
             self.net.module.train()
         graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.resident)
-        course: Course | None = None
+        course: StepRunner | None = None
         steps = [0] * len(group)
         for epoch in range(first.epochs):
-            visits = self._visits(group, epoch, WIDTHS if graphed else 1)
+            epoch_batches = self._visits(group, epoch, WIDTHS if graphed else 1)
             if course is None:
                 course = (
-                    self.courses.graph(self.engine, group, given, rate, visits)
+                    self.runners.graph(self.engine, group, given, rate, epoch_batches)
                     if graphed
-                    else self.courses.plain(self.engine, group, given, rate)
+                    else self.runners.plain(self.engine, group, given, rate)
                 )
-            course.epoch(visits, epoch)
-            steps = [taken + sum(who < active for active in visits.active) for who, taken in enumerate(steps)]
+            course.epoch(epoch_batches, epoch)
+            steps = [taken + sum(who < active for active in epoch_batches.active) for who, taken in enumerate(steps)]
         assert course is not None
         return course.cohort.results(group, steps, again=graphed)
 
-    def _visits(self, group: Sequence[Assignment], epoch: int, multiple: int) -> Visits:
+    def _visits(self, group: Sequence[ClientFit], epoch: int, multiple: int) -> EpochBatches:
         """Draw an epoch of every client and lay them side by side."""
         images = group[0].fit.features is None
-        kept = self.net.kept(self.config.mask_ratio) if images else 0
+        kept = self.net.kept_patches(self.config.mask_ratio) if images else 0
         draws = [
             draw_epoch(
                 one.place.seed,
@@ -161,14 +166,14 @@ class Trainer:
             for one in group
         ]
         many = len(group) > 1
-        visits = visit(draws, self.config.batch_size, kept, self.machine.device, many, multiple)
+        epoch_batches = make_epoch_batches(draws, self.config.batch_size, kept, self.machine.device, many, multiple)
         if not images:
-            return visits
+            return epoch_batches
         # From places among the client's own samples to places in the set.
         index = torch.nn.utils.rnn.pad_sequence([one.shard.index for one in group], batch_first=True)
-        places = visits.all.positions
-        found = index.expand(len(visits), -1, -1).gather(-1, places) if many else index[0][places]
-        return replace(visits, all=replace(visits.all, index=found))
+        places = epoch_batches.all.positions
+        found = index.expand(len(epoch_batches), -1, -1).gather(-1, places) if many else index[0][places]
+        return replace(epoch_batches, all=replace(epoch_batches.all, index=found))
 
 
 def preprocess_for(net: Net, device: torch.device) -> Preprocess:

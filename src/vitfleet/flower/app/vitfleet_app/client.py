@@ -1,0 +1,5 @@
+"""What runs on a device."""
+
+from vitfleet.flower.client_app import app
+
+__all__ = ["app"]

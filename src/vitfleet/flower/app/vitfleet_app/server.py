@@ -1,0 +1,5 @@
+"""What runs on the server."""
+
+from vitfleet.flower.server_app import app
+
+__all__ = ["app"]

@@ -1,0 +1,138 @@
+"""A saved partition comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitfleet.config.schema import DirichletPartition, FilePartition
+from vitfleet.data.partition import make_partition
+from vitfleet.data.partition_io import ClientIndices, Partition, load, save
+from vitfleet.errors import ConfigError, DataError
+
+CONFIG = DirichletPartition(beta=0.05)
+TRAIN = np.arange(200, dtype=np.int64) % 5
+TEST = np.arange(50, dtype=np.int64) % 5
+NAMES = ("ant", "bee", "crow", "dög", "elk")
+
+
+@pytest.fixture
+def partition() -> Partition:
+    return make_partition(CONFIG, 20, 0, TRAIN, TEST, 5)
+
+
+@pytest.fixture
+def saved(partition: Partition, tmp_path: Path) -> Path:
+    return save(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "run")
+
+
+def again(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
+    return make_partition(FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), classes=5)
+
+
+def test_round_trip(partition: Partition, saved: Path) -> None:
+    for back in (load(saved), load(saved.parent), again(saved), again(saved.parent)):
+        assert back.fingerprint() == partition.fingerprint()
+        np.testing.assert_array_equal(back.train.indices, partition.train.indices)
+        np.testing.assert_array_equal(back.test.offsets, partition.test.offsets)
+        np.testing.assert_array_equal(back.counts, partition.counts)
+
+
+def test_equal_partitions_make_equal_files(partition: Partition, saved: Path, tmp_path: Path) -> None:
+    other = save(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "other")
+    assert other.read_bytes() == saved.read_bytes()
+    assert sorted(file.name for file in saved.parent.iterdir()) == ["partition.json", "partition.safetensors"]
+
+
+def test_the_summary_says_it_in_words(partition: Partition, saved: Path) -> None:
+    summary = json.loads((saved.parent / "partition.json").read_text())
+    sizes = partition.train.sizes()
+    assert summary["partition"] == {"kind": "dirichlet", "beta": 0.05, "min_samples": 0}
+    assert (summary["clients"], summary["train_samples"], summary["test_samples"]) == (20, 200, 50)
+    assert summary["classes"] == list(NAMES)
+    assert summary["sizes"] == {"min": sizes.min(), "median": np.median(sizes), "max": sizes.max()}
+    assert summary["empty_clients"] == np.count_nonzero(sizes == 0) > 0
+    assert summary["sha256"] == partition.fingerprint()
+    assert summary["counts"] == partition.counts.tolist()
+
+
+def test_the_fingerprint_sees_who_holds_what() -> None:
+    def fingerprint(train: list[int], offsets: list[int]) -> str:
+        deal = ClientIndices(np.array(train), np.array(offsets))
+        return Partition(deal, deal, np.zeros((2, 1), np.int64)).fingerprint()
+
+    first = fingerprint([0, 1, 2], [0, 1, 3])
+    assert fingerprint([0, 1, 2], [0, 2, 3]) != first
+    assert fingerprint([0, 2, 1], [0, 1, 3]) != first
+
+
+def test_every_damaged_byte_of_the_arrays_is_noticed(saved: Path) -> None:
+    whole = saved.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for position in range(start, len(whole), 101):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        saved.write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged"):
+            load(saved)
+
+
+def test_two_clients_images_swapped_are_noticed(partition: Partition, saved: Path) -> None:
+    # Every image still dealt once, every size as it was: only the hash can tell.
+    indices = partition.train.indices
+    swapped = indices.copy()
+    swapped[[0, -1]] = swapped[[-1, 0]]
+    whole = saved.read_bytes()
+    assert whole.count(indices.tobytes()) == 1
+    saved.write_bytes(whole.replace(indices.tobytes(), swapped.tobytes()))
+    with pytest.raises(DataError, match="damaged"):
+        load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -8])
+def test_a_cut_file_is_noticed(saved: Path, keep: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(DataError, match="damaged"):
+        again(saved)
+
+
+def test_a_partition_that_loses_images_is_refused(partition: Partition, tmp_path: Path) -> None:
+    # Rightly hashed, but image 0 is dealt twice and another not at all.
+    indices = partition.train.indices.copy()
+    indices[indices == 1] = 0
+    wrong = replace(partition, train=ClientIndices(indices, partition.train.offsets))
+    with pytest.raises(DataError, match="damaged"):
+        load(save(wrong, CONFIG, TRAIN, TEST, NAMES, tmp_path))
+
+
+def test_another_fleet(saved: Path) -> None:
+    with pytest.raises(ConfigError, match="must be 20") as caught:
+        again(saved, clients=10)
+    assert caught.value.key == "fleet.clients"
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "says"),
+    [
+        (TRAIN[:-1], TEST, "200 training images, but the data has 199"),
+        (TRAIN, TEST[:-1], "50 test images, but the data has 49"),
+        (TRAIN[::-1], TEST, "labels differ"),
+        (TRAIN, TEST[::-1], "labels differ"),
+    ],
+)
+def test_other_data(saved: Path, train: object, test: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        again(saved, train=train, test=test)
+    assert caught.value.key == "data.partition.path"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="no partition there"):
+            again(path)
+        with pytest.raises(DataError):
+            load(path)

@@ -1,0 +1,127 @@
+"""Two ranks write what one writes, bit for bit; a run may go on with another number of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from conftest import Command, MakeConfig
+from vitfleet.config import load_config
+from vitfleet.config.schema import Config
+from vitfleet.fleet.distributed import assign_ranks
+from vitfleet.run.context import open_run
+from vitfleet.run.folder import create
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord, read_records
+
+CASES = {
+    "fedavg": ["method.name=fedavg"],
+    "transfl": ["method.name=transfl", "method.k=1", "machine.checkpoint_every=2"],
+    "eftvit": ["method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"],
+    "on-disk": ["method.name=eftvit", "method.local_layers=1", "method.store_on=disk"],
+    "standalone": ["method.name=standalone"],
+    "buffered": ["fleet.devices={agx=1,nano=1}", "fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3"],
+    "diverging": ["method.name=fedavg", "train.lr=1e30"],
+}
+TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2", "model.dim=16", "model.depth=2"]
+
+# What `vitfleet run` does on each rank, for several folders in one start of torchrun, which takes seconds.
+PLAYER = """
+import sys
+from pathlib import Path
+from vitfleet.config.load import read_config
+from vitfleet.fleet.distributed import join_process_group
+from vitfleet.run.loop import run_rounds, follow
+from vitfleet.run.context import open_run
+
+class Deaf:
+    def round_done(self, record, seconds): pass
+
+with join_process_group() as processes:
+    assert processes.size == 2
+    for folder in map(Path, sys.argv[1:]):
+        context = open_run(read_config(folder / "config.json"), folder, processes=processes)
+        run_rounds(context, Deaf()) if processes.is_first else follow(context)
+"""
+
+
+class Until:
+    """Stops a run after a round."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        if record.round == self.last:
+            raise KeyboardInterrupt
+
+
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=240)
+
+
+def begin(config: Config, folder: Path) -> Path:
+    create(config, folder, "run", ["vitfleet"])
+    return folder
+
+
+def written(folder: Path) -> Mapping[str, bytes]:
+    """Return all that must not depend on the number of ranks."""
+    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting if path.name != "checkpoint.json"}
+
+
+def test_two_ranks_write_what_one_writes(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    player = tmp_path / "player.py"
+    player.write_text(PLAYER)
+    configs = {name: tiny_config(*overrides, "fleet.per_round=3") for name, overrides in CASES.items()}
+    configs["tasks"] = load_config("fedvit-digits", TASKS)
+    together = {name: begin(config, tmp_path / f"{name}-2") for name, config in configs.items()}
+    done = torchrun(str(player), *map(str, together.values()))
+    assert not done.returncode, done.stderr[-3000:]
+    for name, config in configs.items():
+        alone = tmp_path / f"{name}-1"
+        run_rounds(open_run(config, alone), Until(99))
+        assert written(together[name]) == written(alone), name
+    failures = [entry.failure for record in read_records(together["diverging"]) for entry in record.clients]
+    assert all(failures)
+    assert any("client-" in name for name in written(together["eftvit"]))
+
+
+def test_a_run_of_one_rank_goes_on_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(*CASES["eftvit"])
+    whole, parted = (begin(config, tmp_path / name) for name in ("whole", "parted"))
+    run_rounds(open_run(config, whole), Until(99))
+    with pytest.raises(KeyboardInterrupt):
+        run_rounds(open_run(config, parted), Until(1))
+    done = torchrun("-m", "vitfleet", "resume", str(parted))
+    assert not done.returncode, done.stderr[-3000:]
+    assert "2 processes" in done.stdout
+    assert done.stdout.count("going on after round 1") == 1
+    assert written(parted) == written(whole)
+
+
+def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
+    done = vitfleet(tmp_path, "compare", "digits", "digits", "--out", "both")
+    assert done.returncode == 2
+    assert "a comparison is played by one process" in done.stderr
+    assert not (tmp_path / "both").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "owners"),
+    [
+        ([5, 5, 5, 5], [0, 1, 0, 1]),
+        ([1, 9, 2, 3], [1, 0, 1, 1]),
+        ([0, 0, 0], [0, 1, 0]),
+        ([], []),
+    ],
+)
+def test_work_is_shared_out_by_size(sizes: list[int], owners: list[int]) -> None:
+    assert assign_ranks(sizes, 2) == owners

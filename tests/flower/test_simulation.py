@@ -1,0 +1,42 @@
+"""Flower's own simulation engine runs the same app, to the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from chaos import Nobody, server_state
+from conftest import MakeConfig
+from vitfleet.flower.processes import Endpoint, await_health, connection, environment, free_port, start_run, stop
+from vitfleet.flower.server import follow
+from vitfleet.run.context import open_run
+from vitfleet.run.folder import create
+from vitfleet.run.loop import run_rounds
+
+OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0", "method.name=transfl", "method.k=1")
+
+
+@pytest.mark.long
+def test_a_simulation_is_as_good_as_one_process(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra `flower-sim` is not installed")
+    config = tiny_config(*OVERRIDES)
+    folder, home, port = tmp_path / "flower", tmp_path / "home", free_port()
+    fleet = config.fleet.model_copy(update={"kind": "flower", "join_s": 200.0})
+    create(config.model_copy(update={"fleet": fleet}), folder, "flower", ["test"]).release()
+    home.mkdir()
+    endpoint = Endpoint("127.0.0.1", port, home, None)
+    (home / "config.toml").write_text(connection(endpoint, port))
+    command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        link = subprocess.Popen(command, env=environment(home), stdout=log, stderr=log, start_new_session=True)
+    try:
+        await_health(endpoint, port, link)
+        size = "num-supernodes=3 client-resources-num-cpus=1"
+        follow(endpoint, folder, start_run(endpoint, folder, "--federation-config", size), Nobody())
+    finally:
+        stop(link)
+    run_rounds(open_run(config, tmp_path / "inline"), Nobody())
+    assert (tmp_path / "inline" / "records.jsonl").read_bytes() == (folder / "records.jsonl").read_bytes()
+    assert server_state(tmp_path / "inline") == server_state(folder)

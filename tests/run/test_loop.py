@@ -1,0 +1,368 @@
+"""Whole tiny runs: the same seed writes the same bytes, interrupted or not; a bad client stops nobody."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from conftest import MakeConfig
+from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.fleet.inline import InlineFleet
+from vitfleet.message import State
+from vitfleet.progress import Advance
+from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.round_plan import choose_clients
+from vitfleet.train.cohort_inputs import ClientFit
+from vitfleet.train.objective import FitResult
+from vitfleet.train.optim import learning_rate
+from vitfleet.train.trainer import Trainer
+from vitfleet.wire import decode
+
+
+class Heard:
+    """Notes the rounds it hears of, and stops the run after one of them."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.rounds: list[int] = []
+        self.stop_after = stop_after
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        self.rounds.append(record.round)
+        if record.round == self.stop_after:
+            raise KeyboardInterrupt
+
+
+def play(config: Config, folder: Path, stop_after: int | None = None) -> RunContext:
+    folder.mkdir(exist_ok=True)
+    context = open_run(config, folder)
+    run_rounds(context, Heard(stop_after))
+    return context
+
+
+def written(folder: Path) -> Mapping[str, bytes]:
+    """Return all that must not depend on interruptions: records, model, states, the deal."""
+    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting}
+
+
+def named(method: str) -> list[str]:
+    """Return the overrides that choose a method for a model of two layers."""
+    return [f"method.name={method}", *(["method.k=1"] if method == "transfl" else [])]
+
+
+METHODS = pytest.mark.parametrize("method", ["fedavg", "standalone", "transfl"])
+
+
+@METHODS
+def test_one_seed_writes_the_same_bytes_and_another_does_not(
+    method: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(*named(method))
+    for name, seed in (("first", 1), ("second", 1), ("other", 2)):
+        play(config.model_copy(update={"seed": seed}), tmp_path / name)
+    first, second, other = (written(tmp_path / name) for name in ("first", "second", "other"))
+    assert first == second
+    assert len(first["records.jsonl"].splitlines()) == 3
+    assert first["records.jsonl"] != other["records.jsonl"]
+    if method != "standalone":
+        assert first["model.safetensors"] != other["model.safetensors"]
+    else:
+        assert "model.safetensors" not in first
+        assert sum("client-" in name for name in first) >= 3
+
+
+@METHODS
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_a_run_stopped_after_a_round_ends_as_if_it_had_not_been(
+    method: str, every: int, stop_after: int, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(*named(method), f"machine.checkpoint_every={every}")
+    play(config, tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        play(config, tmp_path / "stopped", stop_after)
+    resumed = open_run(config, tmp_path / "stopped")
+    kept = stop_after if stop_after == 3 else stop_after - stop_after % every
+    assert resumed.round == kept
+    listener = Heard()
+    run_rounds(resumed, listener)
+    assert listener.rounds == list(range(kept + 1, 4))
+    assert written(tmp_path / "stopped") == written(tmp_path / "undisturbed")
+
+
+def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Interrupt the at-th training of this process."""
+    count = 0
+    fit = Trainer.fit_together
+
+    def interrupted(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return fit(self, group)
+
+    patch.setattr(Trainer, "fit_together", interrupted)
+
+
+@METHODS
+def test_a_run_stopped_again_and_again_in_the_middle_of_rounds_ends_the_same(
+    method: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(*named(method), "machine.checkpoint_every=2", "rounds=4")
+    play(config, tmp_path / "undisturbed")
+    for at in (2, 4, 6, 8, 5, 3):  # three trainings a round: before, at and after the first checkpoint
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_training(patch, at)
+            with pytest.raises(KeyboardInterrupt):
+                play(config, tmp_path / "stopped")
+    play(config, tmp_path / "stopped")
+    assert written(tmp_path / "stopped") == written(tmp_path / "undisturbed")
+
+
+def test_a_finished_run_played_again_stays_as_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config(), tmp_path / "run")
+    before = written(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()  # killed between the last checkpoint and the model
+    play(tiny_config(), tmp_path / "run")
+    assert written(tmp_path / "run") == before
+
+
+def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("train.warmup_rounds=1")
+    context = play(config, tmp_path / "run")
+    records = list(read_records(tmp_path / "run"))
+    up = down = 0
+    for round, record in enumerate(records, start=1):
+        assert record.round == round
+        assert record.lr == learning_rate(config.train, round, 3)
+        assert [entry.client for entry in record.clients] == choose_clients(config, round)
+        samples = {entry.client: entry.numbers["samples"] for entry in record.clients}
+        assert samples == {client: len(context.partition.train.of(client)) for client in samples}
+        up += sum(entry.up_bytes for entry in record.clients)
+        down += sum(entry.down_bytes for entry in record.clients)
+        assert (record.total_up_bytes, record.total_down_bytes) == (up, down)
+        assert all(entry.up_bytes > 4 * context.params for entry in record.clients)
+        weighted = [(float(str(n["samples"])), float(str(n["loss"]))) for n in (e.numbers for e in record.clients)]
+        mean = sum(share * loss for share, loss in weighted) / sum(share for share, _ in weighted)
+        assert record.loss == pytest.approx(mean)
+        assert record.accuracy is not None
+        at_home = [entry.accuracy for entry in record.clients if entry.accuracy is not None]
+        assert record.accuracy.local == pytest.approx(sum(at_home) / len(at_home))
+
+
+def test_the_model_is_the_servers_and_says_what_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    context = play(tiny_config(), tmp_path / "run")
+    path = tmp_path / "run" / "model.safetensors"
+    tensors = load_file(path)
+    assert set(tensors) == set(context.net.anatomy.shapes)
+    assert all(torch.equal(tensors[name], context.server.tensors[name]) for name in tensors)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    about = json.loads(metadata["vitfleet"]) if "vitfleet" in metadata else metadata
+    assert str(about["rounds"]) == "3"
+
+
+def test_clients_are_drawn_without_replacement_and_anew_each_round(tiny_config: MakeConfig) -> None:
+    config = tiny_config("fleet.clients=50", "fleet.per_round=10")
+    draws = [tuple(choose_clients(config, round)) for round in range(1, 21)]
+    assert all(len(set(draw)) == 10 and draw == tuple(sorted(draw)) for draw in draws)
+    assert all(0 <= client < 50 for draw in draws for client in draw)
+    assert len(set(draws)) > 15
+    assert choose_clients(config.model_copy(update={"seed": 9}), 1) != list(draws[0])
+
+
+def test_accuracy_is_measured_every_so_often_and_at_the_end(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config("rounds=5", "eval.every=2"), tmp_path / "run")
+    measured = [record.round for record in read_records(tmp_path / "run") if record.accuracy is not None]
+    assert measured == [2, 4, 5]
+    for record in read_records(tmp_path / "run"):
+        assert all((entry.tested is not None) == (record.round in measured) for entry in record.clients)
+
+
+def test_evaluating_changes_nothing_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config("eval.every=1"), tmp_path / "often")
+    play(tiny_config("eval.every=3"), tmp_path / "once")
+    often, once = (written(tmp_path / name)["model.safetensors"] for name in ("often", "once"))
+    assert often == once
+
+
+WILD = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, epochs=1)
+
+
+def let_one_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
+    fit = Trainer.fit_together
+
+    def train(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+        return fit(replace(self, config=config) if group[0].place.client == client else self, group)
+
+    patch.setattr(Trainer, "fit_together", train)
+
+
+def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_on(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("data.partition.kind=iid", "fleet.per_round=6")
+    let_one_diverge(monkeypatch, 4, WILD)
+    context = play(config, tmp_path / "run")
+    for record in read_records(tmp_path / "run"):
+        (bad,) = (entry for entry in record.clients if entry.failure is not None)
+        assert bad.client == 4
+        assert bad.failure is not None
+        assert "loss" in bad.failure
+        assert record.loss is not None
+        assert math.isfinite(record.loss)
+        assert record.accuracy is not None
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in context.server.tensors.values())
+    assert 4 not in context.last_seen
+    summary = run_rounds(context, Heard())
+    assert (summary["total"]["failures"], summary["total"]["participations"]) == (3, 18)
+
+
+def test_the_others_mean_is_as_if_it_had_not_been_asked(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("data.partition.kind=iid", "fleet.per_round=6", "rounds=1")
+    with monkeypatch.context() as patch:
+        let_one_diverge(patch, 4, WILD)
+        diverged = play(config, tmp_path / "diverged").server
+    (tmp_path / "alone").mkdir()
+    context = open_run(config, tmp_path / "alone")
+    monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: [0, 1, 2, 3, 5])
+    run_rounds(context, Heard())
+    assert all(torch.equal(diverged.tensors[name], tensor) for name, tensor in context.server.tensors.items())
+
+
+@METHODS
+def test_a_run_in_which_everybody_diverges_still_ends_and_says_so(
+    method: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    wild = "train.optimizer=sgd", "train.lr=1e30", "train.batch_size=4", "data.partition.kind=iid"
+    play(tiny_config(*wild, *named(method)), tmp_path / "run")
+    records = list(read_records(tmp_path / "run"))
+    assert len(records) == 3
+    assert all(entry.failure is not None for record in records for entry in record.clients)
+    assert all(record.loss is None for record in records)
+
+
+def test_a_client_whose_last_step_blew_up_is_refused_too(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step: its loss was still finite when it was taken, only the weights are not."""
+    one_step = TrainConfig(optimizer="sgd", momentum=0, lr=1e38, weight_decay=1e4, batch_size=1000)
+    let_one_diverge(monkeypatch, 4, one_step)
+    context = play(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
+    failed = {entry.client for record in read_records(tmp_path / "run") for entry in record.clients if entry.failure}
+    assert failed == {4}
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in context.server.tensors.values())
+
+
+def test_a_model_that_overflows_in_evaluation_is_recorded_not_a_crash(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """One step a client, so that every loss and every weight is finite, but the model's answers are not."""
+    wild = "train.optimizer=sgd", "train.momentum=0", "train.lr=1e25", "train.batch_size=1000", "train.weight_decay=0"
+    play(tiny_config(*wild, "data.partition.kind=iid", "rounds=1"), tmp_path / "run")
+    assert len(list(read_records(tmp_path / "run"))) == 1
+
+
+@METHODS
+def test_empty_clients_are_asked_and_say_nothing(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(
+        *named(method), "data.partition.beta=0.001", "fleet.clients=100", "fleet.per_round=2", "rounds=8"
+    )
+    context = play(config, tmp_path / "run")
+    sizes = context.partition.train.sizes()
+    assert (sizes == 0).sum() > 50
+    records = list(read_records(tmp_path / "run"))
+    assert len(records) == 8
+    unheard = [record for record in records if all(sizes[entry.client] == 0 for entry in record.clients)]
+    assert unheard
+    assert all(record.loss is None for record in unheard)
+    assert all(record.loss is not None for record in records if record not in unheard)
+    tested = context.partition.test.sizes()
+    for record in records:
+        assert record.accuracy is not None
+        assert [entry.tested for entry in record.clients] == [tested[entry.client] for entry in record.clients]
+        assert (record.accuracy.local is None) == all(not entry.tested for entry in record.clients)
+    assert any(record.accuracy is not None and record.accuracy.local is None for record in records)
+
+
+def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("data.partition.beta=0.001", "fleet.clients=100", "rounds=1")
+    (tmp_path / "run").mkdir()
+    context = open_run(config, tmp_path / "run")
+    empty = [client for client in range(100) if len(context.partition.train.of(client)) == 0][:3]
+    monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: empty)
+    run_rounds(context, Heard())
+    initial = context.net.initial_weights()
+    assert all(torch.equal(context.server.tensors[name], initial[name]) for name in initial)
+
+
+def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("machine.threads=null", "machine.device=auto", "machine.precision=auto")
+    with pytest.raises(KeyboardInterrupt):
+        play(config, tmp_path / "run", stop_after=1)
+    before = json.loads((tmp_path / "run" / "machine.json").read_text())
+    assert (before["device"], before["precision"], before["threads"]) == ("cpu", "fp32", torch.get_num_threads())
+    changed = {**before, "threads": before["threads"] + 1, "precision": "bf16"}
+    (tmp_path / "run" / "machine.json").write_text(json.dumps(changed))
+    context = open_run(config, tmp_path / "run")
+    try:
+        assert torch.get_num_threads() == before["threads"] + 1
+        assert context.machine.bf16
+    finally:
+        torch.set_num_threads(before["threads"])
+
+
+def test_states_of_clients_are_not_held_once_a_checkpoint_has_them(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    context = play(tiny_config("method.name=standalone"), tmp_path / "run")
+    assert isinstance(context.fleet, InlineFleet)
+    assert not context.fleet.changed_states()
+    partition_io = context.checkpoints.latest
+    assert partition_io is not None
+    for client, name in partition_io.clients.items():
+        own = context.fleet.client_state(client)
+        assert own is not None
+        written = decode(State, (tmp_path / "run" / "checkpoint" / name).read_bytes())
+        assert all(torch.equal(own.tensors[key], tensor) for key, tensor in written.tensors.items())
+
+
+def test_all_long_work_of_a_round_shows_how_far_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    class Shown:
+        def __init__(self) -> None:
+            self.done: dict[str, int] = {}
+
+        @contextmanager
+        def task(self, label: str, total: int) -> Iterator[Advance]:
+            self.done[label] = 0
+
+            def advance(units: int) -> None:
+                self.done[label] += units
+
+            yield advance
+
+    def shown(name: str, *overrides: str) -> dict[str, int]:
+        progress = Shown()
+        context = open_run(tiny_config("rounds=1", f"method.name={name}", *overrides), tmp_path / name)
+        run_rounds(context, Heard(), progress)
+        return progress.done
+
+    assert shown("fedavg") == {"round 1: clients": 3, "round 1: evaluation": 1}
+    eftvit = shown("eftvit", "method.local_layers=1")
+    assert set(eftvit) == {"round 1: clients", "round 1: the server trains", "round 1: evaluation"}
+    (line,) = (tmp_path / "eftvit" / "timings.jsonl").read_text().splitlines()
+    assert json.loads(line)["warm_up_seconds"] == 0  # nothing is compiled or captured here

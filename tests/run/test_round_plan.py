@@ -1,0 +1,183 @@
+"""Schedules in whole runs on digits, with devices."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import MakeConfig
+from vitfleet.config.schema import BufferedSchedule, Config
+from vitfleet.costs.virtual_clock import ClientInFlight
+from vitfleet.errors import UserError
+from vitfleet.message import Message, State
+from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.round_plan import ClientPlan, InFlight, apply_staleness
+
+MIX = "fleet.devices={agx=1, nx=2, nano=2, pi4-2gb=1}"
+BUFFERED = ("fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3", "fleet.clients=8", "fleet.per_round=3")
+
+
+class Until:
+    """Stops a run after one of its rounds."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self.last = last
+
+    def round_done(self, record: RoundRecord, seconds: float) -> None:
+        if record.round == self.last:
+            raise KeyboardInterrupt
+
+
+def play(config: Config, folder: Path, stop_after: int | None = None) -> RunContext:
+    folder.mkdir(exist_ok=True)
+    context = open_run(config, folder)
+    run_rounds(context, Until(stop_after))
+    return context
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """Return all that must not depend on interruptions: records, model, states, devices."""
+    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting}
+
+
+def records_of(folder: Path) -> list[RoundRecord]:
+    return list(read_records(folder))
+
+
+def test_a_synchronous_round_ends_with_its_slowest_client(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config(MIX), tmp_path)
+    before = 0.0
+    for record in records_of(tmp_path):
+        assert all(entry.began == before for entry in record.clients)
+        latest = max(entry.ended or 0.0 for entry in record.clients)
+        assert record.virtual_seconds == latest > before
+        before = latest
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["total"]["virtual_seconds"] == before
+    assert summary["total"]["train_gflops"] > 0
+    assert len(json.loads((tmp_path / "devices.json").read_text())["clients"]) == tiny_config().fleet.clients
+
+
+def test_the_clock_changes_nothing_but_the_clock(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config(MIX), tmp_path / "with")
+    play(tiny_config(), tmp_path / "without")
+    assert written(tmp_path / "with")["model.safetensors"] == written(tmp_path / "without")["model.safetensors"]
+    assert {record.virtual_seconds for record in records_of(tmp_path / "without")} == {None}
+
+
+def test_half_the_bandwidth_is_a_longer_round(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    clocks = []
+    for bandwidth in (1.0, 0.1):
+        folder = tmp_path / str(bandwidth)
+        play(tiny_config(MIX, f"fleet.bandwidth={bandwidth}", "rounds=1"), folder)
+        clocks.append(records_of(folder)[0].virtual_seconds or 0.0)
+    assert 5 < clocks[1] / clocks[0] < 10  # training takes as long as before
+
+
+def test_who_misses_the_deadline_is_not_trained_and_is_said(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    play(tiny_config(MIX), tmp_path / "all")
+    first = records_of(tmp_path / "all")[0]
+    times = sorted(entry.ended or 0.0 for entry in first.clients)
+    deadline = (times[0] + times[-1]) / 2
+    play(tiny_config(MIX, "fleet.schedule.kind=deadline", f"fleet.schedule.seconds={deadline}"), tmp_path / "some")
+    record = records_of(tmp_path / "some")[0]
+    late = {entry.client for entry in first.clients if (entry.ended or 0.0) > deadline}
+    assert late
+    assert {entry.client for entry in record.clients if entry.failure} == late
+    assert record.virtual_seconds == pytest.approx(deadline)
+    for entry in record.clients:
+        if entry.client in late:
+            assert entry.failure is not None
+            assert entry.failure.startswith("too late")
+            assert entry.up_bytes == 0
+            assert entry.down_bytes > 0
+
+
+def test_over_selection_asks_more_and_takes_the_first(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config(MIX, "fleet.schedule.kind=over-selection", "fleet.schedule.share=0.5", "fleet.per_round=2")
+    play(config, tmp_path)
+    for record in records_of(tmp_path):
+        assert len(record.clients) == 3
+        assert sum(entry.failure is None for entry in record.clients) == 2
+
+
+def test_who_has_too_little_memory_is_flagged_not_trained(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.run.context.round_memory", lambda *_: _Huge())
+    play(tiny_config("fleet.devices={agx=1, pi4-2gb=1}"), tmp_path)
+    step_kinds = json.loads((tmp_path / "devices.json").read_text())
+    small = {client for client, name in enumerate(step_kinds["clients"]) if name == "pi4-2gb"}
+    assert set(step_kinds["out_of_memory"]) == small
+    entries = [entry for record in records_of(tmp_path) for entry in record.clients]
+    assert {entry.client for entry in entries if entry.failure} == {entry.client for entry in entries} & small
+    assert all(
+        "out of memory: training needs 3.00 GiB" in (entry.failure or "out of memory: training needs 3.00 GiB")
+        for entry in entries
+    )
+
+
+class _Huge:
+    total = 3 * 2**30
+
+
+@pytest.mark.parametrize("method", ["fedavg", "transfl", "eftvit"])
+def test_buffered_rounds_overlap_and_survive_a_stop(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"]}.get(method, [])
+    config = tiny_config(MIX, *BUFFERED, f"method.name={method}", *keys, "rounds=4")
+    play(config, tmp_path / "undisturbed")
+    records = records_of(tmp_path / "undisturbed")
+    for earlier, later in pairwise(records):
+        assert (earlier.virtual_seconds or 0) <= (later.virtual_seconds or 0)
+    # Somebody was sent off before the round in which the answer counted had begun.
+    overlapping = [
+        entry
+        for earlier, later in pairwise(records)
+        for entry in later.clients
+        if (entry.began or 0) < (earlier.virtual_seconds or 0)
+    ]
+    assert overlapping
+    for stop in (1, 3):
+        folder = tmp_path / f"stopped-{stop}"
+        with pytest.raises(KeyboardInterrupt):
+            play(config, folder, stop)
+        run_rounds(open_run(config, folder), Until())
+        assert written(folder) == written(tmp_path / "undisturbed")
+
+
+def test_too_few_devices_with_memory_enough_for_a_buffer(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.run.context.round_memory", lambda *_: _Huge())
+    context = open_run(tiny_config("fleet.devices={agx=1, pi4-2gb=1}", *BUFFERED), tmp_path)
+    with pytest.raises(UserError, match="only 4 clients have memory enough"):
+        run_rounds(context, Until())
+
+
+def test_a_stale_change_counts_less_and_starts_from_the_servers_weights() -> None:
+    server = State({"w": torch.tensor([10.0])})
+    turn = ClientPlan(0, Message({"w": torch.tensor([1.0])}), 0, None, staleness=3)
+    up = Message({"w": torch.tensor([3.0]), "features": torch.tensor([7.0])}, {"samples": 5})
+    fresh = apply_staleness(up, turn, server, BufferedSchedule(staleness=0.5))
+    assert fresh.tensors["w"].item() == 10 + (3 - 1) / 2  # (1 + 3)^-0.5
+    assert fresh.tensors["features"].item() == 7
+    assert fresh.numbers == {"samples": 5}
+    assert apply_staleness(up, ClientPlan(0, turn.message, 0, None), server, BufferedSchedule()) is up
+
+
+def test_what_is_under_way_is_packed_and_unpacked() -> None:
+    flights = (ClientInFlight(2.5, 3, 1, -1, 0.5), ClientInFlight(4.0, 1, 0, 2, 0.0))
+    past = {0: State({"w": torch.zeros(1)}), 1: State({"w": torch.ones(1)})}
+    server = State({"w": torch.tensor([2.0])}, parts={"features-000001": State()})
+    packed = InFlight(1.5, flights, past).pack(server)
+    assert set(packed.parts) == {"features-000001", "past-000000", "past-000001", "flights"}
+    unpacked, traffic = InFlight.unpack(packed, 1.5)
+    assert set(unpacked.parts) == {"features-000001"}
+    assert traffic == InFlight(1.5, flights, past)

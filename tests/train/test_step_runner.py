@@ -1,0 +1,192 @@
+"""Captured courses serve other groups of their form; played here without a GPU: a replay takes the step as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import MakeConfig, MakeShard, MakeTrainer
+from vitfleet.data.images import ImageSet
+from vitfleet.models.net import Net
+from vitfleet.run import context as sessions
+from vitfleet.run.context import open_run
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import read_records
+from vitfleet.train.cohort_inputs import ClientFit, RngContext
+from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
+from vitfleet.train.step_runner import CudaGraphRunner, Kind, clients_per_step
+from vitfleet.train.surgery import Integrator
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a captured step does, done again."""
+
+    course: CudaGraphRunner
+    kind: Kind
+
+    def replay(self) -> None:
+        self.course._step(self.kind)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
+    """Let courses be captured on a CPU; return the list that they are added to."""
+    runners: list[CudaGraphRunner] = []
+
+    def capture(course: CudaGraphRunner, kind: Kind) -> Replay:
+        runners.append(course)
+        return Replay(course, kind)
+
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
+    monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return runners
+
+
+def remember(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
+    index = torch.arange(len(sizes) * 24).view(-1, 24) % len(images)
+    share = torch.zeros(index.shape)
+    for part, size in enumerate(sizes):
+        share[part, :size] = 1 / size
+    return EpisodicMemory(images.images[index], images.labels[index], share, sizes)
+
+
+def same(left: Sequence[FitResult], correct: Sequence[FitResult]) -> None:
+    for one, other in zip(left, correct, strict=True):
+        assert one.steps == other.steps
+        for name in one.weights:
+            torch.testing.assert_close(one.weights[name], other.weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_another_group_takes_the_place_of_the_one_before(
+    tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.whole)
+    handed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps an epoch, then five
+        fit = Fit(tiny_net.initial_weights(), objective, 2)
+        group = [ClientFit(fit, make_shard(0, end), RngContext(7, round, client)) for client, end in enumerate(ends)]
+        answers = graphed.fit_together(group)
+        same(answers, plain.fit_together(group))
+        handed += [(one.weights["head.weight"], one.weights["head.weight"].clone()) for one in answers]
+    assert len(captured) == 1, "an epoch may be of any length"
+    assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_nobody_is_written_into_what_was_given(
+    clients: int, tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """What is frozen comes from a client's state or the server's, which go on to be used."""
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.head)
+    given: list[dict[str, torch.Tensor]] = []
+    for round in range(3):
+        weights = {name: one + 0.1 * round for name, one in tiny_net.initial_weights().items()}
+        constants = {"anchor": torch.full((3,), float(round))}
+        given += [weights, constants]
+        fit = Fit(weights, objective, 1, constants)
+        group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(clients)]
+        before = [{name: one.clone() for name, one in tensors.items()} for tensors in given]
+        same(graphed.fit_together(group), plain.fit_together(group))
+        for now, then in zip(given, before, strict=True):
+            assert all(torch.equal(now[name], then[name]) for name in then)
+    assert len(captured) == 1
+
+
+def test_a_captured_step_serves_memories_that_are_a_little_smaller(
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True), parts_at_once=4)
+    objective = Objective(tiny_net.anatomy.whole, transform=Integrator())
+
+    def train(*sizes: tuple[int, ...]) -> int:
+        weights = tiny_net.initial_weights()
+        fits = [Fit(weights, objective, 1, memory=remember(tiny_images, one)) for one in sizes]
+        group = [ClientFit(fit, make_shard(client, 20), RngContext(7, 1, client)) for client, fit in enumerate(fits)]
+        same(graphed.fit_together(group), plain.fit_together(group))
+        return len(captured)
+
+    assert train((18, 12, 6), (17, 9, 2)) == 1  # computed as 24, 16, 8
+    assert train((20, 10, 8), (3, 2, 1)) == 1
+    assert train((20, 6, 6), (18, 8, 1)) == 1  # 24, 8, 8 would do
+    assert train((24, 20, 6), (18, 8, 1)) == 2  # 24, 24, 8: more
+    assert train((24, 1, 1), (24, 1, 1)) == 2  # by the first again
+    assert train((8, 1, 1), (7, 1, 1)) == 3  # so much padding is not worth it
+
+
+def test_who_has_no_more_steps_is_left_out_of_them(
+    tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    plain = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
+    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are laid ready in two parts
+    group = [ClientFit(fit, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)]
+    found = graphed.fit_together(group)
+    same(found, [plain.fit(one.fit, one.shard, one.place) for one in group])
+    assert [one.steps for one in found] == [2 * size for size in sizes]
+    assert {kind.clients for kind in captured[0].captured} == {7, 6, 4, 3, 2, 1}, "there is none for five"
+
+
+def test_so_many_clients_compute_a_step() -> None:
+    active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
+    assert clients_per_step(active, captured=False, compiled=False) == active
+    assert clients_per_step(active, captured=False, compiled=True) == [20] * 19
+    expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 9, 2, 1]
+    assert clients_per_step(active, captured=True, compiled=False) == expected
+    assert clients_per_step([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"
+
+
+class Nobody:
+    def round_done(self, record: object, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
+def test_what_clients_keep_survives_those_who_train_after_them(
+    keys: tuple[str, ...],
+    captured: list[CudaGraphRunner],
+    tiny_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FedRep's heads are frozen while the body trains, alone in a course; and they stay near for the next round."""
+    some = (
+        "method.name=fedrep",
+        "fleet.clients=3",
+        "train.optimizer=sgd",
+        "train.lr=0.05",
+        "train.epochs=2",
+        "rounds=6",
+    )
+    config = tiny_config(*some, "machine.workers=1", *keys)
+    losses = []
+    monkeypatch.setattr(sessions, "memory_of", lambda device: 1 << 30)
+    for graphs in (False, True):
+        how = partial(_set_up, set_up, graphs)
+        monkeypatch.setattr(sessions, "set_up", how)
+        run_rounds(open_run(config, tmp_path / str(graphs)), Nobody())
+        told = [entry.numbers["loss"] for record in read_records(tmp_path / str(graphs)) for entry in record.clients]
+        losses.append(told)
+    assert captured
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def _set_up(real: Callable[..., Machine], graphs: bool, *given: object) -> Machine:
+    return replace(real(*given), graphs=graphs)
