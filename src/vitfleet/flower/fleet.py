@@ -90,7 +90,12 @@ class FlowerFleet:
     """
 
     def __init__(
-        self, grid: Grid, config: FleetConfig, run_spec: RunSpec, base: Content, clock: Clock = Clock()  # noqa: B008
+        self,
+        grid: Grid,
+        config: FleetConfig,
+        run_spec: RunSpec,
+        base: Content,
+        clock: Clock = Clock(),  # noqa: B008
     ) -> None:
         self.grid = grid
         self.config = config
