@@ -25,7 +25,7 @@ import torch
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
 from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.message import State
+from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt, make_method
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import RngContext
@@ -48,7 +48,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt, config.method)).to(machine.device)
     context = MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
     method = make_method(config.method, context)
-    weights = {name: tensor.to(machine.device) for name, tensor in net.initial_weights().items()}
+    weights = to_device(net.initial_weights(), machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
 
     count = (steps + 1) * batch

@@ -23,7 +23,7 @@ import torch
 
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.message import Tensors
+from vitfleet.message import Tensors, to_device
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import set_up
@@ -64,9 +64,7 @@ def main() -> None:
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
     tasks = (torch.arange(CLASSES) // 10).to(machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config, AugmentConfig(), 10, machine, tasks)
-    weights = [
-        {name: one.to(machine.device) for name, one in net.initial_weights().items()} for _ in range(args.clients)
-    ]
+    weights = [to_device(net.initial_weights(), machine.device) for _ in range(args.clients)]
     longest = (args.steps + 1) * args.batch
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (longest, 3, SIDE, SIDE), generator=random, dtype=torch.uint8)

@@ -30,7 +30,7 @@ from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelCo
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.message import State
+from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt, make_method
 from vitfleet.methods.episodic_memory import Stored, write
 from vitfleet.models.zoo import build
@@ -67,7 +67,7 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     estimate = round_memory(net, dry_run_result, config.train, machine.bf16, at_once)
 
     method = make_method(config.method, context(machine.device))
-    weights = {key: tensor.to(machine.device) for key, tensor in net.initial_weights().items()}
+    weights = to_device(net.initial_weights(), machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
     pixels = torch.zeros(STEPS * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)
     images = ImageSet(pixels, torch.from_numpy(labels).to(machine.device))

@@ -31,6 +31,7 @@ from vitfleet.config.methods import EftVitConfig, FedAvgConfig
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.eftvit import EftVit
@@ -84,7 +85,7 @@ def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
         10,
         task.machine,
     )
-    initial = {name: one.to(task.machine.device) for name, one in task.net.initial_weights().items()}
+    initial = to_device(task.net.initial_weights(), task.machine.device)
     method = task.method
     base = method.base_message(initial).tensors
     server = method.initial_state(initial)
@@ -112,7 +113,7 @@ def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
     """One client after the other: timm's module, torch's optimiser, a loop over batches."""
     device = task.machine.device
     module = task.net.module.vit
-    initial = {name: one.to(device) for name, one in task.net.initial_weights().items()}
+    initial = to_device(task.net.initial_weights(), device)
     trains = set(task.net.anatomy.trainable(task.method.trainable))
     mean, std = (torch.tensor(one, device=device)[:, None, None] for one in (task.net.mean, task.net.std))
     kept = task.net.kept_patches(task.train.mask_ratio)

@@ -17,6 +17,7 @@ import torch
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
 from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import to_device
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine, set_up
@@ -45,7 +46,7 @@ def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float
     config = Config.model_validate({"train": {"batch_size": batch}})
     net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), 2, machine)
-    weights = {name: tensor.to(machine.device) for name, tensor in net.initial_weights().items()}
+    weights = to_device(net.initial_weights(), machine.device)
     pixels = torch.zeros(steps * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)
     images = ImageSet(pixels, torch.arange(len(pixels), device=machine.device) % CLASSES)
     flops = full_flops(net).training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitfleet.message import _pieces, all_finite
+from vitfleet.message import State, _pieces, all_finite, to_device
 from vitfleet.packing import pack_tensors
 
 
@@ -45,3 +45,20 @@ def test_what_lies_far_apart_is_not() -> None:
     rows = torch.rand(100, 3)
     some = [rows[1], rows[2], torch.rand(4), torch.rand(2, dtype=torch.float64)]
     assert all(one is other for one, other in zip(_pieces(some), some, strict=True))
+
+
+def test_to_device_moves_every_tensor_and_copies_none_that_is_there() -> None:
+    tensors = {"weight": torch.ones(2, 3), "count": torch.arange(4)}
+    moved = to_device(tensors, torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in moved.items()} == {"weight": "meta", "count": "meta"}
+    stayed = to_device(tensors, torch.device("cpu"))
+    assert all(stayed[name] is tensor for name, tensor in tensors.items())
+
+
+def test_state_to_device_keeps_numbers_and_parts() -> None:
+    part = State({"features": torch.ones(2)})
+    state = State({"weight": torch.ones(3)}, {"round": 4}, {"client": part})
+    moved = state.to(torch.device("meta"))
+    assert moved.tensors["weight"].device.type == "meta"
+    assert moved.numbers == {"round": 4}
+    assert moved.parts["client"] is part

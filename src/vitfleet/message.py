@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ class Payload:
 
     tensors: Tensors = field(default_factory=dict)
     numbers: Numbers = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> Self:
+        """Return the payload with its tensors on a device. The parts of a state stay where they are."""
+        return replace(self, tensors=to_device(self.tensors, device))
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class State(Payload):
     """
 
     parts: Mapping[str, State] = field(default_factory=dict)
+
+
+def to_device(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors on a device. A tensor that is already there is not copied."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -61,8 +61,7 @@ class ProcessGroup:
         heard = self.broadcast(said, source)
         if not heard:
             return None
-        found = decode(kind, heard)
-        return kind({name: tensor.to(device) for name, tensor in found.tensors.items()}, found.numbers)
+        return decode(kind, heard).to(device)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

@@ -170,8 +170,7 @@ class InlineFleet:
         state = self._changed[client] if client in self._changed else self.stored(client)
         if state is None:
             return None
-        device = self.trainer.machine.device
-        state = State({name: tensor.to(device) for name, tensor in state.tensors.items()}, state.numbers)
+        state = state.to(self.trainer.machine.device)
         self._near.put(client, state)
         return state
 

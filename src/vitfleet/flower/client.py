@@ -26,7 +26,7 @@ from vitfleet.fleet.base import EvalReply, EvalResult, Reply
 from vitfleet.fleet.build import Components, build_components, build_net
 from vitfleet.fleet.inline import diverged
 from vitfleet.flower.codec import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State, Tensors, to_device
 from vitfleet.methods.base import ClientJob
 from vitfleet.train.cohort_driver import run_participant
 from vitfleet.train.cohort_inputs import RngContext
@@ -124,9 +124,9 @@ class FlowerClient:
         desk = self._desk(order.run_spec, order.client)
         on = desk.machine.device
         shard = Shard(desk.data.train, desk.of_stage(desk.data.train, order.task_index))
-        down = Message(_on(on, order.message.tensors), order.message.numbers)
+        down = order.message.to(on)
         job = ClientJob(
-            order.round, order.client, down, _on(on, base.tensors), _state_on(on, own), shard, order.task_index
+            order.round, order.client, down, to_device(base.tensors, on), _state_on(on, own), shard, order.task_index
         )
         place = RngContext(desk.config.seed, order.round, order.client)
         answer = run_participant(desk.components.method.client_update(job), desk.components.trainer, shard, place)
@@ -148,8 +148,8 @@ class FlowerClient:
             return EvalReply(payload.client, failure=_lost(payload.last_round))
         desk = self._desk(payload.run_spec, payload.client)
         on = desk.machine.device
-        server = State(_on(on, payload.server.tensors), payload.server.numbers)
-        model = desk.components.method.model_weights(server, _on(on, base.tensors), _state_on(on, own))
+        server = State(to_device(payload.server.tensors, on), payload.server.numbers)
+        model = desk.components.method.model_weights(server, to_device(base.tensors, on), _state_on(on, own))
         return EvalReply(
             payload.client, tuple(desk.evaluation(model, task_index) for task_index in range(payload.num_tasks))
         )
@@ -223,8 +223,4 @@ def _lost(last_round: int | None) -> str:
 
 def _state_on(device: torch.device, own: State | None) -> State | None:
     """Bring what a device kept to where it computes; a state with nothing in it says that it keeps nothing."""
-    return State(_on(device, own.tensors), own.numbers) if own and (own.tensors or own.numbers) else None
-
-
-def _on(device: torch.device, tensors: Tensors) -> dict[str, Tensor]:
-    return {name: one.to(device) for name, one in tensors.items()}
+    return own.to(device) if own and (own.tensors or own.numbers) else None

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vitfleet.config.methods import EftVitConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State, Tensors, to_device
 from vitfleet.methods.aggregation import norm_outliers
 from vitfleet.methods.base import (
     Aggregator,
@@ -192,7 +192,7 @@ class FeatureStore(Aggregator):
             return
         self.check(up.tensors)
         device = self.context.device if self.params.store_on == "device" else torch.device("cpu")
-        part = State({name: one.to(device) for name, one in up.tensors.items()})
+        part = State(to_device(up.tensors, device))
         self.parts[_place(client)] = part
         if self.context.aggregate.norm_factor is not None:
             self.sizes[client] = _features(part).size()

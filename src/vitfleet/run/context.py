@@ -27,7 +27,7 @@ from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import build_components, build_net
 from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, ProcessGroup
 from vitfleet.fleet.inline import InlineFleet
-from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.message import Message, Numbers, State, to_device
 from vitfleet.methods import Method, make_method
 from vitfleet.methods.episodic_memory import stored_samples
 from vitfleet.models.net import Net
@@ -176,7 +176,7 @@ def open_run(
         tasks = torch.from_numpy(tasks_of_classes(config.data.tasks, config.seed, len(data.classes))).to(machine.device)
     components = build_components(config, net, len(data.classes), machine, num_tasks, tasks)
     net, method, trainer = components.net, components.method, components.trainer
-    initial = _on(machine.device, net.initial_weights())
+    initial = to_device(net.initial_weights(), machine.device)
     if grid is not None and config.data.tasks is None:  # tasks are compared with what was before them
         net.drop_weights()
     base = method.base_message(initial)
@@ -246,10 +246,10 @@ def open_run(
     if latest is not None:
         now = 0.0 if virtual is None else clock_after(folder, latest.round)
         state, traffic = InFlight.unpack(checkpoints.server(), now)
-        past = {version: _state_on(machine.device, one) for version, one in traffic.past_states.items()}
+        past = {version: one.to(machine.device) for version, one in traffic.past_states.items()}
         context.traffic = replace(traffic, past_states=past)
         # Parts stay on the host: a method that wants them on the device brings them there.
-        context.server = replace(_state_on(machine.device, state), parts=state.parts)
+        context.server = state.to(machine.device)
         context.round = latest.round
         context.total_up_bytes, context.total_down_bytes = latest.total_up_bytes, latest.total_down_bytes
         context.last_seen = dict(latest.last_seen)
@@ -318,11 +318,3 @@ def _nobodys(config: Config) -> Partition:
     """Return the deal of a server whose devices have images of their own: it deals nothing."""
     nothing = ClientIndices.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients * config.num_tasks)
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
-
-
-def _state_on(device: torch.device, state: State) -> State:
-    return State(_on(device, state.tensors), state.numbers)
-
-
-def _on(device: torch.device, tensors: Tensors) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
 from vitfleet.fleet.base import EvalRequest
-from vitfleet.message import State
+from vitfleet.message import State, to_device
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import TaskRecord, read_records
@@ -80,10 +80,7 @@ def evaluate_clients(
 
 def initial_server_state(context: RunContext) -> State:
     """Return what the server had before the first round."""
-    device = context.machine.device
-    return context.method.initial_state(
-        {name: tensor.to(device) for name, tensor in context.net.initial_weights().items()}
-    )
+    return context.method.initial_state(to_device(context.net.initial_weights(), context.machine.device))
 
 
 def as_rows(rows: Rows | None, width: int) -> Floats:
