@@ -136,3 +136,19 @@ def test_nothing_there(tmp_path: Path) -> None:
             again(path)
         with pytest.raises(DataError):
             load(path)
+
+
+def test_client_indices_are_addressed_by_client_and_task() -> None:
+    indices = ClientIndices(np.arange(6), np.array([0, 1, 3, 3, 6]), num_tasks=2)
+    assert indices.clients == 2
+    assert [indices.of(client, task).tolist() for client in range(2) for task in range(2)] == [
+        [0],
+        [1, 2],
+        [],
+        [3, 4, 5],
+    ]
+    assert [indices.all_tasks().of(client).tolist() for client in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert indices.counts(np.array([0, 1, 1, 0, 0, 0]), 2).tolist() == [[1, 2], [3, 0]]
+    assert ClientIndices.empty(3, 2).of(2, 1).tolist() == []
+    with pytest.raises(IndexError, match="task 2: there are 2"):
+        indices.of(0, 2)

@@ -23,8 +23,7 @@ def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) ->
 
 
 def held(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints, Ints]:
-    place = streams.position(client, task_index)
-    return streams.train.of(place), streams.test.of(place)
+    return streams.train.of(client, task_index), streams.test.of(client, task_index)
 
 
 def test_classes_are_parted_into_tasks() -> None:

@@ -203,9 +203,7 @@ def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
     if config.data.tasks is not None:
         streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, images.classes)
         client = typical_client(streams.counts.sum(axis=1).tolist())
-        held = [
-            labels[streams.train.of(streams.position(client, task_index))] for task_index in range(streams.num_tasks)
-        ]
+        held = [labels[streams.train.of(client, task_index)] for task_index in range(streams.num_tasks)]
         typical = typical_client([len(one) for one in held])
         return [*held[:typical], *held[typical + 1 :], held[typical]]
     if config.data.partition.kind in {"source", "file"}:  # known only with the images: as if dealt evenly

@@ -17,7 +17,4 @@ def client_indices(config: Config, data: DataSet) -> tuple[ClientIndices, Client
         return partition.train, partition.test
     train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
     streams = make_task_streams(tasks, clients, config.seed, train_labels, test_labels, len(data.classes))
-    train, test = (
-        ClientIndices(deal.indices, deal.offsets[:: streams.num_tasks]) for deal in (streams.train, streams.test)
-    )
-    return train, test
+    return streams.train.all_tasks(), streams.test.all_tasks()

@@ -30,18 +30,22 @@ _ARRAYS = ("train_indices", "train_offsets", "test_indices", "test_offsets", "co
 
 @dataclass(frozen=True, eq=False)
 class ClientIndices:
-    """Which samples every client holds: two flat arrays, so that 10,000 clients cost no Python objects.
+    """Sample indices of every client, task by task: two flat arrays, so that 10,000 clients cost no Python objects.
 
     Attributes
     ----------
     indices
-        Sample indices, client after client.
+        Sample indices: of the first client's first task, of its second task, …, of the second client's first task, ….
     offsets
-        ``[clients + 1]``: client ``k`` holds ``indices[offsets[k]:offsets[k + 1]]``.
+        ``[clients * num_tasks + 1]``: task ``t`` of client ``k`` has ``indices[offsets[p]:offsets[p + 1]]`` with
+        ``p = k * num_tasks + t``. Only this class computes ``p``.
+    num_tasks
+        Tasks per client; 1 without tasks.
     """
 
     indices: Ints
     offsets: Ints
+    num_tasks: int = 1
 
     @classmethod
     def from_owners(cls, owners: Ints, clients: int) -> ClientIndices:
@@ -50,29 +54,42 @@ class ClientIndices:
         np.cumsum(np.bincount(owners, minlength=clients), out=offsets[1:])
         return cls(np.argsort(owners, kind="stable").astype(np.int64), offsets)
 
+    @classmethod
+    def empty(cls, clients: int, num_tasks: int = 1) -> ClientIndices:
+        """Return the indices of clients without samples."""
+        return cls(np.zeros(0, np.int64), np.zeros(clients * num_tasks + 1, np.int64), num_tasks)
+
     @property
     def clients(self) -> int:
         """Number of clients."""
-        return len(self.offsets) - 1
+        return (len(self.offsets) - 1) // self.num_tasks
 
     @property
     def samples(self) -> int:
         """Number of samples dealt."""
         return len(self.indices)
 
-    def of(self, client: int) -> Ints:
-        """Return one client's sample indices, as a view."""
+    def of(self, client: int, task_index: int = 0) -> Ints:
+        """Return the sample indices of one client's task, as a view."""
         if not 0 <= client < self.clients:
             raise IndexError(f"client {client}: there are {self.clients}")
-        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+        if not 0 <= task_index < self.num_tasks:
+            raise IndexError(f"task {task_index}: there are {self.num_tasks}")
+        position = client * self.num_tasks + task_index
+        return self.indices[self.offsets[position] : self.offsets[position + 1]]
+
+    def all_tasks(self) -> ClientIndices:
+        """Return each client's samples of all its tasks, as if they were one task."""
+        return ClientIndices(self.indices, self.offsets[:: self.num_tasks])
 
     def sizes(self) -> Ints:
-        """Return the number of samples of each client."""
+        """Return the number of samples of each client's tasks: ``[clients * num_tasks]``."""
         return np.diff(self.offsets)
 
     def counts(self, labels: Ints, classes: int) -> Ints:
         """Count each client's samples by class: ``[clients, classes]``."""
-        owners = np.repeat(np.arange(self.clients), self.sizes())
+        sizes = np.diff(self.offsets[:: self.num_tasks])
+        owners = np.repeat(np.arange(self.clients), sizes)
         cells = np.bincount(owners * classes + labels[self.indices], minlength=self.clients * classes)
         return cells.astype(np.int64).reshape(self.clients, classes)
 

@@ -41,7 +41,7 @@ class TaskStreams:
     order
         ``[clients, tasks]``: the task that a client learns first, second, …: its stages.
     train, test
-        What each client holds at each stage, client after client, stage after stage: see :meth:`place`.
+        Each client's images of each of its tasks, in its order.
     counts
         ``[clients, classes]``: training images over all stages.
     """
@@ -61,10 +61,6 @@ class TaskStreams:
     def num_tasks(self) -> int:
         """Number of tasks."""
         return int(self.order.shape[1])
-
-    def position(self, client: int, task_index: int) -> int:
-        """Return where in the deals a client's stage stands."""
-        return client * self.num_tasks + task_index
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the streams: equal exactly when every client learns the same from the same images."""
@@ -98,9 +94,9 @@ def make_task_streams(
             held = _classes(config, seed, client, int(task), members[task])
             train.append(_join([_samples(config, seed, client, int(label), holders[int(label)]) for label in held]))
             test.append(_join([testers[int(label)] for label in held]))
-    deal = _deal(train)
-    counts = deal.counts(train_labels, classes).reshape(clients, config.count, classes).sum(axis=1)
-    return TaskStreams(tasks_of_classes(config, seed, classes), order, deal, _deal(test), counts)
+    train_indices, test_indices = (_client_indices(parts, config.count) for parts in (train, test))
+    counts = train_indices.counts(train_labels, classes)
+    return TaskStreams(tasks_of_classes(config, seed, classes), order, train_indices, test_indices, counts)
 
 
 def tasks_of_classes(config: TasksConfig, seed: int, classes: int) -> Ints:
@@ -148,10 +144,10 @@ def _join(parts: list[Ints]) -> Ints:
     return np.sort(np.concatenate(parts))
 
 
-def _deal(cells: list[Ints]) -> ClientIndices:
-    offsets = np.zeros(len(cells) + 1, np.int64)
-    np.cumsum([len(cell) for cell in cells], out=offsets[1:])
-    return ClientIndices(np.concatenate(cells), offsets)
+def _client_indices(parts: list[Ints], num_tasks: int) -> ClientIndices:
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return ClientIndices(np.concatenate(parts), offsets, num_tasks)
 
 
 def _flat(deal: ClientIndices) -> tuple[Ints, Ints]:
@@ -195,8 +191,8 @@ def load(folder: Path, train_labels: Ints, test_labels: Ints) -> TaskStreams:
     streams = TaskStreams(
         task_of_class,
         order,
-        ClientIndices(train_indices, train_offsets),
-        ClientIndices(test_indices, test_offsets),
+        ClientIndices(train_indices, train_offsets, order.shape[1]),
+        ClientIndices(test_indices, test_offsets, order.shape[1]),
         counts,
     )
     if streams.fingerprint() != identity["sha256"]:

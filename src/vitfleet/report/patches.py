@@ -23,7 +23,7 @@ def draw_patches(context: RunContext) -> None:
     if not config.train.mask_ratio:
         return
     client = int(context.partition.counts.sum(axis=1).argmax())
-    mine = torch.from_numpy(context.partition.train.of(client * context.evaluator.num_tasks))  # of the first task
+    mine = torch.from_numpy(context.partition.train.of(client))  # of the first task
     kept = net.kept_patches(config.train.mask_ratio)
     draws = draw_epoch(
         config.seed,

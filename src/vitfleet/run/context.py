@@ -185,14 +185,12 @@ def open_run(
     latest = checkpoints.latest
 
     def shard(client: int, task_index: int) -> Shard:
-        return Shard(
-            data.train, torch.from_numpy(partition.train.of(client * num_tasks + task_index)).to(machine.device)
-        )
+        return Shard(data.train, torch.from_numpy(partition.train.of(client, task_index)).to(machine.device))
 
     # Nobody looks into a device: where the server has no model, there is none to try out on the common images.
     evaluation = config.eval if grid is None else config.eval.model_copy(update={"clients": 0})
     evaluator = FleetEvaluator(
-        net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, num_tasks, tasks
+        net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, tasks
     )
     host = make_method(config.method, replace(method.context, device=torch.device("cpu")))
     cost_model = CostModel(host, net, config.train, data.train.side)
@@ -265,8 +263,7 @@ def open_run(
 
 
 def _labels(data: DataSet, partition: Partition | TaskStreams, client: int, task_index: int) -> NDArray[np.int64]:
-    place = partition.position(client, task_index) if isinstance(partition, TaskStreams) else client
-    index = torch.from_numpy(partition.train.of(place)).to(data.train.labels.device)
+    index = torch.from_numpy(partition.train.of(client, task_index)).to(data.train.labels.device)
     labels: NDArray[np.int64] = data.train.labels[index].cpu().numpy()
     return labels
 
@@ -316,5 +313,5 @@ def _streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) ->
 
 def _nobodys(config: Config) -> Partition:
     """Return the deal of a server whose devices have images of their own: it deals nothing."""
-    nothing = ClientIndices.from_owners(np.zeros(0, dtype=np.int64), config.fleet.clients * config.num_tasks)
+    nothing = ClientIndices.empty(config.fleet.clients, config.num_tasks)
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))

@@ -33,8 +33,8 @@ class FleetEvaluator:
 
     Attributes
     ----------
-    deal, stages
-        The test images of every client, stage after stage of its stream of tasks (one, where there is none).
+    deal
+        Each client's test images, task by task.
     tasks
         The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
     """
@@ -46,7 +46,6 @@ class FleetEvaluator:
     machine: Machine
     config: EvalConfig
     seed: int
-    num_tasks: int = 1
     class_tasks: Tensor | None = None
 
     def evaluate_global(
@@ -94,7 +93,7 @@ class FleetEvaluator:
 
     def test_indices(self, client: int, task_index: int) -> NDArray[np.int64]:
         """Return a client's test images of a stage."""
-        return self.deal.of(client * self.num_tasks + task_index)
+        return self.deal.of(client, task_index)
 
     def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is named rightly (0 or 1) and its cross-entropy."""
@@ -103,7 +102,7 @@ class FleetEvaluator:
         return judge.evaluate(weights, self.test, chosen)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.deal.clients // self.num_tasks)
+        candidates = np.arange(self.deal.clients)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()
