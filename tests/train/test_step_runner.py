@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from conftest import MakeConfig, MakeShard, MakeTrainer
-from vitfleet.data.images import ImageSet
+from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
 from vitfleet.run import context as sessions
 from vitfleet.run.context import open_run
@@ -22,6 +23,7 @@ from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
 from vitfleet.train.step_runner import CudaGraphRunner, Kind, clients_per_step
 from vitfleet.train.surgery import Integrator
+from vitfleet.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,101 @@ def test_another_group_takes_the_place_of_the_one_before(
         handed += [(one.weights["head.weight"], one.weights["head.weight"].clone()) for one in answers]
     assert len(captured) == 1, "an epoch may be of any length"
     assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
+
+
+def with_train(trainer: Trainer, **keys: object) -> Trainer:
+    return replace(trainer, config=trainer.config.model_copy(update=keys))
+
+
+def with_machine(trainer: Trainer, **settings: Any) -> Trainer:
+    return replace(trainer, machine=replace(trainer.machine, **settings))
+
+
+def with_dtype(trainer: Trainer, dtype: torch.dtype) -> Trainer:
+    preprocess = trainer.preprocess
+    return replace(
+        trainer, preprocess=replace(preprocess, mean=preprocess.mean.to(dtype), std=preprocess.std.to(dtype))
+    )
+
+
+def with_other_normalisation(trainer: Trainer) -> Trainer:
+    preprocess = trainer.preprocess
+    return replace(trainer, preprocess=replace(preprocess, mean=preprocess.mean + 0.3))
+
+
+def with_other_net(trainer: Trainer) -> Trainer:
+    return replace(trainer, net=trainer.net.with_unfused_attention())
+
+
+OTHER_SETTINGS: dict[str, Callable[[Trainer], Trainer]] = {
+    "clip": lambda trainer: with_train(trainer, clip=0.01),
+    "weight decay": lambda trainer: with_train(trainer, weight_decay=2.0),
+    "momentum": lambda trainer: with_train(trainer, momentum=0.0),
+    "optimizer": lambda trainer: with_train(trainer, optimizer="adamw"),
+    "precision": lambda trainer: with_machine(trainer, bf16=True),
+    "tasks of the classes": lambda trainer: replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1])),
+    "parts at once": lambda trainer: replace(trainer, parts_at_once=2),
+    "preprocessing": with_other_normalisation,
+    "net": with_other_net,
+}
+
+
+@pytest.mark.parametrize("setting", OTHER_SETTINGS)
+@pytest.mark.parametrize("clients", [1, 2])
+def test_captured_step_is_not_replayed_under_another_configuration(
+    setting: str,
+    clients: int,
+    tiny_net: Net,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    # In double precision, because the gradient of a key's bias is all rounding errors, and AdamW scales it up. bfloat16
+    # needs single precision: autocast leaves double alone.
+    dtype = torch.float32 if setting == "precision" else torch.float64
+    eager = with_dtype(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), dtype)
+    graphed = with_machine(eager, graphs=True)
+    weights = {name: tensor.to(dtype) for name, tensor in tiny_net.initial_weights().items()}
+    fit = Fit(weights, Objective(tiny_net.anatomy.whole), 2)
+    group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
+    change = OTHER_SETTINGS[setting]
+    same(graphed.fit_together(group), eager.fit_together(group))
+    other = change(graphed)
+    assert other.runners is graphed.runners
+    changed = change(eager)
+    same(other.fit_together(group), changed.fit_together(group))
+    assert len(captured) == 2
+    same(graphed.fit_together(group), eager.fit_together(group))
+    assert len(captured) == 2, "both captures are kept, and each serves its own configuration"
+
+
+@pytest.mark.parametrize("keys", [{"lr": 0.2}, {"epochs": 5}, {"schedule": "constant"}, {"warmup_rounds": 3}], ids=str)
+def test_captured_step_serves_another_learning_rate(
+    keys: dict[str, object],
+    tiny_net: Net,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = with_machine(eager, graphs=True)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 3, 0))]
+    same(graphed.fit_together(group), eager.fit_together(group))
+    same(with_train(graphed, **keys).fit_together(group), with_train(eager, **keys).fit_together(group))
+    assert len(captured) == 1
+
+
+def test_captured_step_is_not_replayed_on_other_labels(
+    tiny_net: Net, tiny_images: ImageSet, captured: list[CudaGraphRunner], make_trainer: MakeTrainer
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = with_machine(eager, graphs=True)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    for images in (tiny_images, replace(tiny_images, labels=tiny_images.labels.flip(0))):
+        group = [ClientFit(fit, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
+        same(graphed.fit_together(group), eager.fit_together(group))
+    assert len(captured) == 2
 
 
 @pytest.mark.parametrize("clients", [1, 2])

@@ -8,48 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vitfleet.config.schema import TrainConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
-from vitfleet.models.net import Net
 from vitfleet.packing import pack_tensors
 from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
-from vitfleet.train.machine import Machine
+from vitfleet.train.engine import StepEngine
 from vitfleet.train.objective import FitResult, References, Step, mask_other_tasks
 from vitfleet.train.optim import Optimizer
 from vitfleet.train.stack import lift, unpad
 
 SCORED_AT_ONCE = 256  # images of a client whose loss is measured in one batch
-
-
-@dataclass(frozen=True)
-class StepEngine:
-    """What a step is computed with.
-
-    Attributes
-    ----------
-    forward
-        The model from stored pixels (or features) to logits and the features at the split, compiled or not.
-    tasks
-        The task of each class, where an image's task is known.
-    parts_at_once
-        Parts of a memory whose gradients are computed together.
-    """
-
-    net: Net
-    config: TrainConfig
-    machine: Machine
-    class_tasks: Tensor | None
-    parts_at_once: int
-    forward: Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Cohort:
@@ -180,13 +154,15 @@ class Cohort:
         """Run the model on a step's batch."""
         share = batch.sample_weight
         features: Tensor | None = None
-        if self.features is not None:
-            inputs, labels = self.features.take(batch.index)
-            share = self.features.shares(batch.index, batch.sample_weight)
-        else:
-            inputs, labels = self.images.images[batch.index], self.images.labels[batch.index]
         split, depth = self.objective.split, self.objective.depth
-        logits, features = self.engine.forward(weights, inputs, batch, split, depth, self.features is not None)
+        if self.features is not None:
+            assert split is not None
+            features, labels = self.features.take(batch.index)
+            share = self.features.shares(batch.index, batch.sample_weight)
+            logits = self.engine.forward_features(weights, features, split)
+        else:
+            images, labels = self.images.images[batch.index], self.images.labels[batch.index]
+            logits, features = self.engine.forward(weights, images, batch, split, depth)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         constants = self.given.constants.tensors
         return Step(logits, labels, share, leaves, constants, batch.positions, epoch, features)
@@ -276,13 +252,9 @@ class Cohort:
         }
 
     def _part(self, weights: Tensors, leaves: dict[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
-        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, False)
-        losses = self._cross_entropy(logits, memory["labels"])
+        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth)
+        losses = self.engine.sample_losses(logits, memory["labels"])
         return _gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits = mask_other_tasks(logits, labels, self.engine.class_tasks).float()
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
 
     @torch.no_grad()
     def _scores(self, group: Sequence[ClientFit]) -> list[Tensor]:
@@ -292,10 +264,8 @@ class Cohort:
         index = index if self.many else index[0]
         parts = []
         for some in torch.split(index, SCORED_AT_ONCE, dim=-1):
-            logits, _ = self.engine.forward(
-                self.weights, self.images.images[some], None, None, self.objective.depth, False
-            )
-            parts.append(self._cross_entropy(logits, self.images.labels[some]))
+            logits, _ = self.engine.forward(self.weights, self.images.images[some], None, None, self.objective.depth)
+            parts.append(self.engine.sample_losses(logits, self.images.labels[some]))
         losses = torch.cat(parts, dim=-1) if parts else self.loss.new_empty(index.shape)
         rows = losses if self.many else losses[None]
         return [row[: len(one.shard)].clone() for row, one in zip(rows, group, strict=True)]

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from vitfleet.data.batches import Batch, EpochBatches
-from vitfleet.train.cohort import Cohort, StepEngine
+from vitfleet.train.cohort import Cohort
 from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.train.engine import StepEngine
 from vitfleet.train.warmup import WarmupTimer
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
@@ -49,7 +50,7 @@ class Kind:
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[Kind]:
     """Return the kind of each of an epoch's steps."""
     selector = cohort.objective.selector
-    clients = clients_per_step(epoch_batches.active, captured, cohort.engine.machine.compile)
+    clients = clients_per_step(epoch_batches.active, captured, cohort.engine.compiled)
     return [
         # Counted within the epoch, so that company changes nothing.
         Kind(selector is None or step % selector.every == 0, count)
@@ -90,7 +91,7 @@ class EagerRunner:
             if kind.clients != self.some.clients:
                 self.some = cohort.first(kind.clients)
             batch = epoch_batches.step(place, kind.clients if cohort.many else None)
-            with self._first(batch) if cohort.engine.machine.compile else nullcontext():
+            with self._first(batch) if cohort.engine.compiled else nullcontext():
                 self.some.advance(batch, now, kind.refresh, everybody=kind.clients == epoch_batches.active[place])
 
     def _first(self, batch: Batch) -> AbstractContextManager[None]:
@@ -128,7 +129,7 @@ class CudaGraphRunner:
             if kind in self.captured:
                 self.captured[kind].replay()
             else:
-                compiling = "compiling the model and " if self.cohort.engine.machine.compile else ""
+                compiling = "compiling the model and " if self.cohort.engine.compiled else ""
                 with self.warmup.making(f"{compiling}capturing a step"):
                     self._warm_up(kind)
                     self.captured[kind] = self._capture(kind)
@@ -154,13 +155,17 @@ class CudaGraphRunner:
                 gc.enable()
         return graph
 
-    def takes(self, group: Sequence[ClientFit], given: CohortInputs, epoch_batches: EpochBatches) -> bool:
-        """Whether another group can take this one's place."""
+    def serves(
+        self, engine: StepEngine, group: Sequence[ClientFit], given: CohortInputs, epoch_batches: EpochBatches
+    ) -> bool:
+        """Whether the captured steps are also those of another group, once its tensors are copied in."""
         cohort = self.cohort
         return (
-            cohort.objective == group[0].fit.objective
+            cohort.engine.computes_like(engine)
+            and cohort.objective == group[0].fit.objective
             and cohort.many == (len(group) > 1)
             and cohort.images.images is group[0].shard.images.images
+            and cohort.images.labels is group[0].shard.images.labels
             and cohort.features is None
             and group[0].fit.features is None
             and [one.shape[1:] for one in self.tables.tensors()]
@@ -203,7 +208,7 @@ class RunnerCache:
     ) -> StepRunner:
         """Return a graph course that is ready to start."""
         for course in self.kept:
-            if course.takes(group, given, epoch_batches):
+            if course.serves(engine, group, given, epoch_batches):
                 course.cohort.restart(given, rate)
                 self.kept.remove(course)
                 self.kept.append(course)  # the one used last goes last

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.data.batches import Batch, EpochBatches, Preprocess, draw_epoch, make_epoch_batches
+from vitfleet.data.batches import EpochBatches, Preprocess, draw_epoch, make_epoch_batches
 from vitfleet.data.images import Shard
-from vitfleet.message import Tensors
-from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import StepEngine
 from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.train.engine import StepEngine
 from vitfleet.train.machine import Machine
 from vitfleet.train.memory_budget import MemoryBudget
 from vitfleet.train.objective import Fit, FitResult
@@ -60,33 +58,8 @@ class Trainer:
     @cached_property
     def engine(self) -> StepEngine:
         """What a step is computed with."""
-        net = self.net
-        if net.functional is not None:  # for training only: evaluation has other shapes
-            machine = self.machine
-            plain = FunctionalViT(net.module.vit, machine.compile, net.functional.fused, short=machine.kernels)
-            net = replace(net, functional=plain)
-
-        def forward(
-            weights: Tensors,
-            inputs: Tensor,
-            batch: Batch | None,
-            split: int | None,
-            depth: int | None,
-            forward_from: bool,
-        ) -> tuple[Tensor, Tensor | None]:
-            keep = None if batch is None else batch.keep
-            with self.machine.autocast():
-                if forward_from:
-                    assert split is not None
-                    return net.forward_from(weights, inputs, split), inputs
-                images = self.preprocess(inputs, batch)
-                if split is None:
-                    return net(weights, images, keep, depth), None
-                features = net.forward_to(weights, images, keep, split)
-                return net.forward_from(weights, features, split), features
-
         at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
-        return StepEngine(self.net, self.config, self.machine, self.class_tasks, at_once, forward)
+        return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_tasks, at_once)
 
     def fit(self, fit: Fit, shard: Shard, place: RngContext) -> FitResult:
         """Run a training that a method asked for, on a client's images or on the features that came with it.

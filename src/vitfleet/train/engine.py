@@ -1,0 +1,111 @@
+"""Everything the computation of a training step depends on, apart from the tensors of the clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitfleet.config.schema import TrainConfig
+from vitfleet.data.batches import Batch, Preprocess
+from vitfleet.message import Tensors
+from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.net import Net
+from vitfleet.train.machine import Machine
+from vitfleet.train.objective import mask_other_tasks
+
+# Keys of the table `train` that no step depends on: they decide how many steps there are and at which learning rate,
+# and the learning rate is a tensor that is set before a training begins.
+SCHEDULE_KEYS = frozenset({"epochs", "lr", "schedule", "warmup_rounds"})
+
+
+@dataclass(frozen=True, eq=False)
+class StepEngine:
+    """The model, the configuration and the machine with which steps are computed.
+
+    Attributes
+    ----------
+    preprocess
+        From stored pixels to the model's input.
+    class_tasks
+        The task of each class, ``[classes]``, where the task of an image is known; else ``None``.
+    parts_at_once
+        Number of parts of an episodic memory whose gradients are computed together.
+    """
+
+    net: Net
+    preprocess: Preprocess
+    config: TrainConfig
+    machine: Machine
+    class_tasks: Tensor | None
+    parts_at_once: int
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model is compiled. Only plain ViTs are."""
+        return self.machine.compile and self.net.functional is not None
+
+    @cached_property
+    def _training_net(self) -> Net:
+        """The net with the forward pass of training: evaluation has other shapes and is never compiled."""
+        functional = self.net.functional
+        if functional is None:
+            return self.net
+        vit = self.net.module.vit
+        machine = self.machine
+        return replace(
+            self.net, functional=FunctionalViT(vit, machine.compile, functional.fused, short=machine.kernels)
+        )
+
+    def forward(
+        self, weights: Tensors, images: Tensor, batch: Batch | None, split: int | None, depth: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of stored images, and the features at the split if there is one.
+
+        Parameters
+        ----------
+        batch
+            How each image is augmented and masked; ``None``: not at all.
+        split
+            The block whose input tokens are returned as features.
+        depth
+            Number of blocks of the client's model; ``None``: all.
+        """
+        keep = None if batch is None else batch.keep
+        net = self._training_net
+        with self.machine.autocast():
+            inputs = self.preprocess(images, batch)
+            if split is None:
+                return net(weights, inputs, keep, depth), None
+            features = net.forward_to(weights, inputs, keep, split)
+            return net.forward_from(weights, features, split), features
+
+    def forward_features(self, weights: Tensors, features: Tensor, split: int) -> Tensor:
+        """Return the logits of tokens that enter the block ``split``."""
+        with self.machine.autocast():
+            return self._training_net.forward_from(weights, features, split)
+
+    def sample_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of each sample, in the shape of ``labels``."""
+        logits = mask_other_tasks(logits, labels, self.class_tasks).float()
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
+
+    def computes_like(self, other: StepEngine) -> bool:
+        """Whether a step of this engine, captured once, is also a step of the other.
+
+        Every setting counts unless it is known not to matter: a new key of the configuration is compared until it is
+        listed in ``SCHEDULE_KEYS``.
+        """
+        return self is other or (
+            self.net is other.net
+            and self.preprocess is other.preprocess
+            and self.machine == other.machine
+            and self.class_tasks is other.class_tasks
+            and self.parts_at_once == other.parts_at_once
+            and self._step_settings() == other._step_settings()
+        )
+
+    def _step_settings(self) -> dict[str, object]:
+        return self.config.model_dump(exclude=set(SCHEDULE_KEYS))
