@@ -38,7 +38,7 @@ settings.load_profile("patient")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["made_runs", "made_sets"]  # runs made by hand, for reports; sets of images
+pytest_plugins = ["emulated_graphs", "made_runs", "made_sets"]  # modules of fixtures
 
 CLASSES = 5
 SIDE = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,35 +21,9 @@ from vitfleet.run.records import read_records
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import Machine, set_up
 from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
-from vitfleet.train.step_runner import CudaGraphRunner, Kind, clients_per_step
+from vitfleet.train.step_runner import CudaGraphRunner, clients_per_step
 from vitfleet.train.surgery import Integrator
 from vitfleet.train.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What a captured step does, done again."""
-
-    course: CudaGraphRunner
-    kind: Kind
-
-    def replay(self) -> None:
-        self.course._step(self.kind)
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
-    """Let courses be captured on a CPU; return the list that they are added to."""
-    runners: list[CudaGraphRunner] = []
-
-    def capture(course: CudaGraphRunner, kind: Kind) -> Replay:
-        runners.append(course)
-        return Replay(course, kind)
-
-    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
-    monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return runners
 
 
 def remember(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:

@@ -14,6 +14,7 @@ from vitfleet.data.batches import Batch, EpochBatches
 from vitfleet.train.cohort import Cohort
 from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.train.engine import StepEngine
+from vitfleet.train.execution import ExecutionLog, RunnerName
 from vitfleet.train.warmup import WarmupTimer
 
 KEPT = 10  # captured courses that are kept for another cohort of their form
@@ -25,6 +26,11 @@ class StepRunner(Protocol):
     """A cohort on its way."""
 
     cohort: Cohort
+
+    @property
+    def name(self) -> RunnerName:
+        """How it takes steps."""
+        ...
 
     def epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
         """Take an epoch's steps."""
@@ -78,6 +84,8 @@ def _rounded_up(count: int) -> int:
 class EagerRunner:
     """Takes every step as it is."""
 
+    name: RunnerName = "eager"
+
     def __init__(self, cohort: Cohort, warmup: WarmupTimer) -> None:
         self.cohort = cohort
         self.warmup = warmup
@@ -110,7 +118,12 @@ class CudaGraphRunner:
         An epoch like those that will come, of any length.
     """
 
-    def __init__(self, cohort: Cohort, epoch_batches: EpochBatches, pool: Any, warmup: WarmupTimer) -> None:
+    name: RunnerName = "cuda graph"
+
+    def __init__(
+        self, cohort: Cohort, epoch_batches: EpochBatches, pool: Any, warmup: WarmupTimer, execution: ExecutionLog
+    ) -> None:
+        self.execution = execution
         self.cohort = cohort
         self.warmup = warmup
         self.pool = pool
@@ -133,6 +146,7 @@ class CudaGraphRunner:
                 with self.warmup.making(f"{compiling}capturing a step"):
                     self._warm_up(kind)
                     self.captured[kind] = self._capture(kind)
+                self.execution.add_captured_step()
 
     def _lay_ready(self, epoch_batches: EpochBatches, start: int) -> None:
         """Lay the batches of the next steps where a captured step takes them from, once the ones before are taken."""
@@ -195,6 +209,7 @@ class RunnerCache:
 
     def __init__(self) -> None:
         self.warmup = WarmupTimer()
+        self.execution = ExecutionLog()
         self.kept: list[CudaGraphRunner] = []
         self.pool: Any = None  # a handle, opaque
 
@@ -218,7 +233,7 @@ class RunnerCache:
         # Later groups are written into this one's tensors.
         cohort = Cohort(engine, group, given.apart(engine.net.anatomy.trainable(group[0].fit.objective.trainable)))
         cohort.restart(None, rate)
-        course = CudaGraphRunner(cohort, epoch_batches, self.pool, self.warmup)
+        course = CudaGraphRunner(cohort, epoch_batches, self.pool, self.warmup, self.execution)
         self.kept = [*self.kept[-(KEPT - 1) :], course]
         return course
 

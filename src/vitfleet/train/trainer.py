@@ -20,6 +20,7 @@ from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.train.engine import StepEngine
+from vitfleet.train.execution import ExecutionSummary
 from vitfleet.train.machine import Machine
 from vitfleet.train.memory_budget import MemoryBudget
 from vitfleet.train.objective import Fit, FitResult
@@ -60,6 +61,10 @@ class Trainer:
         """What a step is computed with."""
         at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
         return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_tasks, at_once)
+
+    def execution_summary(self) -> ExecutionSummary:
+        """Return which execution path the trainings so far took, those of all trainers that share the cache."""
+        return self.runners.execution.summary()
 
     def fit(self, fit: Fit, shard: Shard, place: RngContext) -> FitResult:
         """Run a training that a method asked for, on a client's images or on the features that came with it.
@@ -117,6 +122,7 @@ class Trainer:
             course.epoch(epoch_batches, epoch)
             steps = [taken + sum(who < active for active in epoch_batches.active) for who, taken in enumerate(steps)]
         assert course is not None
+        self.runners.execution.add_training(course.name, self.engine, len(group))
         return course.cohort.results(group, steps, again=graphed)
 
     def _visits(self, group: Sequence[ClientFit], epoch: int, multiple: int) -> EpochBatches:

@@ -1,0 +1,82 @@
+"""Which execution path the trainings of a process took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Literal, TypeAlias
+
+from vitfleet.train.engine import StepEngine
+
+RunnerName: TypeAlias = Literal["eager", "cuda graph"]
+
+
+@dataclass(frozen=True)
+class ExecutionSummary:
+    """The execution path of all trainings so far.
+
+    Attributes
+    ----------
+    runner
+        How steps were run: one operation after the other ("eager"), replayed from a CUDA graph, both ("mixed"), or
+        not at all ("none").
+    compiled
+        Whether the model was compiled.
+    kernels
+        Whether the project's own Triton kernels were enabled.
+    largest_cohort
+        Most clients that were stacked in one training; 1 where no clients were stacked, 0 where none was trained.
+    captured_steps
+        CUDA graphs that were captured.
+    """
+
+    runner: RunnerName | Literal["mixed", "none"] = "none"
+    compiled: bool = False
+    kernels: bool = False
+    largest_cohort: int = 0
+    captured_steps: int = 0
+
+    def __str__(self) -> str:
+        words: list[str] = [self.runner]
+        if self.largest_cohort > 1:
+            words.append(f"stacked {self.largest_cohort} clients")
+        if self.captured_steps:
+            words.append(f"captured {self.captured_steps} steps")
+        if self.compiled:
+            words.append("compiled")
+        if self.kernels:
+            words.append("own kernels")
+        return ", ".join(words)
+
+
+@dataclass
+class ExecutionLog:
+    """Collects an :class:`ExecutionSummary`. Several threads may train at the same time."""
+
+    _lock: Lock = field(default_factory=Lock)
+    _runners: set[RunnerName] = field(default_factory=set)
+    _compiled: bool = False
+    _kernels: bool = False
+    _largest_cohort: int = 0
+    _captured_steps: int = 0
+
+    def add_training(self, runner: RunnerName, engine: StepEngine, clients: int) -> None:
+        """Record a training of some clients that took at least one step."""
+        with self._lock:
+            self._runners.add(runner)
+            self._compiled |= engine.compiled
+            self._kernels |= engine.machine.kernels
+            self._largest_cohort = max(self._largest_cohort, clients)
+
+    def add_captured_step(self) -> None:
+        """Record that a step was captured in a CUDA graph."""
+        with self._lock:
+            self._captured_steps += 1
+
+    def summary(self) -> ExecutionSummary:
+        """Return what was recorded so far."""
+        with self._lock:
+            runner: RunnerName | Literal["mixed", "none"] = "none" if not self._runners else "mixed"
+            if len(self._runners) == 1:
+                (runner,) = self._runners
+            return ExecutionSummary(runner, self._compiled, self._kernels, self._largest_cohort, self._captured_steps)

@@ -1,0 +1,36 @@
+"""CUDA graphs without a GPU, for tests of captured steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vitfleet.train.step_runner import CudaGraphRunner, Kind
+
+
+@dataclass(frozen=True)
+class EmulatedGraph:
+    """Runs a captured step again."""
+
+    runner: CudaGraphRunner
+    kind: Kind
+
+    def replay(self) -> None:
+        self.runner._step(self.kind)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
+    """Emulate CUDA graphs on a CPU; return the list to which every capture appends its runner."""
+    runners: list[CudaGraphRunner] = []
+
+    def capture(runner: CudaGraphRunner, kind: Kind) -> EmulatedGraph:
+        runners.append(runner)
+        return EmulatedGraph(runner, kind)
+
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
+    monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return runners
