@@ -77,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     model = ModelConfig(dim=192, depth=6, heads=12, patch_size=4)
     net = build(model, CLASSES, 3, 32, 0)
-    body, flops = net.anatomy.count(net.anatomy.body), full_flops(net).training
+    body, flops = net.anatomy.count_parameters(net.anatomy.body), full_flops(net).training
     methods: dict[str, Bytes] = {"FedViT": fedvit_bytes, "FedWEIT": fedweit_bytes}
 
     def series(x: list[float], value: Callable[[Bytes, float], float]) -> list[Series]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
-from vitfleet.data.client_indices import client_indices
+from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
@@ -186,7 +186,7 @@ class Site:
         everybody = {"fleet.clients": len(names), "fleet.per_round": len(names)}
         config = load_config("digits", self._overrides(), everybody)
         data = load(config.data)
-        export_clients(data, client_indices(config, data), list(names), self.out / "data")
+        export_clients(data, assign_images(config, data), list(names), self.out / "data")
 
     def serve(self) -> None:
         """Start the server, with a new run or the one that is there."""

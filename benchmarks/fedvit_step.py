@@ -108,7 +108,7 @@ def main() -> None:
                 times[name].append((long - short) / args.steps)
     steps = {name: statistics.median(taken) for name, taken in times.items()}
 
-    qp = time_of_solve(args.clients, args.k, net.anatomy.count(body), machine.device, args.repeat)
+    qp = time_of_solve(args.clients, args.k, net.anatomy.count_parameters(body), machine.device, args.repeat)
     plain, whole = steps["plain"], steps["and integrated"]
     surgery = whole - steps["k gradients restored"]
     # Beside the sorting, a ranking restores two gradients more: they are not its own cost.

@@ -26,7 +26,7 @@ import psutil
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
-from vitfleet.data.client_indices import client_indices
+from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
 from vitfleet.flower.certificates import Certs, make_certs
@@ -101,7 +101,7 @@ def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Conf
     fleet = [f"fleet.clients={len(names)}", f"fleet.per_round={len(names)}"]
     config = load_config("digits", [*overrides, *COMMON, *fleet])
     data = load(config.data)
-    export_clients(data, client_indices(config, data), list(names), out / "data")
+    export_clients(data, assign_images(config, data), list(names), out / "data")
     flower = config.fleet.model_copy(update={"kind": "flower", "names": tuple(names)})
     return config.model_copy(update={"fleet": flower}), make_certs(out / "fleet", [], names)
 

@@ -43,7 +43,7 @@ sys.path.insert(0, str(CONTESTANTS))
 from ours import config_of  # noqa: E402
 from problem import Problem, RunSpec, save_problem  # noqa: E402
 
-from vitfleet.data.batches import draw_epoch  # noqa: E402
+from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
 from vitfleet.data.partition import partition_dataset  # noqa: E402
 from vitfleet.data.sources import load as load_data  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
@@ -103,7 +103,7 @@ def prepare(run_spec: RunSpec, folder: Path) -> None:
     }
     for round, clients in enumerate(chosen, start=1):
         for client in clients:
-            own = torch.from_numpy(deal.of(client))
+            own = torch.from_numpy(deal.for_client(client))
             epochs = [
                 draw_epoch(run_spec.seed, round, client, epoch, len(own), 32, config.data.augment, 0, 0).order
                 for epoch in range(run_spec.epochs)

@@ -116,7 +116,7 @@ def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
     initial = to_device(task.net.initial_weights(), device)
     trains = set(task.net.anatomy.trainable(task.method.trainable))
     mean, std = (torch.tensor(one, device=device)[:, None, None] for one in (task.net.mean, task.net.std))
-    kept = task.net.kept_patches(task.train.mask_ratio)
+    kept = task.net.num_kept_patches(task.train.mask_ratio)
 
     def forward(images: Tensor) -> Tensor:
         if task.name != "eftvit":

@@ -111,7 +111,9 @@ def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -
     with torch.device("meta"):
         net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
     context = MethodContext.of(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
-    assert net.anatomy.count(make_method(params, context).trainable) / 1e6 == pytest.approx(millions, rel=0.005)
+    assert net.anatomy.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
+        millions, rel=0.005
+    )
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))

@@ -80,13 +80,13 @@ def test_the_ledger_follows_what_the_backward_pass_needs() -> None:
 def test_weights_gradients_and_optimiser_are_counted_by_hand() -> None:
     full = memory_of(name="fed-full")
     anatomy = build(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT * anatomy.count(anatomy.whole)
+    whole = FLOAT * anatomy.count_parameters(anatomy.whole)
     few = 64  # counters
     assert (full.weights, full.gradients) == (2 * whole, whole)
     assert 0 <= full.optimizer - 2 * whole < few
     assert 0 <= memory_of(name="fed-full", optimizer="sgd").optimizer - whole < few
     head = memory_of(name="fed-head")
-    trained = FLOAT * anatomy.count(anatomy.head)
+    trained = FLOAT * anatomy.count_parameters(anatomy.head)
     assert (head.weights, head.gradients) == (whole + trained, trained)
     assert 0 <= head.optimizer - 2 * trained < few
 
@@ -116,7 +116,7 @@ def test_an_anchor_that_is_the_received_model_costs_nothing() -> None:
 def test_every_reference_gradient_has_a_place() -> None:
     """A stored task more is a gradient more, in float32 and, for its products with the others, twice in float64."""
     anatomy = build(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT * anatomy.count(anatomy.whole)
+    whole = FLOAT * anatomy.count_parameters(anatomy.whole)
     some, more = (memory_of(name="gem", stored=[8] * tasks).total for tasks in (2, 4))
     assert 2 * 2 * whole < more - some < 2 * 6 * whole
     together, still = (memory_of(name="a-gem", stored=[8 // tasks] * tasks).total for tasks in (1, 2))
@@ -125,6 +125,6 @@ def test_every_reference_gradient_has_a_place() -> None:
 
 def test_the_model_from_before_an_aggregation_is_held_too() -> None:
     anatomy = build(MODEL, 10, 3, 32, 0).anatomy
-    body = FLOAT * anatomy.count(anatomy.body)
+    body = FLOAT * anatomy.count_parameters(anatomy.body)
     newcomer, returning = memory_of(name="fedvit"), memory_of(name="fedvit", stored=[])
     assert returning.weights - newcomer.weights == 2 * body  # as it was kept, and a copy to take gradients at

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.batches import Batch, EpochDraws, Preprocess, draw_epoch, make_epoch_batches, round_half_up
+from vitfleet.data.batches import Batch, make_epoch_batches
+from vitfleet.data.epoch_draws import EpochDraws, draw_epoch
+from vitfleet.data.preprocess import Preprocess
+from vitfleet.data.rounding import round_half_up
 
 CPU = torch.device("cpu")
 OFF = AugmentConfig()
@@ -30,10 +33,10 @@ def draw(**changes: Any) -> EpochDraws:
         "client": 3,
         "epoch": 4,
         "samples": 50,
-        "side": 16,
+        "image_size": 16,
         "augment": OFF,
-        "patches": 64,
-        "kept": 64,
+        "num_patches": 64,
+        "num_kept": 64,
     }
     return draw_epoch(**{**usual, **changes})
 
@@ -41,13 +44,13 @@ def draw(**changes: Any) -> EpochDraws:
 def lay(draws: EpochDraws, kept: int = 64) -> Batch:
     """Return an epoch as one batch, in the order of the shard, so that images can be told apart."""
     epoch_batches = make_epoch_batches(
-        [replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, many=False
+        [replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, stacked=False
     )
-    return epoch_batches.step(0, None)
+    return epoch_batches.batch(0, None)
 
 
 def batch(**changes: Any) -> Batch:
-    return lay(draw(**changes), changes.get("kept", 64))
+    return lay(draw(**changes), changes.get("num_kept", 64))
 
 
 def same(left: NDArray[Any] | None, correct: NDArray[Any] | None) -> bool:
@@ -106,34 +109,34 @@ def test_the_order_visits_every_sample_once(samples: int, seed: int) -> None:
 
 def test_nothing_else_is_drawn_when_all_is_off() -> None:
     draws = draw()
-    assert (draws.shift, draws.flip, draws.brightness, draws.noise) == (None, None, None, None)
+    assert (draws.shift, draws.flip, draws.brightness, draws.mask_noise) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
 def test_another_address_draws_otherwise(change: dict[str, int]) -> None:
-    here, there = draw(augment=ALL, kept=16), draw(augment=ALL, kept=16, **change)
+    here, there = draw(augment=ALL, num_kept=16), draw(augment=ALL, num_kept=16, **change)
     for field in fields(EpochDraws):
         assert not same(getattr(here, field.name), getattr(there, field.name))
 
 
 def test_the_same_address_draws_the_same_whatever_the_moment() -> None:
     torch.manual_seed(0)
-    here = draw(augment=ALL, kept=16)
+    here = draw(augment=ALL, num_kept=16)
     torch.manual_seed(1)
     np.random.seed(1)
-    again = draw(augment=ALL, kept=16)
+    again = draw(augment=ALL, num_kept=16)
     for field in fields(EpochDraws):
         assert same(getattr(here, field.name), getattr(again, field.name))
 
 
 def test_augmentation_leaves_order_and_masks_alone() -> None:
-    plain, augmented = draw(kept=16), draw(kept=16, augment=ALL)
+    plain, augmented = draw(num_kept=16), draw(num_kept=16, augment=ALL)
     assert same(plain.order, augmented.order)
-    assert same(plain.noise, augmented.noise)
+    assert same(plain.mask_noise, augmented.mask_noise)
 
 
 def test_masking_leaves_order_and_augmentation_alone() -> None:
-    whole, masked = draw(augment=ALL), draw(augment=ALL, kept=16)
+    whole, masked = draw(augment=ALL), draw(augment=ALL, num_kept=16)
     for name in ("order", "shift", "flip", "brightness"):
         assert same(getattr(whole, name), getattr(masked, name))
 
@@ -172,7 +175,7 @@ def test_draws_fill_their_ranges() -> None:
 @settings(deadline=None)
 def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, patches))
-    keep = batch(samples=9, patches=patches, kept=kept).keep
+    keep = batch(samples=9, num_patches=patches, num_kept=kept).keep
     if kept == patches:
         assert keep is None
         return
@@ -184,7 +187,7 @@ def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObje
 
 
 def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
-    keep = batch(samples=4000, patches=64, kept=16).keep
+    keep = batch(samples=4000, num_patches=64, num_kept=16).keep
     assert keep is not None
     often = torch.bincount(keep.flatten(), minlength=64) / 4000
     assert (often - 0.25).abs().max() < 0.035
@@ -192,55 +195,55 @@ def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
 
 
 def test_a_model_without_patches_has_no_mask() -> None:
-    assert draw(patches=0, kept=0).noise is None
+    assert draw(num_patches=0, num_kept=0).mask_noise is None
 
 
 def test_an_empty_client_draws_nothing() -> None:
-    draws = draw(samples=0, augment=ALL, kept=16)
-    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.noise)) == 0
+    draws = draw(samples=0, augment=ALL, num_kept=16)
+    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.mask_noise)) == 0
 
 
 def test_an_epoch_is_laid_out_in_steps() -> None:
-    draws = draw(augment=ALL, kept=16)
-    epoch_batches = make_epoch_batches([draws], 20, 16, CPU, many=False)
-    assert epoch_batches.widths == [20, 20, 10]  # the last batch is short
-    last = epoch_batches.step(2, None)
-    assert np.array_equal(last.positions, draws.order[40:])
+    draws = draw(augment=ALL, num_kept=16)
+    epoch_batches = make_epoch_batches([draws], 20, 16, CPU, stacked=False)
+    assert epoch_batches.batch_sizes == [20, 20, 10]  # the last batch is short
+    last = epoch_batches.batch(2, None)
+    assert np.array_equal(last.shard_positions, draws.order[40:])
     assert np.array_equal(some_tensor(last.shift), some(draws.shift)[40:])
-    assert np.array_equal(some_tensor(last.keep), some(draws.noise)[40:].argsort(axis=1, kind="stable")[:, :16])
+    assert np.array_equal(some_tensor(last.keep), some(draws.mask_noise)[40:].argsort(axis=1, kind="stable")[:, :16])
     assert last.sample_weight.tolist() == pytest.approx([0.1] * 10)
     assert float(last.active) == 1
 
 
 def test_clients_of_unequal_size_are_padded_with_nothing() -> None:
     draws = [draw(samples=samples, client=samples) for samples in (50, 21, 8)]
-    epoch_batches = make_epoch_batches(draws, 20, 64, CPU, many=True)
-    assert epoch_batches.widths == [20, 20, 10]
-    assert epoch_batches.active == [3, 2, 1]
+    epoch_batches = make_epoch_batches(draws, 20, 64, CPU, stacked=True)
+    assert epoch_batches.batch_sizes == [20, 20, 10]
+    assert epoch_batches.active_clients == [3, 2, 1]
     for client, own in enumerate(draws):
         seen = [
             int(place)
             for step in range(3)
             for place, share in zip(
-                epoch_batches.step(step, 3).positions[client],
-                epoch_batches.step(step, 3).sample_weight[client],
+                epoch_batches.batch(step, 3).shard_positions[client],
+                epoch_batches.batch(step, 3).sample_weight[client],
                 strict=True,
             )
             if share > 0
         ]
         assert seen == own.order.tolist(), "every sample once, in the client's own order"
-        for step, active in enumerate(epoch_batches.active):
-            assert float(epoch_batches.all.sample_weight[step, client].sum()) == pytest.approx(
+        for step, active in enumerate(epoch_batches.active_clients):
+            assert float(epoch_batches.stacked.sample_weight[step, client].sum()) == pytest.approx(
                 1.0 if client < active else 0.0
             )
-            assert float(epoch_batches.all.active[step, client]) == (client < active)
-        assert all(len(one) == 2 for one in epoch_batches.step(1, 2).tensors()), "those who have it, and nobody else"
+            assert float(epoch_batches.stacked.active[step, client]) == (client < active)
+        assert all(len(one) == 2 for one in epoch_batches.batch(1, 2).tensors()), "those who have it, and nobody else"
 
 
 @pytest.mark.parametrize(("samples", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (50, 20)])
 def test_widths_recur_where_that_is_wanted(samples: int, width: int) -> None:
-    epoch_batches = make_epoch_batches([draw(samples=samples)], 20, 64, CPU, many=False, multiple=8)
-    assert epoch_batches.all.positions.shape[1] == width
+    epoch_batches = make_epoch_batches([draw(samples=samples)], 20, 64, CPU, stacked=False, width_multiple=8)
+    assert epoch_batches.stacked.shard_positions.shape[1] == width
 
 
 @pytest.mark.parametrize(("value", "whole"), [(0, 0), (0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (4.0, 4)])
@@ -341,8 +344,8 @@ def test_an_empty_batch_stays_empty() -> None:
 def test_stacked_images_are_treated_as_they_would_be_alone() -> None:
     draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
     stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
-    together = make_epoch_batches(draws, 12, 64, CPU, many=True).step(0, len(draws))
+    together = make_epoch_batches(draws, 12, 64, CPU, stacked=True).batch(0, len(draws))
     got = preprocess(side=24)(stored, together)
     for client in range(3):
-        alone = make_epoch_batches([draws[client]], 12, 64, CPU, many=False).step(0, None)
+        alone = make_epoch_batches([draws[client]], 12, 64, CPU, stacked=False).batch(0, None)
         assert torch.equal(got[client], preprocess(side=24)(stored[client], alone))

@@ -34,9 +34,9 @@ def test_what_was_dealt_is_read_back_in_its_order(tiny_config: MakeConfig, tmp_p
     export_clients(data, (partition.train, partition.test), names, tmp_path)
     sizes = []
     for client, name in enumerate(names):
-        own = load_local(tmp_path / name, DataSpec(data.classes, 1, data.train.side, 0.2, 0.0))
+        own = load_local(tmp_path / name, DataSpec(data.classes, 1, data.train.image_size, 0.2, 0.0))
         for mine, whole, deal in ((own.train, data.train, partition.train), (own.test, data.test, partition.test)):
-            index = torch.from_numpy(deal.of(client))
+            index = torch.from_numpy(deal.for_client(client))
             assert torch.equal(mine.images, whole.images[index])
             assert torch.equal(mine.labels, whole.labels[index])
         sizes.append(len(own.test))
@@ -91,10 +91,10 @@ def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monke
         assert torch.equal(mine.labels, theirs.labels)
     picture(tmp_path / "photos" / "dog" / "0.png", (0, 0, 200))
     assert len(LocalDataset(tmp_path / "photos", tmp_path / "kept").load(FORM).train) == len(first.train) + 1
-    LocalDataset(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, side=4))
+    LocalDataset(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, image_size=4))
     assert len(read) == 2
     kept = list((tmp_path / "kept").iterdir())
     assert len(kept) == 1  # what is no longer true is not kept
     kept[0].write_bytes(b"half a file")
-    LocalDataset(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, side=4))
+    LocalDataset(tmp_path / "photos", tmp_path / "kept").load(replace(FORM, image_size=4))
     assert len(read) == 3

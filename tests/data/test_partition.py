@@ -51,8 +51,8 @@ def random_labels(seed: int, samples: int, classes: int) -> Ints:
 
 
 def dealt_once(deal: ClientIndices, clients: int, samples: int) -> bool:
-    held = np.concatenate([deal.of(client) for client in range(clients)])
-    return deal.clients == clients and sorted(held.tolist()) == list(range(samples))
+    held = np.concatenate([deal.for_client(client) for client in range(clients)])
+    return deal.num_clients == clients and sorted(held.tolist()) == list(range(samples))
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,8 +78,10 @@ def test_every_image_is_dealt_exactly_once(
     assert dealt_once(partition.train, clients, train)
     assert dealt_once(partition.test, clients, test)
     assert partition.train.indices.dtype == partition.test.offsets.dtype == np.int64
-    expected = np.stack([np.bincount(train_labels[partition.train.of(k)], minlength=classes) for k in range(clients)])
-    np.testing.assert_array_equal(partition.counts, expected)
+    expected = np.stack(
+        [np.bincount(train_labels[partition.train.for_client(k)], minlength=classes) for k in range(clients)]
+    )
+    np.testing.assert_array_equal(partition.class_counts, expected)
 
 
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
@@ -98,9 +100,9 @@ def test_the_seed_decides_and_nothing_else(config: PartitionConfig, seed: int) -
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
 def test_ten_thousand_clients(config: PartitionConfig) -> None:
     partition = make_partition(config, 10_000, 3, balanced(60_000, 10), balanced(10_000, 10), 10)
-    assert partition.counts.shape == (10_000, 10)
-    assert partition.train.complete()
-    assert partition.test.complete()
+    assert partition.class_counts.shape == (10_000, 10)
+    assert partition.train.is_exact_cover()
+    assert partition.test.is_exact_cover()
 
 
 # --- the test split follows the training split ---
@@ -110,16 +112,16 @@ def test_ten_thousand_clients(config: PartitionConfig) -> None:
 def test_no_test_image_of_a_class_the_client_never_trained_on(config: PartitionConfig) -> None:
     test_labels = balanced(5000, 10)
     partition = make_partition(config, 20, 5, balanced(2000, 10), test_labels, 10)
-    held = partition.test.counts(test_labels, 10)
-    assert not np.any(held[partition.counts == 0])
+    held = partition.test.class_counts(test_labels, 10)
+    assert not np.any(held[partition.class_counts == 0])
     # 200 training and 500 test images a class: the share to within the rounding of one image.
-    assert np.abs(held - partition.counts * 2.5).max() < 1
+    assert np.abs(held - partition.class_counts * 2.5).max() < 1
 
 
 def test_a_class_absent_from_training_is_tested_evenly() -> None:
     test_labels = np.repeat(np.array([0, 1, 2]), [10, 10, 40])
     partition = make_partition(DirichletPartition(beta=0.1), 8, 0, balanced(100, 2), test_labels, 3)
-    assert partition.test.counts(test_labels, 3)[:, 2].tolist() == [5] * 8
+    assert partition.test.class_counts(test_labels, 3)[:, 2].tolist() == [5] * 8
 
 
 def test_scarce_test_images_do_not_all_go_to_the_same_clients() -> None:
@@ -141,7 +143,7 @@ def test_shares_are_kept_to_the_sample() -> None:
     labels = np.repeat(np.array([0, 1]), [10, 20])
     shares = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]])
     owners = assign_by_shares(labels, shares, np.random.default_rng(0))
-    counts = ClientIndices.from_owners(owners, 3).counts(labels, 2)
+    counts = ClientIndices.from_owners(owners, 3).class_counts(labels, 2)
     assert counts.T.tolist() == [[5, 5, 0], [0, 5, 15]]
 
 
@@ -181,7 +183,7 @@ def test_the_strongest_imbalance_leaves_nobody_empty() -> None:
 
 
 def test_iid_clients_see_all_classes() -> None:
-    counts = make_partition(IidPartition(), 10, 0, balanced(10_000, 10), balanced(10, 10), 10).counts
+    counts = make_partition(IidPartition(), 10, 0, balanced(10_000, 10), balanced(10, 10), 10).class_counts
     # Hypergeometric, mean 100, standard deviation 9.
     assert np.abs(counts - 100).max() < 45
 
@@ -207,7 +209,7 @@ def assert_dirichlet_moments(shares: NDArray[np.float64], beta: float) -> None:
 def test_dirichlet_moments(beta: float, clients: int) -> None:
     classes, each = 1000, 200
     labels = balanced(classes * each, classes)
-    counts = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).counts
+    counts = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).class_counts
     assert_dirichlet_moments(counts.T / each, beta)
 
 
@@ -229,7 +231,7 @@ def test_the_reference_has_the_same_moments(beta: float, clients: int) -> None:
     theirs = np.stack(
         [np.bincount(reference.load_partition(k)["label"], minlength=classes) for k in range(clients)], axis=1
     )
-    ours = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).counts.T
+    ours = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).class_counts.T
     # Theirs cuts at the floor without an offset: the last client gets about half an image more a class.
     edge = 1 / each
     assert np.abs(theirs.mean(axis=0) / each - 1 / clients).max() < edge + 5 * theirs[:, 0].std() / each / np.sqrt(
@@ -248,7 +250,7 @@ def test_shares_sum_to_one_for_any_beta(beta: float) -> None:
 
 
 def test_a_tiny_beta_gives_each_class_to_one_client() -> None:
-    counts = make_partition(DirichletPartition(beta=1e-4), 50, 0, balanced(5000, 20), balanced(20, 20), 20).counts
+    counts = make_partition(DirichletPartition(beta=1e-4), 50, 0, balanced(5000, 20), balanced(20, 20), 20).class_counts
     # Beyond one owner in nearly every class: the chance of a second is about clients * beta = 0.005.
     assert np.count_nonzero(counts.max(axis=0) == 250) >= 18
     # And not always the same one.
@@ -256,7 +258,9 @@ def test_a_tiny_beta_gives_each_class_to_one_client() -> None:
 
 
 def test_a_huge_beta_is_even() -> None:
-    counts = make_partition(DirichletPartition(beta=1e4), 10, 0, balanced(10_000, 10), balanced(10, 10), 10).counts
+    counts = make_partition(
+        DirichletPartition(beta=1e4), 10, 0, balanced(10_000, 10), balanced(10, 10), 10
+    ).class_counts
     # Standard deviation of a share 0.1: 0.00095, of 1000 images about 1.
     assert np.abs(counts - 100).max() <= 6
 
@@ -291,7 +295,7 @@ def test_min_samples_takes_from_the_largest_only(seed: int, clients: int, beta: 
 def test_min_samples_keeps_the_skew() -> None:
     labels = balanced(1000, 10)
     config = DirichletPartition(beta=0.01, min_samples=10)
-    counts = make_partition(config, 50, 0, labels, labels[:10], 10).counts
+    counts = make_partition(config, 50, 0, labels, labels[:10], 10).class_counts
     assert np.median(np.count_nonzero(counts, axis=1)) <= 2
 
 
@@ -304,7 +308,7 @@ def test_every_client_holds_exactly_so_many_classes(seed: int, clients: int, cla
     per_client = data.draw(st.integers(-(-classes // clients), classes))
     labels = balanced(classes * 60, classes)
     config = ClassesPartition(per_client=per_client)
-    counts = make_partition(config, clients, seed, labels, labels[:1], classes).counts
+    counts = make_partition(config, clients, seed, labels, labels[:1], classes).class_counts
     assert np.count_nonzero(counts, axis=1).tolist() == [per_client] * clients
     holders = np.count_nonzero(counts, axis=0)
     assert holders.max() - holders.min() <= 1
@@ -315,13 +319,13 @@ def test_every_client_holds_exactly_so_many_classes(seed: int, clients: int, cla
 
 def test_a_class_smaller_than_its_holders_is_dealt_as_far_as_it_goes() -> None:
     labels = np.repeat(np.array([0, 1]), [97, 3])
-    counts = make_partition(ClassesPartition(per_client=2), 10, 0, labels, labels, 2).counts
+    counts = make_partition(ClassesPartition(per_client=2), 10, 0, labels, labels, 2).class_counts
     assert sorted(counts[:, 1].tolist()) == [0] * 7 + [1] * 3
 
 
 def test_classes_without_training_images_are_not_handed_out() -> None:
     labels = np.repeat(np.array([1, 4, 7]), 40)
-    counts = make_partition(ClassesPartition(per_client=2), 6, 0, labels, labels, 9).counts
+    counts = make_partition(ClassesPartition(per_client=2), 6, 0, labels, labels, 9).class_counts
     assert np.count_nonzero(counts, axis=1).tolist() == [2] * 6
 
 
@@ -331,14 +335,14 @@ def test_classes_without_training_images_are_not_handed_out() -> None:
 def test_shards_are_runs_of_the_sorted_labels() -> None:
     # 20 shards of 50 over classes of 100: every shard is pure, a client has 50 or 100 of a class.
     labels = np.random.default_rng(0).permutation(balanced(1000, 10))
-    counts = make_partition(ShardsPartition(per_client=2), 10, 0, labels, labels[:10], 10).counts
+    counts = make_partition(ShardsPartition(per_client=2), 10, 0, labels, labels[:10], 10).class_counts
     assert set(np.unique(counts).tolist()) <= {0, 50, 100}
     assert counts.sum(axis=1).tolist() == [100] * 10
 
 
 def test_shards_are_dealt_at_random() -> None:
     labels = balanced(2000, 10)
-    counts = make_partition(ShardsPartition(per_client=2), 100, 0, labels, labels[:10], 10).counts
+    counts = make_partition(ShardsPartition(per_client=2), 100, 0, labels, labels[:10], 10).class_counts
     # 20 shards a class: two random ones share a class with probability 19/199; neighbours nearly always.
     assert np.count_nonzero(np.count_nonzero(counts, axis=1) == 2) > 75
 
@@ -362,25 +366,25 @@ def by_source(clients: int = 3, test_sources: Ints | None = None) -> Partition:
 
 def test_one_client_a_source_in_sorted_order() -> None:
     train = by_source().train
-    assert [train.of(client).tolist() for client in range(3)] == [[1, 2, 5], [3], [0, 4]]
+    assert [train.for_client(client).tolist() for client in range(3)] == [[1, 2, 5], [3], [0, 4]]
 
 
 def test_test_images_go_to_their_own_source() -> None:
     test = by_source(test_sources=np.array([20, 20, 20, 10, 30, 30])).test
-    assert [test.of(client).tolist() for client in range(3)] == [[3], [0, 1, 2], [4, 5]]
+    assert [test.for_client(client).tolist() for client in range(3)] == [[3], [0, 1, 2], [4, 5]]
 
 
 def test_test_images_of_unknown_sources_follow_the_shares() -> None:
     partition = by_source(test_sources=np.array([99, 5, 25, 99, 99, 30]))
-    assert partition.test.complete()
-    assert 5 in partition.test.of(2)
+    assert partition.test.is_exact_cover()
+    assert 5 in partition.test.for_client(2)
     # Classes: client 0 holds one of three 0s, client 2 two of three and no 1; client 1 no 0.
-    assert not set(partition.test.of(1).tolist()) & {0, 1, 4}
-    assert not set(partition.test.of(2).tolist()) & {2, 3}
+    assert not set(partition.test.for_client(1).tolist()) & {0, 1, 4}
+    assert not set(partition.test.for_client(2).tolist()) & {2, 3}
 
 
 def test_without_test_sources_the_shares_decide() -> None:
-    held = by_source().test.counts(np.array([0, 0, 1, 1, 0, 1]), 2)
+    held = by_source().test.class_counts(np.array([0, 0, 1, 1, 0, 1]), 2)
     assert held.tolist() == [[1, 2], [0, 1], [2, 0]]
 
 
@@ -419,4 +423,4 @@ def test_the_number_of_sources_is_the_number_of_clients() -> None:
 
 def test_a_client_that_is_not_there() -> None:
     with pytest.raises(IndexError):
-        by_source().train.of(-1)
+        by_source().train.for_client(-1)

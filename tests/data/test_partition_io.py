@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from vitfleet.config.schema import DirichletPartition, FilePartition
+from vitfleet.data.client_indices import ClientIndices, Partition
 from vitfleet.data.partition import make_partition
-from vitfleet.data.partition_io import ClientIndices, Partition, load, save
+from vitfleet.data.partition_io import load_partition, save_partition
 from vitfleet.errors import ConfigError, DataError
 
 CONFIG = DirichletPartition(beta=0.05)
@@ -27,7 +28,7 @@ def partition() -> Partition:
 
 @pytest.fixture
 def saved(partition: Partition, tmp_path: Path) -> Path:
-    return save(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "run")
+    return save_partition(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "run")
 
 
 def again(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
@@ -35,15 +36,15 @@ def again(path: Path, clients: int = 20, train: object = TRAIN, test: object = T
 
 
 def test_round_trip(partition: Partition, saved: Path) -> None:
-    for back in (load(saved), load(saved.parent), again(saved), again(saved.parent)):
+    for back in (load_partition(saved), load_partition(saved.parent), again(saved), again(saved.parent)):
         assert back.fingerprint() == partition.fingerprint()
         np.testing.assert_array_equal(back.train.indices, partition.train.indices)
         np.testing.assert_array_equal(back.test.offsets, partition.test.offsets)
-        np.testing.assert_array_equal(back.counts, partition.counts)
+        np.testing.assert_array_equal(back.class_counts, partition.class_counts)
 
 
 def test_equal_partitions_make_equal_files(partition: Partition, saved: Path, tmp_path: Path) -> None:
-    other = save(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "other")
+    other = save_partition(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "other")
     assert other.read_bytes() == saved.read_bytes()
     assert sorted(file.name for file in saved.parent.iterdir()) == ["partition.json", "partition.safetensors"]
 
@@ -57,7 +58,7 @@ def test_the_summary_says_it_in_words(partition: Partition, saved: Path) -> None
     assert summary["sizes"] == {"min": sizes.min(), "median": np.median(sizes), "max": sizes.max()}
     assert summary["empty_clients"] == np.count_nonzero(sizes == 0) > 0
     assert summary["sha256"] == partition.fingerprint()
-    assert summary["counts"] == partition.counts.tolist()
+    assert summary["counts"] == partition.class_counts.tolist()
 
 
 def test_the_fingerprint_sees_who_holds_what() -> None:
@@ -78,7 +79,7 @@ def test_every_damaged_byte_of_the_arrays_is_noticed(saved: Path) -> None:
         damaged[position] ^= 1
         saved.write_bytes(damaged)
         with pytest.raises(DataError, match="damaged"):
-            load(saved)
+            load_partition(saved)
 
 
 def test_two_clients_images_swapped_are_noticed(partition: Partition, saved: Path) -> None:
@@ -90,7 +91,7 @@ def test_two_clients_images_swapped_are_noticed(partition: Partition, saved: Pat
     assert whole.count(indices.tobytes()) == 1
     saved.write_bytes(whole.replace(indices.tobytes(), swapped.tobytes()))
     with pytest.raises(DataError, match="damaged"):
-        load(saved)
+        load_partition(saved)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -8])
@@ -106,7 +107,7 @@ def test_a_partition_that_loses_images_is_refused(partition: Partition, tmp_path
     indices[indices == 1] = 0
     wrong = replace(partition, train=ClientIndices(indices, partition.train.offsets))
     with pytest.raises(DataError, match="damaged"):
-        load(save(wrong, CONFIG, TRAIN, TEST, NAMES, tmp_path))
+        load_partition(save_partition(wrong, CONFIG, TRAIN, TEST, NAMES, tmp_path))
 
 
 def test_another_fleet(saved: Path) -> None:
@@ -135,20 +136,4 @@ def test_nothing_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no partition there"):
             again(path)
         with pytest.raises(DataError):
-            load(path)
-
-
-def test_client_indices_are_addressed_by_client_and_task() -> None:
-    indices = ClientIndices(np.arange(6), np.array([0, 1, 3, 3, 6]), num_tasks=2)
-    assert indices.clients == 2
-    assert [indices.of(client, task).tolist() for client in range(2) for task in range(2)] == [
-        [0],
-        [1, 2],
-        [],
-        [3, 4, 5],
-    ]
-    assert [indices.all_tasks().of(client).tolist() for client in range(2)] == [[0, 1, 2], [3, 4, 5]]
-    assert indices.counts(np.array([0, 1, 1, 0, 0, 0]), 2).tolist() == [[1, 2], [3, 0]]
-    assert ClientIndices.empty(3, 2).of(2, 1).tolist() == []
-    with pytest.raises(IndexError, match="task 2: there are 2"):
-        indices.of(0, 2)
+            load_partition(path)

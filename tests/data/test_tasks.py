@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from vitfleet.config.schema import TasksConfig
-from vitfleet.data.partition_io import Ints
-from vitfleet.data.tasks import ARRAYS_FILE, NO_TASK, TaskStreams, load, make_task_streams, save
+from vitfleet.data.client_indices import Ints
+from vitfleet.data.tasks import NO_TASK, TaskStreams, make_task_streams
+from vitfleet.data.tasks_io import ARRAYS_FILE, load_task_streams, save_task_streams
 from vitfleet.errors import ConfigError, DataError
 
 CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8
@@ -23,7 +24,7 @@ def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) ->
 
 
 def held(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints, Ints]:
-    return streams.train.of(client, task_index), streams.test.of(client, task_index)
+    return streams.train.for_client(client, task_index), streams.test.for_client(client, task_index)
 
 
 def test_classes_are_parted_into_tasks() -> None:
@@ -36,10 +37,10 @@ def test_classes_are_parted_into_tasks() -> None:
 
 
 def test_every_client_learns_every_task_in_its_own_order() -> None:
-    order = make().order
+    order = make().task_order
     assert all(sorted(row) == list(range(5)) for row in order.tolist())
     assert len({tuple(row) for row in order.tolist()}) > 1
-    common = make(CONFIG.model_copy(update={"order": "common"})).order
+    common = make(CONFIG.model_copy(update={"order": "common"})).task_order
     assert len({tuple(row) for row in common.tolist()}) == 1
 
 
@@ -50,7 +51,7 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
         for task_index in range(streams.num_tasks):
             train, test = held(streams, client, task_index)
             classes, counts = np.unique(TRAIN_LABELS[train], return_counts=True)
-            assert set(streams.task_of_class[classes]) == {streams.order[client, task_index]}
+            assert set(streams.task_of_class[classes]) == {streams.task_order[client, task_index]}
             class_counts.add(len(classes))
             shares += (counts / TRAIN).tolist()
             assert len(set(train.tolist())) == len(train)
@@ -66,7 +67,7 @@ def test_counts_are_those_of_all_stages() -> None:
     streams = make()
     for client in range(CLIENTS):
         images = np.concatenate([held(streams, client, task_index)[0] for task_index in range(streams.num_tasks)])
-        assert np.array_equal(streams.counts[client], np.bincount(TRAIN_LABELS[images], minlength=CLASSES))
+        assert np.array_equal(streams.class_counts[client], np.bincount(TRAIN_LABELS[images], minlength=CLASSES))
 
 
 def test_clients_draw_on_their_own() -> None:
@@ -77,7 +78,7 @@ def test_clients_draw_on_their_own() -> None:
         for task_index in range(few.num_tasks):
             train, _ = held(few, client, task_index)
             assert np.array_equal(train, held(many, client, task_index)[0])
-            there = int(np.flatnonzero(common.order[client] == few.order[client, task_index])[0])
+            there = int(np.flatnonzero(common.task_order[client] == few.task_order[client, task_index])[0])
             assert np.array_equal(train, held(common, client, there)[0])
     assert not np.array_equal(held(few, 0, 0)[0], held(make(seed=1, clients=3), 0, 0)[0])
 
@@ -86,7 +87,7 @@ def test_a_small_class_gives_at_least_one_image_and_an_empty_one_none() -> None:
     labels = np.array([0, 0, 1, 1, 1, 3])
     config = TasksConfig(count=2, classes=2, per_client=(2, 2), share=(0.05, 0.05), split="listed")
     streams = make_task_streams(config, 1, 0, labels, labels, 4)
-    sizes = {int(streams.order[0, task_index]): len(held(streams, 0, task_index)[0]) for task_index in range(2)}
+    sizes = {int(streams.task_order[0, task_index]): len(held(streams, 0, task_index)[0]) for task_index in range(2)}
     assert sizes == {0: 2, 1: 1}
 
 
@@ -111,17 +112,17 @@ def test_bounds_are_checked(table: dict[str, object], complaint: str) -> None:
 
 def test_saved_and_read_back_they_are_the_same(tmp_path: Path) -> None:
     streams = make()
-    save(streams, CONFIG, TRAIN_LABELS, TEST_LABELS, tmp_path)
-    again = load(tmp_path, TRAIN_LABELS, TEST_LABELS)
+    save_task_streams(streams, CONFIG, TRAIN_LABELS, TEST_LABELS, tmp_path)
+    again = load_task_streams(tmp_path, TRAIN_LABELS, TEST_LABELS)
     assert again.fingerprint() == streams.fingerprint() != make(seed=1).fingerprint()
-    assert np.array_equal(again.counts, streams.counts)
+    assert np.array_equal(again.class_counts, streams.class_counts)
     assert np.array_equal(held(again, 3, 2)[0], held(streams, 3, 2)[0])
     with pytest.raises(DataError, match="made for other images"):
-        load(tmp_path, TRAIN_LABELS[::-1], TEST_LABELS)
+        load_task_streams(tmp_path, TRAIN_LABELS[::-1], TEST_LABELS)
     file = tmp_path / ARRAYS_FILE
     data = bytearray(file.read_bytes())
     data[-1] ^= 0xFF  # in the counts' last number
     data[-9000] ^= 0xFF
     file.write_bytes(bytes(data))
     with pytest.raises(DataError, match="damaged"):
-        load(tmp_path, TRAIN_LABELS, TEST_LABELS)
+        load_task_streams(tmp_path, TRAIN_LABELS, TEST_LABELS)

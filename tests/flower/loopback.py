@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.data.client_indices import client_indices
+from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, load_local
@@ -87,7 +87,7 @@ def deal(config: Config, folder: Path) -> None:
     data = load(config.data)
     export_clients(
         data,
-        client_indices(config, data),
+        assign_images(config, data),
         [config.fleet.name_of(client) for client in range(config.fleet.clients)],
         folder,
     )

@@ -14,7 +14,7 @@ import pytest
 from chaos import Nobody, server_state
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.data.client_indices import client_indices
+from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
 from vitfleet.flower.certificates import Certs, make_certs
@@ -85,7 +85,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def deal(config: Config, names: Sequence[str], folder: Path) -> None:
     data = load(config.data)
-    export_clients(data, client_indices(config, data), list(names), folder)
+    export_clients(data, assign_images(config, data), list(names), folder)
 
 
 def on_devices(config: Config) -> Config:

@@ -52,11 +52,11 @@ def eftvit_config(tiny_config: MakeConfig) -> MakeConfig:
 def test_trainable_parameters_on_the_client_are_the_papers(vit_b: Net, layers: int, millions: float) -> None:
     context = setting_of(vit_b)
     payload = EftVit(EftVitConfig(local_layers=layers, train_embedding=False), context)
-    count = vit_b.anatomy.count(payload.trainable)
+    count = vit_b.anatomy.count_parameters(payload.trainable)
     assert count == layers * 7_087_872 + 76_900
     assert round(count / 1e6, 2) == millions
     whole = EftVit(EftVitConfig(local_layers=layers), context)
-    assert vit_b.anatomy.count(whole.trainable) == count + 742_656
+    assert vit_b.anatomy.count_parameters(whole.trainable) == count + 742_656
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_forward_flops_of_masked_images_are_those_of_the_kept_patches(
     vit_b: Net, ratio: float, tokens: int, gmac: float
 ) -> None:
     weights = {name: torch.empty(shape, device="meta") for name, shape in vit_b.anatomy.shapes.items()}
-    kept = vit_b.kept_patches(ratio)
-    assert vit_b.prefix + kept == tokens
+    kept = vit_b.num_kept_patches(ratio)
+    assert vit_b.num_prefix_tokens + kept == tokens
     keep = torch.empty(1, kept, dtype=torch.long, device="meta") if ratio else None
     with FlopCounterMode(display=False) as counter:
         vit_b(weights, torch.empty(1, 3, 224, 224, device="meta"), keep)
@@ -96,7 +96,7 @@ def test_the_frozen_global_module_is_bit_identical_after_client_training(
     assert isinstance(method, EftVit)
     down = method.client_message(context.server, 1, 0, None)
     before = {name: tensor.clone() for name, tensor in down.tensors.items()}
-    client = max(range(6), key=lambda one: len(context.partition.train.of(one)))
+    client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     reply = next(context.fleet.train([Request(1, client, down)]))
     context.fleet.commit([client])
     assert reply.message is not None
@@ -117,8 +117,8 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     # A rate of next to nothing: features can be made again from the initial weights.
     config = eftvit_config(f"method.values={values}", "train.lr=1e-12", "train.mask_ratio=0", "train.epochs=2")
     context = open_run(config, tmp_path)
-    client = max(range(6), key=lambda one: len(context.partition.train.of(one)))
-    index = torch.from_numpy(context.partition.train.of(client))
+    client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
+    index = torch.from_numpy(context.partition.train.for_client(client))
     reply = next(
         context.fleet.train([Request(1, client, context.method.client_message(context.server, 1, client, None))])
     )
@@ -128,7 +128,7 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     assert len(set(counts[counts > 0].tolist())) == 1
     images = context.trainer.preprocess(context.data.train.images[index])
     made = context.net.forward_to({**context.base.tensors, **context.server.tensors}, images, None, 1)
-    sent = Features(reply.message.tensors["features"], labels, reply.message.tensors.get("scales")).rows(
+    sent = Features(reply.message.tensors["features"], labels, reply.message.tensors.get("scales")).dequantize(
         torch.arange(len(labels))
     )
     tolerance = {"fp32": 1e-5, "bf16": 0.02, "fp16": 2e-3, "int8": 0.02}[values]
@@ -172,7 +172,7 @@ def test_gathering_rows_from_parts_is_gathering_them_from_one() -> None:
         parts.append(Features(values, torch.arange(size, dtype=torch.int16), scales))
     together = FeatureSet(parts, CPU)
     apart = FeatureSet(parts, CPU)
-    apart.together = None
+    apart.merged = None
     order = torch.tensor([7, 0, 3, 2, 4])
     for left, correct in zip(together.take(order), apart.take(order), strict=True):
         assert torch.equal(left, correct)
@@ -182,11 +182,11 @@ def test_every_client_counts_the_same_or_every_sample() -> None:
     parts = [Features(torch.zeros(size, 1, 2), torch.zeros(size, dtype=torch.int16)) for size in (1, 3)]
     order, even = torch.tensor([0, 1, 2, 3]), torch.full((4,), 0.25)
     torch.testing.assert_close(
-        FeatureSet(parts, CPU, equal_parts=True).shares(order, even), torch.tensor([3.0, 1, 1, 1]) / 6
+        FeatureSet(parts, CPU, equal_clients=True).sample_weights(order, even), torch.tensor([3.0, 1, 1, 1]) / 6
     )
-    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order, even), even)
+    torch.testing.assert_close(FeatureSet(parts, CPU).sample_weights(order, even), even)
     padded = torch.tensor([0.5, 0.5, 0, 0])
-    torch.testing.assert_close(FeatureSet(parts, CPU).shares(order, padded), padded)
+    torch.testing.assert_close(FeatureSet(parts, CPU).sample_weights(order, padded), padded)
 
 
 def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:

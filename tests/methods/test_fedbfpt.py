@@ -60,7 +60,7 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
     deep = build(ModelConfig(dim=16, depth=4, heads=2, patch_size=4), 5, 1, 8, 0)
     shallow = build(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 1)
     weights, route = deep.initial_weights(), (0, 2, 2)
-    local = {name: weights[name] for name in deep.anatomy.others}
+    local = {name: weights[name] for name in deep.anatomy.non_blocks}
     for position, layer in enumerate(route):
         names = zip(shallow.anatomy.blocks[position], deep.anatomy.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}

@@ -33,7 +33,7 @@ def counted(params: MethodConfig) -> int:
     with torch.device("meta"):
         net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
     method = make_method(params, MethodContext.of(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
-    return net.anatomy.count(method.trainable)
+    return net.anatomy.count_parameters(method.trainable)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
                     if f"blocks.{layer}." in name and leaf.grad is not None
                 ]
             )
-            assert gradient.numel() == tiny_net.anatomy.count(tiny_net.anatomy.blocks[layer])
+            assert gradient.numel() == tiny_net.anatomy.count_parameters(tiny_net.anatomy.blocks[layer])
             value = gradient.abs().mean() if statistic == "mean-abs" else gradient.square().mean().sqrt()
             expected[layer] += value / 3
     torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
@@ -95,7 +95,7 @@ def test_top_k_in_the_models_order() -> None:
 
 
 def _message(net: Net, layers: list[int], value: float, samples: int) -> Message:
-    chosen = net.anatomy.join(net.anatomy.others, *(net.anatomy.blocks[layer] for layer in layers))
+    chosen = net.anatomy.union(net.anatomy.non_blocks, *(net.anatomy.blocks[layer] for layer in layers))
     tensors = {name: torch.full(net.anatomy.shapes[name], value) for name in chosen}
     return Message(tensors, {"samples": samples, "loss": 1.0, "layers": layers})
 
@@ -107,7 +107,7 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
     gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
     gathering.add(1, _message(tiny_net, [0], 4.0, samples=20))
     after = gathering.finish()
-    for name in (*tiny_net.anatomy.others, *tiny_net.anatomy.blocks[0]):
+    for name in (*tiny_net.anatomy.non_blocks, *tiny_net.anatomy.blocks[0]):
         assert torch.equal(after.tensors[name], torch.full_like(initial[name], 3.0)), name
     for name in tiny_net.anatomy.blocks[1]:
         assert torch.equal(after.tensors[name], initial[name]), "nobody sent it"
@@ -126,9 +126,9 @@ def test_only_what_was_updated_since_goes_down(transfl: TransFL, tiny_net: Net) 
     anatomy = tiny_net.anatomy
     server = State(tiny_net.initial_weights(), {"updated": [3, 5]})
     assert set(transfl.client_message(server, 6, 0, last_round=None).tensors) == set(anatomy.whole)
-    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*anatomy.others, *anatomy.blocks[1]}
+    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*anatomy.non_blocks, *anatomy.blocks[1]}
     assert set(transfl.client_message(server, 6, 0, last_round=3).tensors) == set(anatomy.whole)
-    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(anatomy.others)
+    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(anatomy.non_blocks)
 
 
 def _play(

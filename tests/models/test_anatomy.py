@@ -63,20 +63,20 @@ def parts(anatomy: Anatomy) -> list[Selection]:
 def test_transfl_counts() -> None:
     net = build(load_config("transfl-cifar10").model, classes=10, channels=3, data_side=32, seed=0)
     anatomy = net.anatomy
-    assert [anatomy.count(block) for block in anatomy.blocks] == [789_760] * 6
-    assert anatomy.count(anatomy.others) == 32_522
-    assert anatomy.count(anatomy.whole) == 4_771_082
-    three = anatomy.join(*anatomy.blocks[:3], anatomy.others)
-    assert round(4 * anatomy.count(anatomy.whole) / MIB, 4) == 18.2002
-    assert round(4 * anatomy.count(three) / MIB, 4) == 9.1621
+    assert [anatomy.count_parameters(block) for block in anatomy.blocks] == [789_760] * 6
+    assert anatomy.count_parameters(anatomy.non_blocks) == 32_522
+    assert anatomy.count_parameters(anatomy.whole) == 4_771_082
+    three = anatomy.union(*anatomy.blocks[:3], anatomy.non_blocks)
+    assert round(4 * anatomy.count_parameters(anatomy.whole) / MIB, 4) == 18.2002
+    assert round(4 * anatomy.count_parameters(three) / MIB, 4) == 9.1621
 
 
 def test_fedvit_counts() -> None:
     config = load_config("fedavg-cifar100").model
     anatomy = build(config, classes=100, channels=3, data_side=32, seed=0).anatomy
     assert (config.dim, anatomy.depth, config.heads) == (192, 6, 12)
-    assert anatomy.count(anatomy.body) == 2_691_648
-    assert anatomy.count(anatomy.whole) - anatomy.count(anatomy.body) == 192 * 100 + 100
+    assert anatomy.count_parameters(anatomy.body) == 2_691_648
+    assert anatomy.count_parameters(anatomy.whole) - anatomy.count_parameters(anatomy.body) == 192 * 100 + 100
 
 
 def test_every_weight_belongs_to_exactly_one_part(family: tuple[str, Net]) -> None:
@@ -89,7 +89,7 @@ def test_nothing_of_the_model_is_left_out(family: tuple[str, Net]) -> None:
     _, net = family
     vit = net.module.vit
     assert {name: p.shape for name, p in vit.named_parameters()}.items() <= net.anatomy.shapes.items()
-    assert net.anatomy.count(net.anatomy.whole) == sum(p.numel() for p in vit.parameters())
+    assert net.anatomy.count_parameters(net.anatomy.whole) == sum(p.numel() for p in vit.parameters())
     floating = {name for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
     assert set(net.anatomy.shapes) == floating
 
@@ -153,29 +153,29 @@ def test_what_has_no_blocks_is_refused() -> None:
 def test_body_head_and_others_split_the_model(anatomy: Anatomy) -> None:
     assert set(anatomy.body) | set(anatomy.head) == set(anatomy.whole) == set(anatomy.shapes)
     assert not set(anatomy.body) & set(anatomy.head)
-    assert set(anatomy.others) == set(anatomy.whole) - {name for block in anatomy.blocks for name in block}
-    assert anatomy.join(anatomy.others, *anatomy.blocks) == anatomy.whole
-    assert anatomy.join() == Selection(())
+    assert set(anatomy.non_blocks) == set(anatomy.whole) - {name for block in anatomy.blocks for name in block}
+    assert anatomy.union(anatomy.non_blocks, *anatomy.blocks) == anatomy.whole
+    assert anatomy.union() == Selection(())
 
 
 @given(data=st.data())
 def test_join_is_a_union_in_the_models_order(anatomy: Anatomy, data: st.DataObject) -> None:
     everything = list(anatomy.shapes)
-    subsets = st.lists(st.sampled_from(everything)).map(anatomy.choose)
+    subsets = st.lists(st.sampled_from(everything)).map(anatomy.select)
     one, other, third = data.draw(subsets), data.draw(subsets), data.draw(subsets)
-    both = anatomy.join(one, other)
+    both = anatomy.union(one, other)
     assert set(both) == set(one) | set(other)
     assert list(both) == [name for name in everything if name in set(both)]
-    assert both == anatomy.join(other, one)
-    assert anatomy.join(both, third) == anatomy.join(one, anatomy.join(other, third))
-    assert anatomy.join(one, one) == one
-    assert anatomy.count(both) + anatomy.count(anatomy.choose(set(one) & set(other))) == (
-        anatomy.count(one) + anatomy.count(other)
+    assert both == anatomy.union(other, one)
+    assert anatomy.union(both, third) == anatomy.union(one, anatomy.union(other, third))
+    assert anatomy.union(one, one) == one
+    assert anatomy.count_parameters(both) + anatomy.count_parameters(anatomy.select(set(one) & set(other))) == (
+        anatomy.count_parameters(one) + anatomy.count_parameters(other)
     )
 
 
 def test_choosing_forgets_order_repetition_and_strangers(anatomy: Anatomy) -> None:
-    assert anatomy.choose(["head.bias", "cls_token", "head.bias", "no such weight"]).names == (
+    assert anatomy.select(["head.bias", "cls_token", "head.bias", "no such weight"]).names == (
         "cls_token",
         "head.bias",
     )

@@ -53,7 +53,7 @@ def make(config: ModelConfig, seed: int = 0) -> Net:
 
 def images(net: Net, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, 3, net.side, net.side, generator=generator, dtype=torch.float64)
+    return torch.randn(BATCH, 3, net.image_size, net.image_size, generator=generator, dtype=torch.float64)
 
 
 def lively(net: Net, seed: int = 0) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def timms(net: Net, weights: dict[str, Tensor]) -> Any:
 
 
 def some_patches(net: Net, kept: int, seed: int = 0) -> Tensor:
-    noise = torch.rand(BATCH, net.patches, generator=torch.Generator().manual_seed(seed))
+    noise = torch.rand(BATCH, net.num_patches, generator=torch.Generator().manual_seed(seed))
     return noise.argsort(dim=1)[:, :kept]
 
 
@@ -127,7 +127,7 @@ def small() -> Net:
 
 def test_a_masked_image_is_its_kept_patches(maskable: Net) -> None:
     weights = lively(maskable)
-    keep = some_patches(maskable, max(2, maskable.patches // 3))
+    keep = some_patches(maskable, max(2, maskable.num_patches // 3))
     expected = by_hand(timms(maskable, weights), images(maskable), keep)
     close(maskable(weights, images(maskable), keep), expected)
 
@@ -136,7 +136,7 @@ def test_keeping_everything_in_any_order_is_the_plain_pass(maskable: Net) -> Non
     weights = lively(maskable)
     plain = maskable(weights, images(maskable))
     for seed in range(3):
-        close(maskable(weights, images(maskable), some_patches(maskable, maskable.patches, seed)), plain)
+        close(maskable(weights, images(maskable), some_patches(maskable, maskable.num_patches, seed)), plain)
     assert (plain - plain.mean(0)).abs().max() > 1e-3  # the images do matter
 
 
@@ -150,7 +150,7 @@ def test_the_plain_pass_is_timms(name: str) -> None:
 
 
 def test_attention_written_out_is_attention(small: Net) -> None:
-    images = torch.rand(2, 3, small.side, small.side)
+    images = torch.rand(2, 3, small.image_size, small.image_size)
     weights = small.initial_weights()
     assert torch.allclose(small(weights, images), small.with_unfused_attention()(weights, images), atol=1e-5)
 
@@ -203,13 +203,13 @@ def test_positions_stay_with_their_patches(small: Net) -> None:
 )
 def test_how_many_patches_are_kept(ratio: float, kept: int) -> None:
     net = make(ModelConfig(image_size=224, patch_size=16, dim=8, depth=1, heads=1))
-    assert net.patches == 196
-    assert net.kept_patches(ratio) == kept
+    assert net.num_patches == 196
+    assert net.num_kept_patches(ratio) == kept
 
 
 @given(ratio=st.floats(0, 1, exclude_max=True))
 def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
-    kept = small.kept_patches(ratio)
+    kept = small.num_kept_patches(ratio)
     assert 1 <= kept <= 64
     assert kept == 1 or abs(kept - 64 * (1 - ratio)) <= 1
 
@@ -217,10 +217,10 @@ def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_say_that_they_cannot_drop_tokens(name: str) -> None:
     net = make(OTHERS[name])
-    assert net.patches == 0
-    assert net.kept_patches(0) == 0
+    assert net.num_patches == 0
+    assert net.num_kept_patches(0) == 0
     with pytest.raises(UserError, match=r"train\.mask_ratio = 0\.5: must be 0") as caught:
-        net.kept_patches(0.5)
+        net.num_kept_patches(0.5)
     assert len(str(caught.value).splitlines()) == 1
 
 

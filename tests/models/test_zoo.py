@@ -57,7 +57,7 @@ def complaint(config: ModelConfig, key: str, classes: int = 5, channels: int = 3
 
 def test_a_plain_vit_has_the_sizes_it_was_given() -> None:
     net = make(ModelConfig(image_size=24, patch_size=6, dim=24, depth=3, heads=3, mlp_ratio=2), classes=7)
-    assert (net.side, net.patches, net.anatomy.depth) == (24, 16, 3)
+    assert (net.image_size, net.num_patches, net.anatomy.depth) == (24, 16, 3)
     shapes = net.anatomy.shapes
     assert shapes["patch_embed.proj.weight"] == (24, 3, 6, 6)
     assert shapes["pos_embed"] == (1, 17, 24)
@@ -67,14 +67,14 @@ def test_a_plain_vit_has_the_sizes_it_was_given() -> None:
 
 def test_a_plain_vit_takes_the_datas_size_by_default() -> None:
     net = make(ModelConfig(patch_size=2), channels=1, side=8)
-    assert (net.side, net.patches) == (8, 16)
+    assert (net.image_size, net.num_patches) == (8, 16)
     assert net.anatomy.shapes["patch_embed.proj.weight"][1:] == (1, 2, 2)
     assert (net.mean, net.std) == ((0.5,), (0.5,))
 
 
 def test_a_timm_model_keeps_its_own_size_and_normalisation() -> None:
     net = make(ModelConfig(name="deit_tiny_patch16_224", depth=1), classes=3)
-    assert (net.side, net.patches) == (224, 196)
+    assert (net.image_size, net.num_patches) == (224, 196)
     assert net.mean == pytest.approx((0.485, 0.456, 0.406))
     assert net.std == pytest.approx((0.229, 0.224, 0.225))
     assert make(ModelConfig(name=REAL_NAME, depth=1)).mean == (0.5, 0.5, 0.5)
@@ -83,7 +83,7 @@ def test_a_timm_model_keeps_its_own_size_and_normalisation() -> None:
 def test_the_model_takes_what_it_says() -> None:
     for config in (SMALL, ModelConfig(name=REAL_NAME, image_size=48, patch_size=8, depth=1)):
         net = make(config)
-        assert net(net.initial_weights(), torch.zeros(2, 3, net.side, net.side)).shape == (2, 5)
+        assert net(net.initial_weights(), torch.zeros(2, 3, net.image_size, net.image_size)).shape == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_pretrained_with_another_head(real_file: Path) -> None:
 @real
 def test_pretrained_at_another_size(real_file: Path) -> None:
     net = make(ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file)), classes=1000)
-    assert (net.side, net.patches) == (96, 36)
+    assert (net.image_size, net.num_patches) == (96, 36)
     assert_same_logits(net, theirs(real_file, img_size=96), pictures(96))
 
 

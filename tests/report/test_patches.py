@@ -6,7 +6,8 @@ import numpy as np
 from PIL import Image
 
 from conftest import MakeConfig
-from vitfleet.data.batches import draw_epoch, make_epoch_batches
+from vitfleet.data.batches import make_epoch_batches
+from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.report.patches import contact_sheet, draw_patches
 from vitfleet.run.context import open_run
 
@@ -26,15 +27,15 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
     config = tiny_config("train.mask_ratio=0.5")
     context = open_run(config, tmp_path)
     draw_patches(context)
-    client = int(context.partition.counts.sum(axis=1).argmax())
-    samples = len(context.partition.train.of(client))
-    kept = context.net.kept_patches(0.5)
-    side = context.data.train.side
-    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, context.net.patches, kept)
-    batch = make_epoch_batches([drawn], samples, kept, context.machine.device, many=False).step(0, None)
+    client = int(context.partition.class_counts.sum(axis=1).argmax())
+    samples = len(context.partition.train.for_client(client))
+    kept = context.net.num_kept_patches(0.5)
+    side = context.data.train.image_size
+    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, context.net.num_patches, kept)
+    batch = make_epoch_batches([drawn], samples, kept, context.machine.device, stacked=False).batch(0, None)
     assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))
-    grid = round(context.net.patches**0.5)
+    grid = round(context.net.num_patches**0.5)
     tile = (sheet.shape[0] - 6) // 2
     cell = tile // grid
     first = sheet[-tile:, :tile]

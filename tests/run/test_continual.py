@@ -180,7 +180,7 @@ def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: RunC
         known = read(state.tensors)
         assert set(known) == num_tasks
         for task_index, stored in known.items():
-            task = streams_of(played).order[client, task_index]
+            task = streams_of(played).task_order[client, task_index]
             assert played.evaluator.class_tasks is not None
             assert set(played.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
@@ -198,8 +198,8 @@ def test_every_method_learns_tasks_of_the_same_deal(method: str, played: RunCont
     # What a client holds of a task depends on the seed alone, not on the method or the number of tasks.
     for client in range(4):
         mine, theirs = streams_of(context), streams_of(played)
-        there = theirs.order[client].tolist().index(int(mine.order[client, 0]))
-        assert np.array_equal(mine.train.of(client), theirs.train.of(client, there))
+        there = theirs.task_order[client].tolist().index(int(mine.task_order[client, 0]))
+        assert np.array_equal(mine.train.for_client(client), theirs.train.for_client(client, there))
 
 
 def test_where_tasks_are_not_known_any_class_can_win(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) 
         assert record.lr == learning_rate(config.train, round, 3)
         assert [entry.client for entry in record.clients] == choose_clients(config, round)
         samples = {entry.client: entry.numbers["samples"] for entry in record.clients}
-        assert samples == {client: len(context.partition.train.of(client)) for client in samples}
+        assert samples == {client: len(context.partition.train.for_client(client)) for client in samples}
         up += sum(entry.up_bytes for entry in record.clients)
         down += sum(entry.down_bytes for entry in record.clients)
         assert (record.total_up_bytes, record.total_down_bytes) == (up, down)
@@ -303,7 +303,7 @@ def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
     config = tiny_config("data.partition.beta=0.001", "fleet.clients=100", "rounds=1")
     (tmp_path / "run").mkdir()
     context = open_run(config, tmp_path / "run")
-    empty = [client for client in range(100) if len(context.partition.train.of(client)) == 0][:3]
+    empty = [client for client in range(100) if len(context.partition.train.for_client(client)) == 0][:3]
     monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: empty)
     run_rounds(context, Heard())
     initial = context.net.initial_weights()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig, ModelConfig
-from vitfleet.data.batches import Preprocess
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
@@ -51,7 +51,7 @@ def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[
     In double precision: a key's bias has no gradient but rounding errors, which AdamW makes as large as any other.
     """
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
-    trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.side, mean, std))
+    trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std))
     group = assign(fits, make_shard)
     together = trainer.fit_together(group)
     for one, fitted in zip(group, together, strict=True):
@@ -99,10 +99,10 @@ def test_selections_share_what_is_frozen(part: str, make_trainer: MakeTrainer, m
     anatomy = net.anatomy
     selection = {
         "head": anatomy.head,
-        "bias": anatomy.join(anatomy.biases, anatomy.head),
-        "one layer": anatomy.join(anatomy.blocks[1], anatomy.head),
-        "lora": anatomy.join(anatomy.lora, anatomy.head),
-        "prompts": anatomy.join(anatomy.prompts, anatomy.head),
+        "bias": anatomy.union(anatomy.biases, anatomy.head),
+        "one layer": anatomy.union(anatomy.blocks[1], anatomy.head),
+        "lora": anatomy.union(anatomy.lora, anatomy.head),
+        "prompts": anatomy.union(anatomy.prompts, anatomy.head),
     }[part]
     given, *others = varied(net)
     # All were given the same, but for what each has of its own.
@@ -112,7 +112,7 @@ def test_selections_share_what_is_frozen(part: str, make_trainer: MakeTrainer, m
 
 def test_a_model_of_which_blocks_are_left_out(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     anatomy = tiny_net.anatomy
-    objective = Objective(anatomy.join(anatomy.blocks[0], anatomy.head), depth=1)
+    objective = Objective(anatomy.union(anatomy.blocks[0], anatomy.head), depth=1)
     check(make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in varied(tiny_net)], make_shard)
 
 

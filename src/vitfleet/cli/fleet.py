@@ -36,7 +36,7 @@ def export(
 
     Example: `vitfleet export digits --out shards --names kitchen,garden,porch`
     """
-    from vitfleet.data.client_indices import client_indices
+    from vitfleet.data.assignment import assign_images
     from vitfleet.data.export import export_clients
     from vitfleet.data.sources import load
 
@@ -44,7 +44,7 @@ def export(
     config = configure(source, override, None, data_dir, _fleet_of(listed))
     data = load(config.data)
     clients = config.fleet.clients
-    export_clients(data, client_indices(config, data), listed or [str(client) for client in range(clients)], out)
+    export_clients(data, assign_images(config, data), listed or [str(client) for client in range(clients)], out)
     say(console, f"{clients} clients' images are in {out}")
 
 

@@ -151,7 +151,7 @@ class CostModel:
         self.method = method
         self.train = train
         self.net = with_constants_on(net, "meta")
-        self.side = side or net.side
+        self.side = side or net.image_size
         self.blank = shapes_of(net)
         self._counted: dict[object, Flops] = {}
 
@@ -298,8 +298,8 @@ def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -
     trains = net.anatomy.trainable(objective.trainable)
     leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trains}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    images = torch.empty(1, len(net.mean), net.side, net.side, device="meta")
-    keep = torch.empty(1, net.kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
+    images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")
+    keep = torch.empty(1, net.num_kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
     net.module.eval()  # batch norm would want more than one sample
     with FlopCounterMode(display=False) as counter:
         logits = forward(net, objective, {**blank, **leaves}, images, keep)

@@ -130,7 +130,7 @@ def training_memory(
         bare, preprocess_for(bare, machine.device), train, AugmentConfig(), 1, machine, parts_at_once=at_once
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
-        images = torch.empty(train.batch_size, len(net.mean), net.side, net.side, dtype=torch.uint8)
+        images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
         places = torch.empty(train.batch_size, dtype=torch.long)
         shard = Shard(ImageSet(images, places), places)
         fit = _without_numbers(fit)
@@ -183,13 +183,13 @@ def _without_numbers(fit: Fit) -> Fit:
 def _batch(net: Net, train: TrainConfig) -> Batch:
     places = torch.empty(train.batch_size, dtype=torch.long)
     keep = (
-        torch.empty(train.batch_size, net.kept_patches(train.mask_ratio), dtype=torch.long)
+        torch.empty(train.batch_size, net.num_kept_patches(train.mask_ratio), dtype=torch.long)
         if train.mask_ratio
         else None
     )
     return Batch(
-        index=places,
-        positions=places,
+        image_indices=places,
+        shard_positions=places,
         sample_weight=torch.empty(train.batch_size),
         active=torch.empty(()),
         shift=None,

@@ -154,8 +154,8 @@ def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], 
     return CostReport(
         method=config.method.name,
         mask_ratio=config.train.mask_ratio,
-        params=net.anatomy.count(net.anatomy.whole),
-        trainable_params=net.anatomy.count(method.trainable),
+        params=net.anatomy.count_parameters(net.anatomy.whole),
+        trainable_params=net.anatomy.count_parameters(method.trainable),
         forward_gmac=flops.forward / 2e9,
         train_gflops=flops.training / 1e9,
         train_ratio_to_full=full / flops.training,
@@ -190,7 +190,7 @@ def _images(config: Config, progress: Progress) -> Images:
         limit = config.data.limit or known.samples
         return Images(known.classes, known.channels, known.side, min(limit, known.samples))
     data = load_data(config.data, progress)
-    return Images(len(data.classes), data.train.channels, data.train.side, len(data.train))
+    return Images(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
 
 
 def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
@@ -202,11 +202,11 @@ def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
         streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, images.classes)
-        client = typical_client(streams.counts.sum(axis=1).tolist())
-        held = [labels[streams.train.of(client, task_index)] for task_index in range(streams.num_tasks)]
+        client = typical_client(streams.class_counts.sum(axis=1).tolist())
+        held = [labels[streams.train.for_client(client, task_index)] for task_index in range(streams.num_tasks)]
         typical = typical_client([len(one) for one in held])
         return [*held[:typical], *held[typical + 1 :], held[typical]]
     if config.data.partition.kind in {"source", "file"}:  # known only with the images: as if dealt evenly
         return [labels[::clients]]
     deal = make_partition(config.data.partition, clients, seed, labels, labels, images.classes, None, None)
-    return [labels[deal.train.of(typical_client(deal.counts.sum(axis=1).tolist()))]]
+    return [labels[deal.train.for_client(typical_client(deal.class_counts.sum(axis=1).tolist()))]]

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.partition_io import ClientIndices
 
 
 def export_clients(data: DataSet, held: tuple[ClientIndices, ClientIndices], names: list[str], folder: Path) -> None:
@@ -26,7 +26,7 @@ def export_clients(data: DataSet, held: tuple[ClientIndices, ClientIndices], nam
 
 
 def _table(images: ImageSet, classes: tuple[str, ...], deal: ClientIndices, client: int) -> pa.Table:
-    index = deal.of(client)
+    index = deal.for_client(client)
     pixels = images.images.cpu().numpy()[index]
     labels = images.labels.cpu().numpy()[index]
     return pa.table(

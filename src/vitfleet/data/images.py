@@ -1,4 +1,4 @@
-"""Decoded images, resident on the training device as uint8."""
+"""Decoded images as uint8 tensors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A set of equally sized images.
+    """Images of equal size with their labels.
 
     Attributes
     ----------
     images
-        uint8, ``[count, channels, side, side]``.
+        uint8, ``[count, channels, height, width]``; height and width are equal.
     labels
         int64, ``[count]``.
     sources
-        Where each image came from (folder, session, writer), int64; ``None`` where the set does not say.
+        Origin of each image (folder, session, writer) as a number, int64, ``[count]``; ``None`` if unknown.
     """
 
     images: Tensor
@@ -31,26 +31,39 @@ class ImageSet:
 
     @property
     def channels(self) -> int:
-        """Colour channels."""
+        """Number of colour channels."""
         return self.images.shape[1]
 
     @property
-    def side(self) -> int:
-        """Pixels a side, as stored."""
+    def image_size(self) -> int:
+        """Height and width of the stored images, in pixels."""
         return self.images.shape[-1]
 
     def to(self, device: torch.device) -> ImageSet:
-        """Move pixels and labels to a device; sources stay on the host, where partitions are made."""
+        """Move images and labels to a device. Sources stay on the host, where partitions are made."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def take(self, index: Tensor) -> ImageSet:
-        """Return the images at these positions."""
-        return ImageSet(self.images[index], self.labels[index], None if self.sources is None else self.sources[index])
+    def take(self, indices: Tensor) -> ImageSet:
+        """Return the images at these indices."""
+        sources = None if self.sources is None else self.sources[indices]
+        return ImageSet(self.images[indices], self.labels[indices], sources)
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A training and a test set over the same classes."""
+    """A training and a test set over the same classes.
+
+    Attributes
+    ----------
+    name
+        Name of the data set in messages and reports.
+    classes
+        Class names; a label is an index into them.
+    train, test
+        The two splits.
+    skipped
+        Names of the images that could not be read.
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -59,13 +72,21 @@ class DataSet:
     skipped: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> DataSet:
-        """Move both sets to a device."""
+        """Move both splits to a device."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One client's own images: a view into a set (in a simulation) or a set of its own (on a device)."""
+    """The images of one client.
+
+    Attributes
+    ----------
+    images
+        In a simulation the whole training set, shared by all clients; on a device the client's own set.
+    index
+        Indices of the client's images in ``images``.
+    """
 
     images: ImageSet
     index: Tensor
@@ -75,5 +96,5 @@ class Shard:
 
     @property
     def labels(self) -> Tensor:
-        """Their labels, in the shard's order."""
+        """Labels of the client's images, in the shard's order."""
         return self.images.labels[self.index]

@@ -39,7 +39,7 @@ class DataSpec:
 
     classes: tuple[str, ...]
     channels: int
-    side: int
+    image_size: int
     test_share: float
     max_corrupt: float
 
@@ -69,7 +69,7 @@ def load_local(path: Path, form: DataSpec) -> DataSet:
 
     def read(split: Encoded, name: str) -> tuple[ImageSet, list[str]]:
         renumbered = replace(split, labels=numbers[split.labels] if len(split) else split.labels)
-        images, lost = decode(renumbered, form.side, form.channels, form.max_corrupt, f"{path} ({name})")
+        images, lost = decode(renumbered, form.image_size, form.channels, form.max_corrupt, f"{path} ({name})")
         return replace(images, sources=None), lost
 
     trained, lost = read(train, "train")

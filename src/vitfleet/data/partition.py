@@ -28,8 +28,9 @@ from vitfleet.config.schema import (
     ShardsPartition,
     SourcePartition,
 )
+from vitfleet.data.client_indices import ClientIndices, Ints, Partition
 from vitfleet.data.images import DataSet
-from vitfleet.data.partition_io import ClientIndices, Ints, Partition, load_for
+from vitfleet.data.partition_io import load_partition_for
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
@@ -90,7 +91,7 @@ def make_partition(
         remedy = f"must be between 1 and {samples}, the number of training images"
         raise ConfigError("fleet.clients", clients, remedy)
     if isinstance(config, FilePartition):
-        return load_for(Path(config.path).expanduser(), clients, train_labels, test_labels, classes)
+        return load_partition_for(Path(config.path).expanduser(), clients, train_labels, test_labels, classes)
     random = _random(seed, _TRAIN)
     match config:
         case IidPartition():
@@ -104,7 +105,7 @@ def make_partition(
         case SourcePartition():
             owners = _by_source(clients, train_sources)
     train = ClientIndices.from_owners(owners, clients)
-    counts = train.counts(train_labels, classes)
+    counts = train.class_counts(train_labels, classes)
     test_owners = assign_by_shares(test_labels, training_shares(counts), _random(seed, _TEST))
     if isinstance(config, SourcePartition) and train_sources is not None and test_sources is not None:
         test_owners = _keep_sources(test_owners, np.unique(train_sources), test_sources)

@@ -20,7 +20,7 @@ from torch import Tensor
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet, ImageSet, Shard
-from vitfleet.data.tasks import order_of, tasks_of_classes
+from vitfleet.data.tasks import assign_classes_to_tasks, draw_task_order
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply
 from vitfleet.fleet.build import Components, build_components, build_net
@@ -165,7 +165,7 @@ class FlowerClient:
     def _lay(self, config: Config, run_spec: RunSpec, client: int, images: DataSet) -> ClientSetup:
         classes = len(run_spec.classes)
         net = build_net(config, classes, run_spec.channels, run_spec.side)
-        machine = set_up(self.machine, net.width)
+        machine = set_up(self.machine, net.embed_dim)
         stream = stream_of(config, classes, client, machine.device)
         known = stream.tasks if stream and config.task_known else None
         components = build_components(config, net, classes, machine, config.num_tasks, known)
@@ -187,8 +187,8 @@ def stream_of(config: Config, classes: int, client: int, device: torch.device) -
     tasks = config.data.tasks
     if tasks is None:
         return None
-    order = [int(task) for task in order_of(tasks, config.seed, client)]
-    return Stream(torch.from_numpy(tasks_of_classes(tasks, config.seed, classes)).to(device), order)
+    order = [int(task) for task in draw_task_order(tasks, config.seed, client)]
+    return Stream(torch.from_numpy(assign_classes_to_tasks(tasks, config.seed, classes)).to(device), order)
 
 
 @dataclass(frozen=True)

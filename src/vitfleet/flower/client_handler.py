@@ -10,10 +10,10 @@ from flwr.app import ConfigRecord, RecordDict
 
 from vitfleet.config import read_config
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.data.client_indices import client_indices
+from vitfleet.data.assignment import assign_images
+from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, LocalDataset
-from vitfleet.data.partition_io import ClientIndices
 from vitfleet.data.sources import load
 from vitfleet.errors import UserError
 from vitfleet.flower.client import FlowerClient
@@ -64,7 +64,7 @@ def simulated(folder: Path, client: int, machine: MachineConfig) -> FlowerClient
 
     def images(config: Config, run_spec: RunSpec) -> DataSet:
         data, held = dealt(folder)
-        train, test = (torch.from_numpy(deal.of(client)) for deal in held)
+        train, test = (torch.from_numpy(deal.for_client(client)) for deal in held)
         return DataSet(data.name, data.classes, data.train.take(train), data.test.take(test))
 
     return FlowerClient(images, folder / "devices" / str(client), machine)
@@ -75,4 +75,4 @@ def dealt(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
     """Return a run's images and how they are dealt; a simulation's processes stay, so once is enough."""
     config = read_config(folder / "config.json")
     data = load(config.data)
-    return data, client_indices(config, data)
+    return data, assign_images(config, data)

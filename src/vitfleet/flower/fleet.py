@@ -63,7 +63,7 @@ def make_run_spec(config: Config, data: DataSet, run: str) -> RunSpec:
             "model": config.model.model_copy(update={"weights": None}),
         }
     )
-    return RunSpec(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.side)
+    return RunSpec(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
 
 
 class Outcome(Protocol):

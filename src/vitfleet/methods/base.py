@@ -68,9 +68,9 @@ class MethodContext:
         aggregate: AggregateConfig | None = None,
     ) -> MethodContext:
         """Return the setting of a model in a run."""
-        tokens = net.prefix + net.kept_patches(train.mask_ratio)
+        tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio)
         rules = aggregate or AggregateConfig()
-        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.width, device, num_tasks, rules)
+        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.embed_dim, device, num_tasks, rules)
 
 
 @dataclass(frozen=True)

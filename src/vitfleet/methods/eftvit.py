@@ -49,7 +49,7 @@ class EftVit(Method[EftVitConfig]):
 
     def __init__(self, params: EftVitConfig, context: MethodContext) -> None:
         super().__init__(params, context)
-        if not self.anatomy.tokens:
+        if not self.anatomy.is_plain_vit:
             raise ConfigError("method.name", self.name, "needs a plain ViT (vit_*, deit_*), which can be parted")
         if params.local_layers >= self.anatomy.depth:
             raise ConfigError(
@@ -58,15 +58,15 @@ class EftVit(Method[EftVitConfig]):
                 f"must be between 1 and {self.anatomy.depth - 1}: the global module needs a layer",
             )
         blocks = self.anatomy.blocks
-        self.local_module = self.anatomy.join(self.anatomy.embed, *blocks[: params.local_layers])
-        self.global_module = self.anatomy.join(*blocks[params.local_layers :], self.anatomy.norm)
+        self.local_module = self.anatomy.union(self.anatomy.embed, *blocks[: params.local_layers])
+        self.global_module = self.anatomy.union(*blocks[params.local_layers :], self.anatomy.norm)
 
     @property
     def trainable(self) -> Selection:
         """A client's local module, and the head."""
         layers = self.anatomy.blocks[: self.params.local_layers]
-        local = self.local_module if self.params.train_embedding else self.anatomy.join(*layers)
-        return self.anatomy.join(local, self.anatomy.head)
+        local = self.local_module if self.params.train_embedding else self.anatomy.union(*layers)
+        return self.anatomy.union(local, self.anatomy.head)
 
     @property
     def state_on_disk(self) -> bool:
@@ -81,7 +81,7 @@ class EftVit(Method[EftVitConfig]):
 
     def initial_state(self, initial: Tensors) -> State:
         """Start with the initial global module and head, and no features."""
-        return State(self.anatomy.join(self.global_module, self.anatomy.head).take(initial))
+        return State(self.anatomy.union(self.global_module, self.anatomy.head).take(initial))
 
     def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send the global module and the head."""
@@ -98,8 +98,8 @@ class EftVit(Method[EftVitConfig]):
             parts = [part.to(self.context.device) for part in parts]
         if not parts:
             return server
-        objective = Objective(self.anatomy.join(self.global_module, self.anatomy.head), split=self.params.local_layers)
-        features = FeatureSet(parts, self.context.device, equal_parts=self.params.balance == "clients")
+        objective = Objective(self.anatomy.union(self.global_module, self.anatomy.head), split=self.params.local_layers)
+        features = FeatureSet(parts, self.context.device, equal_clients=self.params.balance == "clients")
         fitted = yield Fit(server.tensors, objective, self.params.server_epochs, features=features)
         return replace(server, tensors=fitted.weights)
 
@@ -195,7 +195,7 @@ class FeatureStore(Aggregator):
         part = State(to_device(up.tensors, device))
         self.parts[_place(client)] = part
         if self.context.aggregate.norm_factor is not None:
-            self.sizes[client] = _features(part).size()
+            self.sizes[client] = _features(part).rms()
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse what would not train, or would ruin what does."""

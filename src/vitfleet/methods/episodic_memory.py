@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.methods import MemoryTable
-from vitfleet.data.batches import round_half_up
 from vitfleet.data.images import Shard
+from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors
 from vitfleet.train.objective import EpisodicMemory, FitResult

@@ -53,7 +53,7 @@ class FedBfpt(Method[FedBfptConfig]):
                 params.local_layers,
                 f"must be between 2 and {self.anatomy.depth}, the model's layers",
             )
-        if not self.anatomy.tokens:
+        if not self.anatomy.is_plain_vit:
             raise ConfigError("method.name", self.name, "needs a plain ViT, whose layers can be left out")
         self.schedule = schedule(context.rounds, params.local_layers)
 
@@ -75,7 +75,7 @@ class FedBfpt(Method[FedBfptConfig]):
     def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
         """Send the layers trained so far, and the head."""
         trained = self.anatomy.blocks[: self.schedule[round - 1] + 1]
-        return Message(self.anatomy.join(*trained, self.anatomy.head).take(server.tensors))
+        return Message(self.anatomy.union(*trained, self.anatomy.head).take(server.tensors))
 
     def aggregator(self, server: State, round: int) -> Aggregator:
         """Average the one layer and the head."""
@@ -104,7 +104,7 @@ class FedBfpt(Method[FedBfptConfig]):
     def shallow(self, weights: Tensors, route: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the weights of a client's model: those of the server's with the layers of the route as its own."""
         blocks = self.anatomy.blocks
-        local = {name: weights[name] for name in self.anatomy.others}
+        local = {name: weights[name] for name in self.anatomy.non_blocks}
         for place, layer in enumerate(route):
             local |= {name: weights[origin] for name, origin in zip(blocks[place], blocks[layer], strict=True)}
         return local
@@ -114,4 +114,4 @@ class FedBfpt(Method[FedBfptConfig]):
         return server.tensors
 
     def _trains(self, layer: int) -> Selection:
-        return self.anatomy.join(self.anatomy.blocks[layer], self.anatomy.head)
+        return self.anatomy.union(self.anatomy.blocks[layer], self.anatomy.head)

@@ -38,7 +38,7 @@ class FedBias(WeightAveraging[FedBiasConfig]):
     @property
     def trainable(self) -> Selection:
         """Every bias, and the head."""
-        return self.anatomy.join(self.anatomy.biases, self.anatomy.head)
+        return self.anatomy.union(self.anatomy.biases, self.anatomy.head)
 
 
 class FedPrompt(WeightAveraging[FedPromptConfig]):
@@ -54,7 +54,7 @@ class FedPrompt(WeightAveraging[FedPromptConfig]):
     @property
     def trainable(self) -> Selection:
         """The prompts, and the head."""
-        return self.anatomy.join(self.anatomy.prompts, self.anatomy.head)
+        return self.anatomy.union(self.anatomy.prompts, self.anatomy.head)
 
 
 class FedLora(WeightAveraging[FedLoraConfig]):
@@ -70,4 +70,4 @@ class FedLora(WeightAveraging[FedLoraConfig]):
     @property
     def trainable(self) -> Selection:
         """The factors, and the head."""
-        return self.anatomy.join(self.anatomy.lora, self.anatomy.head)
+        return self.anatomy.union(self.anatomy.lora, self.anatomy.head)

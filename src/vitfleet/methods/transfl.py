@@ -42,7 +42,7 @@ class TransFL(Method[TransFLConfig]):
         if params.k > self.anatomy.depth:
             raise ConfigError("method.k", params.k, f"must be between 1 and {self.anatomy.depth}, the model's layers")
         parts = {"embed": self.anatomy.embed, "norm": self.anatomy.norm, "head": self.anatomy.head}
-        self.always = self.anatomy.join(*(parts[part] for part in params.always))
+        self.always = self.anatomy.union(*(parts[part] for part in params.always))
 
     @property
     def trainable(self) -> Selection:
@@ -81,7 +81,7 @@ class TransFL(Method[TransFLConfig]):
             return ClientUpdate(Message(numbers=train_metrics(fitted)), fitted.weights, kept)
         magnitudes = (fitted.observed["layers"] / fitted.steps).tolist()
         layers = top(magnitudes, self.params.k)
-        sends = self.anatomy.join(self.always, *(self.anatomy.blocks[layer] for layer in layers))
+        sends = self.anatomy.union(self.always, *(self.anatomy.blocks[layer] for layer in layers))
         numbers = {**train_metrics(fitted), "layers": layers, "gradients": magnitudes}
         if self.anatomy.attention:
             numbers["head_gradients"] = (fitted.observed["heads"] / fitted.steps).flatten().tolist()
@@ -99,7 +99,7 @@ class TransFL(Method[TransFLConfig]):
         updated = server.numbers["updated"]
         assert isinstance(updated, list)
         fresh = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
-        return self.anatomy.join(self.always, *fresh)
+        return self.anatomy.union(self.always, *fresh)
 
 
 def top(magnitudes: list[float], k: int) -> list[int]:
@@ -179,7 +179,7 @@ class GradientMagnitude:
 
     def _layer(self, gradients: Tensors, block: Selection) -> Tensor:
         parts = [gradients[name] for name in block]
-        count = self.anatomy.count(block)
+        count = self.anatomy.count_parameters(block)
         if self.statistic == "rms":
             return (torch.stack([torch.linalg.vector_norm(part, 2) for part in parts]).square().sum() / count).sqrt()
         return torch.stack([torch.linalg.vector_norm(part, 1) for part in parts]).sum() / count

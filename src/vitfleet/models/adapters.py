@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import LORA, PROMPTS, find_blocks, has_tokens
+from vitfleet.models.anatomy import LORA, PROMPTS, find_blocks, is_plain_vit
 
 
 def add_prompts(vit: Any, count: int, deep: bool) -> None:
     """Add visual prompts (Jia et al., 2022): tokens learned before the first block, or (deep) before every block."""
-    if not has_tokens(vit):
+    if not is_plain_vit(vit):
         raise UserError(f"model.name: a {type(vit).__name__} cannot take prompts; choose a plain ViT (vit_*, deit_*)")
     width = vit.embed_dim
     patch = vit.patch_embed.proj.kernel_size[0]

@@ -92,7 +92,7 @@ class Anatomy:
     prompts: Selection
     lora: Selection
     attention: tuple[Attention, ...]
-    tokens: bool
+    is_plain_vit: bool
 
     @property
     def depth(self) -> int:
@@ -102,24 +102,24 @@ class Anatomy:
     @property
     def whole(self) -> Selection:
         """The whole model."""
-        return self.choose(self.shapes)
+        return self.select(self.shapes)
 
     @property
     def body(self) -> Selection:
         """Everything but the head."""
         head = set(self.head)
-        return self.choose(name for name in self.shapes if name not in head)
+        return self.select(name for name in self.shapes if name not in head)
 
     @property
-    def others(self) -> Selection:
+    def non_blocks(self) -> Selection:
         """Everything but the blocks."""
-        return self.join(self.embed, self.norm, self.head)
+        return self.union(self.embed, self.norm, self.head)
 
-    def join(self, *parts: Selection) -> Selection:
+    def union(self, *parts: Selection) -> Selection:
         """Return the union of several selections."""
-        return self.choose(name for part in parts for name in part)
+        return self.select(name for part in parts for name in part)
 
-    def choose(self, names: Iterable[str]) -> Selection:
+    def select(self, names: Iterable[str]) -> Selection:
         """Return these weights as a selection, in the model's order."""
         wanted = set(names)
         return Selection(tuple(name for name in self.shapes if name in wanted))
@@ -128,7 +128,7 @@ class Anatomy:
         """Return those of a selection that an optimiser can train (buffers only travel)."""
         return Selection(tuple(name for name in selection if name in self.parameters))
 
-    def count(self, selection: Selection) -> int:
+    def count_parameters(self, selection: Selection) -> int:
         """Count the parameters of a selection."""
         return sum(prod(self.shapes[name]) for name in self.trainable(selection))
 
@@ -180,7 +180,7 @@ def dissect(vit: nn.Module) -> Anatomy:
         prompts=Selection(tuple(prompts)),
         lora=Selection(tuple(lora)),
         attention=_attention(vit, block_paths, weights),
-        tokens=has_tokens(vit),
+        is_plain_vit=is_plain_vit(vit),
     )
 
 
@@ -194,7 +194,7 @@ def find_blocks(vit: nn.Module) -> list[str]:
     ]
 
 
-def has_tokens(vit: Any) -> bool:
+def is_plain_vit(vit: Any) -> bool:
     """Whether a model is a plain ViT: one sequence of tokens, with positions, through blocks of the usual kind."""
     return (
         isinstance(vit, VisionTransformer | VisionTransformerDistilled)
@@ -209,7 +209,7 @@ def has_tokens(vit: Any) -> bool:
 
 def can_drop_tokens(vit: Any) -> bool:
     """Whether a model may be given some of an image's patches: a plain ViT, or a CaiT."""
-    return has_tokens(vit) or (isinstance(vit, Cait) and isinstance(vit.patch_embed, PatchEmbed))
+    return is_plain_vit(vit) or (isinstance(vit, Cait) and isinstance(vit.patch_embed, PatchEmbed))
 
 
 def _is_usual(block: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, has_tokens
+from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, is_plain_vit
 from vitfleet.models.functional_vit import FunctionalViT, affine, cut
 
 
@@ -59,10 +59,10 @@ class Net:
     module: TimmWrapper
     anatomy: Anatomy
     functional: FunctionalViT | None
-    patches: int
-    prefix: int
-    width: int
-    side: int
+    num_patches: int
+    num_prefix_tokens: int
+    embed_dim: int
+    image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -125,20 +125,20 @@ class Net:
             self if self.functional is None else replace(self, functional=FunctionalViT(self.module.vit, fused=False))
         )
 
-    def kept_patches(self, mask_ratio: float) -> int:
+    def num_kept_patches(self, mask_ratio: float) -> int:
         """Return how many patches a mask leaves: a constant, so that shapes are static."""
         if mask_ratio == 0:
-            return self.patches
-        if not self.patches:
+            return self.num_patches
+        if not self.num_patches:
             family = type(self.module.vit).__name__
             raise UserError(f"train.mask_ratio = {mask_ratio}: must be 0, a {family} has no tokens that can be dropped")
         # Rounded the way the papers count: 196 patches at 0.75 leave 49, at 0.60 leave 78.
-        return max(1, int(self.patches * (1 - mask_ratio) + 1e-6))
+        return max(1, int(self.num_patches * (1 - mask_ratio) + 1e-6))
 
 
 def as_net(vit: Any, side: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
     """Wrap a timm model."""
-    plain = FunctionalViT(vit) if has_tokens(vit) else None
+    plain = FunctionalViT(vit) if is_plain_vit(vit) else None
     patches = vit.patch_embed.num_patches if can_drop_tokens(vit) else 0
     prefix = vit.num_prefix_tokens if plain else 0
     return Net(TimmWrapper(vit), dissect(vit), plain, patches, prefix, vit.num_features, side, mean, std)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import has_tokens
+from vitfleet.models.anatomy import is_plain_vit
 from vitfleet.models.net import Net, as_net
 from vitfleet.randomness import Address, Purpose
 
@@ -117,7 +117,7 @@ def _from_timm(config: ModelConfig, classes: int, channels: int) -> tuple[nn.Mod
             f"model.weights = 'hub': the weights of {config.name} cannot be had ({error}); "
             "give a .safetensors file instead"
         ) from error
-    if has_tokens(vit):
+    if is_plain_vit(vit):
         _check_patch(side, vit.patch_embed.proj.kernel_size[0])
     return vit, side
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.batches import draw_epoch
+from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.run.context import RunContext
 
 SHOWN = 8
@@ -22,25 +22,25 @@ def draw_patches(context: RunContext) -> None:
     net, config = context.net, context.config
     if not config.train.mask_ratio:
         return
-    client = int(context.partition.counts.sum(axis=1).argmax())
-    mine = torch.from_numpy(context.partition.train.of(client))  # of the first task
-    kept = net.kept_patches(config.train.mask_ratio)
+    client = int(context.partition.class_counts.sum(axis=1).argmax())
+    mine = torch.from_numpy(context.partition.train.for_client(client))  # of the first task
+    kept = net.num_kept_patches(config.train.mask_ratio)
     draws = draw_epoch(
         config.seed,
         1,
         client,
         0,
         samples=len(mine),
-        side=context.data.train.side,
+        image_size=context.data.train.image_size,
         augment=AugmentConfig(),
-        patches=net.patches,
-        kept=kept,
+        num_patches=net.num_patches,
+        num_kept=kept,
     )
-    assert draws.noise is not None
-    keep = draws.noise[:SHOWN].argsort(axis=1, kind="stable")[:, :kept]
+    assert draws.mask_noise is not None
+    keep = draws.mask_noise[:SHOWN].argsort(axis=1, kind="stable")[:, :kept]
     chosen = mine[torch.from_numpy(draws.order[:SHOWN])].to(context.data.train.images.device)
     pixels = context.data.train.images[chosen].cpu().numpy().transpose(0, 2, 3, 1)
-    sheet = contact_sheet(pixels, keep, round(net.patches**0.5))
+    sheet = contact_sheet(pixels, keep, round(net.num_patches**0.5))
     Image.fromarray(sheet).save(context.folder / "patches.png", optimize=True)
 
 

@@ -20,7 +20,7 @@ def can_draw() -> bool:
 def draw_partition(context: RunContext) -> None:
     """Draw who holds what, and what of an image a client sees, once a run is set up."""
     if can_draw():
-        draw(context.partition.counts, context.data.classes, context.folder / "partition.png")
+        draw(context.partition.class_counts, context.data.classes, context.folder / "partition.png")
     draw_patches(context)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from vitfleet.data import partition_io, tasks
+from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
 from vitfleet.report.layers import LayerMaps, layer_maps
 from vitfleet.run.compare import MANIFEST
@@ -125,11 +125,11 @@ def _deal(path: Path) -> dict[str, Any] | None:
     if (path / partition_io.SUMMARY_FILE).exists():
         deal: dict[str, Any] = json.loads((path / partition_io.SUMMARY_FILE).read_text())
         return deal
-    if not (path / tasks.SUMMARY_FILE).exists():
+    if not (path / tasks_io.SUMMARY_FILE).exists():
         return None
-    with safe_open(path / tasks.ARRAYS_FILE, "numpy") as file:
+    with safe_open(path / tasks_io.ARRAYS_FILE, "numpy") as file:
         counts = file.get_tensor("counts")
-    sha256 = json.loads((path / tasks.SUMMARY_FILE).read_text())["sha256"]
+    sha256 = json.loads((path / tasks_io.SUMMARY_FILE).read_text())["sha256"]
     return {"sha256": sha256, "counts": counts.tolist(), "classes": [str(one) for one in range(counts.shape[1])]}
 
 

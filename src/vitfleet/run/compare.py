@@ -13,7 +13,7 @@ from typing import Any
 
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config
-from vitfleet.data import partition_io, tasks
+from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import next_free
@@ -190,7 +190,7 @@ def shards_differ(path: Path) -> bool:
 
 def _deal_of(config: Config) -> str:
     """Return the name of the file that says what a run's clients hold."""
-    return tasks.SUMMARY_FILE if config.data.tasks else partition_io.SUMMARY_FILE
+    return tasks_io.SUMMARY_FILE if config.data.tasks else partition_io.SUMMARY_FILE
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

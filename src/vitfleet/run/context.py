@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from vitfleet.config.schema import BufferedSchedule, Config, FilePartition, MachineConfig, TasksConfig
 from vitfleet.costs.flops import NOTHING, CostModel
 from vitfleet.costs.memory import round_memory
+from vitfleet.data.client_indices import ClientIndices, Partition
 from vitfleet.data.images import DataSet, Shard
-from vitfleet.data.partition import Partition, partition_dataset
-from vitfleet.data.partition_io import ClientIndices
-from vitfleet.data.partition_io import save as save_partition
+from vitfleet.data.partition import partition_dataset
+from vitfleet.data.partition_io import save_partition
 from vitfleet.data.sources import load as load_data
-from vitfleet.data.tasks import SUMMARY_FILE, TaskStreams, make_task_streams, tasks_of_classes
-from vitfleet.data.tasks import load as load_streams
-from vitfleet.data.tasks import save as save_streams
+from vitfleet.data.tasks import TaskStreams, assign_classes_to_tasks, make_task_streams
+from vitfleet.data.tasks_io import SUMMARY_FILE, load_task_streams, save_task_streams
 from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
@@ -127,7 +126,7 @@ class RunContext:
     @property
     def params(self) -> int:
         """Parameters of the model on a client."""
-        return self.net.anatomy.count(self.net.anatomy.whole)
+        return self.net.anatomy.count_parameters(self.net.anatomy.whole)
 
     def costs(self) -> ClientCosts:
         """Return what a client holds and does."""
@@ -137,7 +136,7 @@ class RunContext:
         dearest = self.cost_model.dry_run(1, 0, NOTHING, self.config.num_tasks - 1, client_metrics)
         return ClientCosts(
             params=self.params,
-            trainable_params=self.net.anatomy.count(self.method.trainable),
+            trainable_params=self.net.anatomy.count_parameters(self.method.trainable),
             forward_gflops=flops.forward / 1e9,
             train_gflops=flops.training / 1e9,
             peak_memory_bytes=round_memory(self.net, dearest, self.config.train, self.machine.bf16).total,
@@ -165,7 +164,7 @@ def open_run(
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_data(config.data, progress)
-    net = build_net(config, len(data.classes), data.train.channels, data.train.side)
+    net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
     with processes.first_before_others():
         machine = _machine(config, folder, net)
         data = data.to(machine.device)
@@ -173,7 +172,9 @@ def open_run(
     num_tasks = config.num_tasks
     tasks: torch.Tensor | None = None
     if config.data.tasks and config.task_known:
-        tasks = torch.from_numpy(tasks_of_classes(config.data.tasks, config.seed, len(data.classes))).to(machine.device)
+        tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes))).to(
+            machine.device
+        )
     components = build_components(config, net, len(data.classes), machine, num_tasks, tasks)
     net, method, trainer = components.net, components.method, components.trainer
     initial = to_device(net.initial_weights(), machine.device)
@@ -185,7 +186,7 @@ def open_run(
     latest = checkpoints.latest
 
     def shard(client: int, task_index: int) -> Shard:
-        return Shard(data.train, torch.from_numpy(partition.train.of(client, task_index)).to(machine.device))
+        return Shard(data.train, torch.from_numpy(partition.train.for_client(client, task_index)).to(machine.device))
 
     # Nobody looks into a device: where the server has no model, there is none to try out on the common images.
     evaluation = config.eval if grid is None else config.eval.model_copy(update={"clients": 0})
@@ -193,13 +194,13 @@ def open_run(
         net, trainer.preprocess, data.test, partition.test, machine, evaluation, config.seed, tasks
     )
     host = make_method(config.method, replace(method.context, device=torch.device("cpu")))
-    cost_model = CostModel(host, net, config.train, data.train.side)
+    cost_model = CostModel(host, net, config.train, data.train.image_size)
 
     def labels(client: int, round: int) -> NDArray[np.int64]:
         return _labels(data, partition, client, config.task_index(round))
 
     def memory_bytes() -> int:
-        largest = int(partition.counts.sum(axis=1).argmax())
+        largest = int(partition.class_counts.sum(axis=1).argmax())
         dearest = cost_model.late_round(
             [_labels(data, partition, largest, task_index) for task_index in range(num_tasks)]
         )
@@ -263,7 +264,7 @@ def open_run(
 
 
 def _labels(data: DataSet, partition: Partition | TaskStreams, client: int, task_index: int) -> NDArray[np.int64]:
-    index = torch.from_numpy(partition.train.of(client, task_index)).to(data.train.labels.device)
+    index = torch.from_numpy(partition.train.for_client(client, task_index)).to(data.train.labels.device)
     labels: NDArray[np.int64] = data.train.labels[index].cpu().numpy()
     return labels
 
@@ -272,8 +273,8 @@ def _machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up; a run that goes on computes as it began, whatever this shell or machine would choose."""
     path = folder / "machine.json"
     if path.exists():
-        return set_up(MachineConfig.model_validate_json(path.read_text()), net.width)
-    machine = set_up(config.machine, net.width, rough_bytes(net, config.train))
+        return set_up(MachineConfig.model_validate_json(path.read_text()), net.embed_dim)
+    machine = set_up(config.machine, net.embed_dim, rough_bytes(net, config.train))
     write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 
@@ -305,9 +306,9 @@ def _streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) ->
     """Deal the tasks; a run that goes on takes the deal it began with."""
     train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
     if (folder / SUMMARY_FILE).exists():
-        return load_streams(folder, train_labels, test_labels)
+        return load_task_streams(folder, train_labels, test_labels)
     streams = make_task_streams(tasks, config.fleet.clients, config.seed, train_labels, test_labels, len(data.classes))
-    save_streams(streams, tasks, train_labels, test_labels, folder)
+    save_task_streams(streams, tasks, train_labels, test_labels, folder)
     return streams
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import EvalConfig
-from vitfleet.data.batches import Preprocess
+from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import ImageSet
-from vitfleet.data.partition import ClientIndices
+from vitfleet.data.preprocess import Preprocess
 from vitfleet.fleet.base import EvalResult
 from vitfleet.fleet.inline import ClientTask
 from vitfleet.message import State, Tensors
@@ -93,7 +93,7 @@ class FleetEvaluator:
 
     def test_indices(self, client: int, task_index: int) -> NDArray[np.int64]:
         """Return a client's test images of a stage."""
-        return self.deal.of(client, task_index)
+        return self.deal.for_client(client, task_index)
 
     def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is named rightly (0 or 1) and its cross-entropy."""
@@ -102,7 +102,7 @@ class FleetEvaluator:
         return judge.evaluate(weights, self.test, chosen)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.deal.clients)
+        candidates = np.arange(self.deal.num_clients)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()

@@ -228,7 +228,7 @@ def _save_model(context: RunContext) -> None:
         "classes": context.data.classes,
         "rounds": context.round,
         "sizes": context.config.model.model_dump(exclude={"name", "weights"}),
-        "input": {"channels": context.data.train.channels, "side": context.net.side},
+        "input": {"channels": context.data.train.channels, "side": context.net.image_size},
         "normalisation": {"mean": context.net.mean, "std": context.net.std},
     }
     tensors = {name: weights[name] for name in context.net.anatomy.shapes}

@@ -157,15 +157,15 @@ class Cohort:
         split, depth = self.objective.split, self.objective.depth
         if self.features is not None:
             assert split is not None
-            features, labels = self.features.take(batch.index)
-            share = self.features.shares(batch.index, batch.sample_weight)
+            features, labels = self.features.take(batch.image_indices)
+            share = self.features.sample_weights(batch.image_indices, batch.sample_weight)
             logits = self.engine.forward_features(weights, features, split)
         else:
-            images, labels = self.images.images[batch.index], self.images.labels[batch.index]
+            images, labels = self.images.images[batch.image_indices], self.images.labels[batch.image_indices]
             logits, features = self.engine.forward(weights, images, batch, split, depth)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         constants = self.given.constants.tensors
-        return Step(logits, labels, share, leaves, constants, batch.positions, epoch, features)
+        return Step(logits, labels, share, leaves, constants, batch.shard_positions, epoch, features)
 
     def _turn(self, gradients: Tensors, rows: Tensors | None, present: Tensor | None, step: Step) -> Any:
         assert self.objective.transform is not None

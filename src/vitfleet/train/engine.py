@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.data.batches import Batch, Preprocess
+from vitfleet.data.batches import Batch
+from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.data.batches import Preprocess
 from vitfleet.data.images import ImageSet
+from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.train.machine import Machine

@@ -54,5 +54,10 @@ def _bytes(device: torch.device, what: str, when: str) -> int:
 def rough_bytes(net: Net, train: TrainConfig) -> int:
     """Return what a client's training takes if all of the model trains, roughly (`run.memory` knows it better)."""
     anatomy = net.anatomy
-    numbers = train.batch_size * (net.prefix + net.kept_patches(train.mask_ratio)) * net.width * len(anatomy.blocks)
-    return FLOAT * (HELD * anatomy.count(anatomy.whole) + PASSED * numbers)
+    numbers = (
+        train.batch_size
+        * (net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio))
+        * net.embed_dim
+        * len(anatomy.blocks)
+    )
+    return FLOAT * (HELD * anatomy.count_parameters(anatomy.whole) + PASSED * numbers)

@@ -56,7 +56,7 @@ class Kind:
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[Kind]:
     """Return the kind of each of an epoch's steps."""
     selector = cohort.objective.selector
-    clients = clients_per_step(epoch_batches.active, captured, cohort.engine.compiled)
+    clients = clients_per_step(epoch_batches.active_clients, captured, cohort.engine.compiled)
     return [
         # Counted within the epoch, so that company changes nothing.
         Kind(selector is None or step % selector.every == 0, count)
@@ -98,14 +98,16 @@ class EagerRunner:
         for place, kind in enumerate(step_kinds(cohort, epoch_batches, captured=False)):
             if kind.clients != self.some.clients:
                 self.some = cohort.first(kind.clients)
-            batch = epoch_batches.step(place, kind.clients if cohort.many else None)
+            batch = epoch_batches.batch(place, kind.clients if cohort.many else None)
             with self._first(batch) if cohort.engine.compiled else nullcontext():
-                self.some.advance(batch, now, kind.refresh, everybody=kind.clients == epoch_batches.active[place])
+                self.some.advance(
+                    batch, now, kind.refresh, everybody=kind.clients == epoch_batches.active_clients[place]
+                )
 
     def _first(self, batch: Batch) -> AbstractContextManager[None]:
         """Show that a step is compiled, where it is the first of its form."""
         objective = self.cohort.objective
-        form = objective.trainable, objective.depth, objective.split, batch.index.shape
+        form = objective.trainable, objective.depth, objective.split, batch.image_indices.shape
         return self.warmup.once("compiling the model", form)
 
 
@@ -127,7 +129,7 @@ class CudaGraphRunner:
         self.cohort = cohort
         self.warmup = warmup
         self.pool = pool
-        self.tables = epoch_batches.all.map(lambda rows: rows.new_empty(AHEAD, *rows.shape[1:]))
+        self.tables = epoch_batches.stacked.map(lambda rows: rows.new_empty(AHEAD, *rows.shape[1:]))
         device = cohort.engine.machine.device
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros((), dtype=torch.long, device=device)
@@ -150,7 +152,7 @@ class CudaGraphRunner:
 
     def _lay_ready(self, epoch_batches: EpochBatches, start: int) -> None:
         """Lay the batches of the next steps where a captured step takes them from, once the ones before are taken."""
-        for table, rows in zip(self.tables.tensors(), epoch_batches.all.tensors(), strict=True):
+        for table, rows in zip(self.tables.tensors(), epoch_batches.stacked.tensors(), strict=True):
             some = rows[start : start + AHEAD]
             table[: len(some)].copy_(some)
         self.cursor.zero_()
@@ -183,7 +185,7 @@ class CudaGraphRunner:
             and cohort.features is None
             and group[0].fit.features is None
             and [one.shape[1:] for one in self.tables.tensors()]
-            == [one.shape[1:] for one in epoch_batches.all.tensors()]
+            == [one.shape[1:] for one in epoch_batches.stacked.tensors()]
             and cohort.given.form() == given.form()
             and cohort.given.covers(given)
         )

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.data.batches import EpochBatches, Preprocess, draw_epoch, make_epoch_batches
+from vitfleet.data.batches import EpochBatches, make_epoch_batches
+from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import Shard
+from vitfleet.data.preprocess import Preprocess
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.train.engine import StepEngine
@@ -108,7 +110,7 @@ class Trainer:
             return self.runners.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
         if not self.net.module.training:  # it goes through all of its parts, again and again
             self.net.module.train()
-        graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.resident)
+        graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.on_device)
         course: StepRunner | None = None
         steps = [0] * len(group)
         for epoch in range(first.epochs):
@@ -120,7 +122,9 @@ class Trainer:
                     else self.runners.plain(self.engine, group, given, rate)
                 )
             course.epoch(epoch_batches, epoch)
-            steps = [taken + sum(who < active for active in epoch_batches.active) for who, taken in enumerate(steps)]
+            steps = [
+                taken + sum(who < active for active in epoch_batches.active_clients) for who, taken in enumerate(steps)
+            ]
         assert course is not None
         self.runners.execution.add_training(course.name, self.engine, len(group))
         return course.cohort.results(group, steps, again=graphed)
@@ -128,7 +132,7 @@ class Trainer:
     def _visits(self, group: Sequence[ClientFit], epoch: int, multiple: int) -> EpochBatches:
         """Draw an epoch of every client and lay them side by side."""
         images = group[0].fit.features is None
-        kept = self.net.kept_patches(self.config.mask_ratio) if images else 0
+        kept = self.net.num_kept_patches(self.config.mask_ratio) if images else 0
         draws = [
             draw_epoch(
                 one.place.seed,
@@ -136,11 +140,11 @@ class Trainer:
                 one.place.client,
                 one.place.first_epoch + epoch,
                 samples=len(one),
-                side=one.shard.images.side,
+                image_size=one.shard.images.image_size,
                 # Features are what is left of images that were augmented and masked already.
                 augment=self.augment if images else AugmentConfig(),
-                patches=self.net.patches if images else 0,
-                kept=kept,
+                num_patches=self.net.num_patches if images else 0,
+                num_kept=kept,
             )
             for one in group
         ]
@@ -150,11 +154,11 @@ class Trainer:
             return epoch_batches
         # From places among the client's own samples to places in the set.
         index = torch.nn.utils.rnn.pad_sequence([one.shard.index for one in group], batch_first=True)
-        places = epoch_batches.all.positions
+        places = epoch_batches.stacked.shard_positions
         found = index.expand(len(epoch_batches), -1, -1).gather(-1, places) if many else index[0][places]
-        return replace(epoch_batches, all=replace(epoch_batches.all, index=found))
+        return replace(epoch_batches, stacked=replace(epoch_batches.stacked, image_indices=found))
 
 
 def preprocess_for(net: Net, device: torch.device) -> Preprocess:
     """Return what turns stored pixels into this model's input, on this device."""
-    return Preprocess(net.side, torch.tensor(net.mean, device=device), torch.tensor(net.std, device=device))
+    return Preprocess(net.image_size, torch.tensor(net.mean, device=device), torch.tensor(net.std, device=device))

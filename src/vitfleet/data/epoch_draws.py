@@ -1,0 +1,83 @@
+"""The random numbers of one client's epoch, drawn on the host in bulk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitfleet.config.schema import AugmentConfig
+from vitfleet.data.rounding import round_half_up
+from vitfleet.randomness import Address, Purpose
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EpochDraws:
+    """All random numbers of one client's epoch, one row per sample, on the host.
+
+    Attributes
+    ----------
+    order
+        Positions in the shard, in the order in which the samples are visited.
+    shift
+        Rows and columns by which each visited image is shifted, ``[samples, 2]``.
+    flip, brightness
+        Whether each image is mirrored, and the factor of its brightness.
+    mask_noise
+        One number per patch, ``[samples, patches]``: the patches with the smallest numbers are kept.
+    """
+
+    order: Array
+    shift: Array | None = None
+    flip: Array | None = None
+    brightness: Array | None = None
+    mask_noise: Array | None = None
+
+
+def draw_epoch(
+    seed: int,
+    round: int,
+    client: int,
+    epoch: int,
+    samples: int,
+    image_size: int,
+    augment: AugmentConfig,
+    num_patches: int,
+    num_kept: int,
+) -> EpochDraws:
+    """Draw one client's epoch from its random addresses.
+
+    Parameters
+    ----------
+    samples, image_size
+        Number of the client's images, and their height and width in pixels.
+    num_patches, num_kept
+        Patches per image, and how many of them are kept. They are equal if nothing is masked.
+    """
+
+    def generator(purpose: Purpose) -> np.random.Generator:
+        return Address(seed, purpose, round, client, epoch).generator()
+
+    order = generator(Purpose.ORDER).permutation(samples)
+    shift = flip = brightness = mask_noise = None
+    if augment.active:
+        rng = generator(Purpose.AUGMENT)
+        # All three are always drawn, the shift last (an empty range consumes nothing), so that switching one of them
+        # on does not change the numbers of the others.
+        max_shift = round_half_up(augment.crop * image_size)
+        drawn_flip = rng.random(samples, dtype=np.float32) < 0.5
+        drawn_brightness = 1 + augment.brightness * (2 * rng.random(samples, dtype=np.float32) - 1)
+        drawn_shift = rng.integers(-max_shift, max_shift + 1, size=(samples, 2))
+        if max_shift:
+            shift = drawn_shift
+        if augment.flip:
+            flip = drawn_flip
+        if augment.brightness:
+            brightness = drawn_brightness
+    if num_kept < num_patches:
+        mask_noise = generator(Purpose.MASK).random((samples, num_patches), dtype=np.float32)
+    return EpochDraws(order, shift, flip, brightness, mask_noise)

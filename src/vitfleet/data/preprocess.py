@@ -1,0 +1,61 @@
+"""Augmentation and normalisation: from stored uint8 pixels to the model's input, batched on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitfleet.data.batches import Batch
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """Shift, mirror, resize, brighten and normalise.
+
+    Attributes
+    ----------
+    image_size
+        Height and width of the model's input, in pixels.
+    mean, std
+        Normalisation per channel, for pixels in 0…1.
+    """
+
+    image_size: int
+    mean: Tensor
+    std: Tensor
+
+    def __call__(self, pixels: Tensor, batch: Batch | None = None) -> Tensor:
+        """Turn uint8 ``[…, channels, height, width]`` into the model's float input, augmented as the batch says."""
+        if batch is not None and (batch.shift is not None or batch.flip is not None):
+            pixels = _shift_and_flip(pixels, batch.shift, batch.flip)
+        images = pixels.float().div_(255)
+        if images.shape[-1] != self.image_size:
+            size = (self.image_size, self.image_size)
+            flat = images.flatten(0, -4)
+            flat = F.interpolate(flat, size, mode="bilinear", antialias=flat.shape[-1] > self.image_size)
+            images = flat.reshape(*images.shape[:-2], *size)
+        if batch is not None and batch.brightness is not None:
+            images = (images * batch.brightness[..., None, None, None]).clamp_(0, 1)
+        return (images - self.mean[:, None, None]) / self.std[:, None, None]
+
+
+def _shift_and_flip(pixels: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:
+    """Shift each image (pixels from outside are black) and mirror it, in one gather."""
+    *lead, channels, height, width = pixels.shape
+    rows = torch.arange(height, device=pixels.device).expand(*lead, height)
+    columns = torch.arange(width, device=pixels.device).expand(*lead, width)
+    if flip is not None:
+        columns = torch.where(flip[..., None], width - 1 - columns, columns)
+    if shift is not None:
+        rows = rows + shift[..., :1]
+        columns = columns + shift[..., 1:]
+    flat_index = rows.clamp(0, height - 1)[..., :, None] * width + columns.clamp(0, width - 1)[..., None, :]
+    flat_index = flat_index.flatten(-2).unsqueeze(-2).expand(*lead, channels, height * width)
+    moved = pixels.flatten(-2).gather(-1, flat_index).reshape(pixels.shape)
+    if shift is None:
+        return moved
+    row_inside, column_inside = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
+    return moved * (row_inside[..., :, None] & column_inside[..., None, :]).unsqueeze(-3)
