@@ -126,9 +126,9 @@ class Liar(importlib.abc.MetaPathFinder):
             load(module)
             honest = module.FlowerClient._train
 
-            def lie(self, order):
-                reply = honest(self, order)
-                how = plan.get(str(order.round))
+            def lie(self, payload):
+                reply = honest(self, payload)
+                how = plan.get(str(payload.request.round))
                 if how == "wait":
                     time.sleep(3600)
                 elif how and reply.message:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +21,8 @@ from vitfleet.cli.base import console
 from vitfleet.config import load_config
 from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.fleet.base import EvalResult
+from vitfleet.fleet.base import ClientTask, EvalResult
+from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State, Tensors
 from vitfleet.methods import Method, MethodContext
@@ -115,9 +116,9 @@ def make_context(tiny_net: Net) -> MakeContext:
     return make
 
 
-def _judge(model: Tensors, places: list[tuple[int, int]]) -> list[EvalResult]:
-    """Say something of clients that depends on the client alone."""
-    return [EvalResult(client, 10) for client, _ in places]
+def _evaluate_tasks(weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
+    """Return results that depend on the client alone."""
+    return [EvalResult(task.client, 10) for task in tasks]
 
 
 @pytest.fixture
@@ -133,13 +134,10 @@ def make_fleet() -> MakeFleet:
         seed: int = 0,
     ) -> InlineFleet:
         return InlineFleet(
-            method=method,
-            trainer=trainer,
-            seed=seed,
+            runtime=ClientRuntime(method, trainer, seed, _evaluate_tasks),
             shard=lambda client, task_index: shard(client),
-            judge=_judge,
-            base=base or {},
-            stored=(owned or {}).get,
+            base_weights=base or {},
+            stored_state=(owned or {}).get,
         )
 
     return make

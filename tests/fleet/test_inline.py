@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
-from vitfleet.fleet.base import EvalResult, Fleet, FleetWrapper, Reply, Request, in_request_order
-from vitfleet.fleet.inline import on_its_own
+from vitfleet.fleet.base import ClientTask, EvalResult, Fleet, FleetWrapper, Reply, Request, in_request_order
+from vitfleet.fleet.inline import compact
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.fedavg import FedAvg
@@ -215,12 +215,12 @@ def test_models_are_tried_out_where_that_is_asked_for(
 ) -> None:
     tried: dict[int, Tensors] = {}
 
-    def judge(model: Tensors, places: list[tuple[int, int]]) -> list[EvalResult]:
-        tried.update({client: model for client, _ in places})
-        return [EvalResult(3, 4)] * len(places)
+    def evaluate_tasks(weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        tried.update({client: weights for client, _ in tasks})
+        return [EvalResult(3, 4)] * len(tasks)
 
     fleet = make_fleet(FedAvg(FedAvgConfig(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
-    fleet.judge = judge
+    fleet.runtime = replace(fleet.runtime, evaluate_tasks=evaluate_tasks)
     down = Message(tiny_net.initial_weights())
     asked, silent = fleet.train([Request(1, 5, down, evaluate=True), Request(1, 6, down)])
     assert (asked.evaluation, silent.evaluation) == (EvalResult(3, 4), None)
@@ -275,7 +275,7 @@ def test_a_state_that_is_dropped_is_told_as_dropped(
 
 def test_what_a_client_keeps_keeps_no_others_memory() -> None:
     together, whole = torch.rand(4, 3), torch.rand(2)
-    kept = on_its_own(State({"row": together[1], "whole": whole}, {"seen": 2}))
+    kept = compact(State({"row": together[1], "whole": whole}, {"seen": 2}))
     assert torch.equal(kept.tensors["row"], together[1])
     assert kept.tensors["row"].untyped_storage().data_ptr() != together.untyped_storage().data_ptr()
     assert kept.tensors["row"].untyped_storage().nbytes() == 256, "its own, as far as it is aligned"

@@ -19,8 +19,9 @@ from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, load_local
 from vitfleet.data.sources import load
 from vitfleet.flower.client import FlowerClient
-from vitfleet.flower.codec import RunSpec, pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
+from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.fleet import EXAM
+from vitfleet.flower.payloads import RunSpec
 
 # Flower's processes say this of themselves; its messages cannot be made without.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1

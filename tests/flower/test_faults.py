@@ -24,8 +24,8 @@ from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply
 from vitfleet.flower.codec import (
-    PIECE,
-    WORDS,
+    CHUNK,
+    HEADER,
     pack_eval_reply,
     pack_reply,
     unpack_eval_reply,
@@ -81,7 +81,7 @@ def failures(folder: Path) -> dict[tuple[int, int], str]:
 
 
 def round_of(message: Message) -> int:
-    return int(str(message.content.config_records[WORDS]["round"]))
+    return int(str(message.content.config_records[HEADER]["round"]))
 
 
 def changed(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor]) -> RecordDict:
@@ -94,10 +94,10 @@ def changed(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor])
 
 def with_up(content: RecordDict, data: bytes) -> RecordDict:
     cut = {
-        f"message/{place}": ConfigRecord({PIECE: data[place * 100_000 :][:100_000]})
+        f"message/{place}": ConfigRecord({CHUNK: data[place * 100_000 :][:100_000]})
         for place in range(len(data) // 100_000 + 1)
     }
-    return RecordDict({WORDS: content.config_records[WORDS], **cut})
+    return RecordDict({HEADER: content.config_records[HEADER], **cut})
 
 
 FAULTS: Mapping[tuple[int, int], tuple[str, Callable[[RecordDict], RecordDict | Error | None]]] = {
@@ -168,7 +168,7 @@ def test_a_device_that_lost_what_it_kept_says_so_and_is_a_newcomer(tiny_config: 
     shutil.rmtree(tmp_path / "state" / "2")
     lost = run_round(context, 2).clients[2]
     assert lost.failure is not None
-    assert "lost what it kept of round 1" in lost.failure
+    assert "lost its state after round 1" in lost.failure
     assert 2 not in context.last_seen
     back = run_round(context, 3)
     assert [entry.failure for entry in back.clients] == [None] * CLIENTS
@@ -235,7 +235,7 @@ def test_nodes_without_a_registered_name_are_asked_for_it(tiny_config: MakeConfi
 
     def answer(node: int, message: Message) -> RecordDict | Error | None:
         if message.metadata.message_type == "query.hello":
-            return RecordDict({WORDS: ConfigRecord({"name": told[node]})})
+            return RecordDict({HEADER: ConfigRecord({"name": told[node]})})
         return devices.answer(int(told[node]), message)
 
     context = open_fleet(config, tmp_path / "run", answer)
@@ -255,7 +255,7 @@ def test_a_report_that_is_not_all_there_at_the_deadline_is_late(tiny_config: Mak
     def answer(client: int, message: Message) -> RecordDict | Error | None:
         if client != 1:
             return devices.answer(client, message)
-        if unpack_train_request(message.content).round == 2:
+        if unpack_train_request(message.content).request.round == 2:
             patience.time += config.fleet.deadline_s
         return Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason="it went away")
 
@@ -317,7 +317,7 @@ def test_no_numbers_get_past_the_door_that_records_could_not_hold(
     data = b'{"__metadata__":' + json.dumps({"numbers": json.dumps(numbers)}).encode() + b"}"
     up = len(data).to_bytes(8, "little") + data
     words = ConfigRecord({"failure": "", "state_lost": False, "correct": correct, "tested": tested})
-    reply = unpack_reply(with_up(RecordDict({WORDS: words}), up), 0, 10**6)
+    reply = unpack_reply(with_up(RecordDict({HEADER: words}), up), 0, 10**6)
     assert (reply.message is None) == (reply.failure is not None)
     if reply.message is not None:
         json.dumps(dict(reply.message.numbers), allow_nan=False)
@@ -338,19 +338,19 @@ def test_an_honest_reply_comes_out_as_it_went_in() -> None:
     assert unpack_reply(pack_reply(lost), 4, 10**6) == lost
 
 
-@pytest.mark.parametrize("missing", [WORDS, "message", PIECE, "failure"])
+@pytest.mark.parametrize("missing", [HEADER, "message", CHUNK, "failure"])
 def test_what_is_no_reply_is_a_failure(missing: str) -> None:
     whole = pack_reply(Reply(0, Content({}, {"loss": 0.5, "samples": 1})))
-    words = {key: value for key, value in whole.config_records[WORDS].items() if key != missing}
+    words = {key: value for key, value in whole.config_records[HEADER].items() if key != missing}
     pieces = [
-        {} if missing == PIECE else dict(whole.config_records[key])
+        {} if missing == CHUNK else dict(whole.config_records[key])
         for key in whole
-        if key != WORDS and missing != "message"
+        if key != HEADER and missing != "message"
     ]
     content = RecordDict({f"message/{place}": ConfigRecord(piece) for place, piece in enumerate(pieces)})
-    if missing != WORDS:
-        content[WORDS] = ConfigRecord(words)
-    assert f"no {missing!r} in it" in (unpack_reply(content, 0, 10**6).failure or "")
+    if missing != HEADER:
+        content[HEADER] = ConfigRecord(words)
+    assert f"has no {missing!r}" in (unpack_reply(content, 0, 10**6).failure or "")
 
 
 # Exams
@@ -371,7 +371,7 @@ def test_who_misses_an_exam_has_no_marks_and_the_run_goes_on(tiny_config: MakeCo
         if message.metadata.message_type == EXAM and client == 1:
             return None
         if message.metadata.message_type == EXAM and client == 2:
-            return RecordDict({WORDS: ConfigRecord({"failure": "", "correct": [9, 9], "tested": [3, 3]})})
+            return RecordDict({HEADER: ConfigRecord({"failure": "", "correct": [9, 9], "tested": [3, 3]})})
         return devices.answer(client, message)
 
     context = open_fleet(config, tmp_path / "run", answer)
@@ -399,7 +399,7 @@ def test_who_misses_an_exam_has_no_marks_and_the_run_goes_on(tiny_config: MakeCo
     ],
 )
 def test_marks_that_nobody_can_have_are_refused(words: dict[str, Any]) -> None:
-    eval_reply = unpack_eval_reply(RecordDict({WORDS: ConfigRecord(words)}), 7, 2)
+    eval_reply = unpack_eval_reply(RecordDict({HEADER: ConfigRecord(words)}), 7, 2)
     assert eval_reply.failure
     assert eval_reply.evaluations == ()
 

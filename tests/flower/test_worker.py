@@ -155,7 +155,7 @@ def test_a_bug_is_told_and_the_worker_stays(tmp_path: Path, owner: subprocess.Po
     folder = tmp_path / ("x" * 100) / ("y" * 100)  # longer than a socket's address may be
     for _ in range(2):
         with pytest.raises(WorkerError, match="KeyError"):
-            ask(folder, owner.pid, words(tmp_path), RecordDict({"words": ConfigRecord({"round": 1})}))
+            ask(folder, owner.pid, words(tmp_path), RecordDict({"header": ConfigRecord({"round": 1})}))
     assert len(workers()) == 1
 
 

@@ -14,6 +14,7 @@ from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
+from vitfleet.fleet.base import ClientTask
 from vitfleet.methods.episodic_memory import read
 from vitfleet.run.compare import ComparedRun, begin, shards_differ
 from vitfleet.run.context import RunContext, open_run
@@ -162,8 +163,10 @@ def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: 
 
 def test_both_ways_to_try_a_model_out_agree(played: RunContext) -> None:
     model = played.method.model_weights(played.server, played.base.tensors, played.fleet.client_state(1))
-    one_by_one = [played.evaluator.evaluate_clients(model, [(1, task_index)])[0] for task_index in range(3)]
-    assert played.evaluator.evaluate_clients(model, [(1, task_index) for task_index in range(3)]) == one_by_one
+    one_by_one = [played.evaluator.evaluate_clients(model, [ClientTask(1, task_index)])[0] for task_index in range(3)]
+    assert (
+        played.evaluator.evaluate_clients(model, [ClientTask(1, task_index) for task_index in range(3)]) == one_by_one
+    )
     rows, failures = evaluate_clients(played, played.server, 3, played.last_seen)
     assert rows[1] == [evaluation.correct / evaluation.tested for evaluation in one_by_one]
     assert failures == {}

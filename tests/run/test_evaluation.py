@@ -19,7 +19,7 @@ from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
 from vitfleet.config.schema import EvalConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import ClientIndices
-from vitfleet.fleet.base import EvalResult
+from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
 from vitfleet.methods.fedavg import FedAvg
 from vitfleet.methods.standalone import Standalone
@@ -108,11 +108,15 @@ def test_a_client_is_judged_on_its_own_test_images(
     weights = scatter(tiny_net, 20)
     correct, _ = answers(tiny_net, weights, tiny_images)
     mine = np.equal(OWNERS, client)
-    assert evaluator.evaluate_clients(weights, [(client, 0)]) == [EvalResult(int(correct[mine].sum()), int(mine.sum()))]
+    assert evaluator.evaluate_clients(weights, [ClientTask(client, 0)]) == [
+        EvalResult(int(correct[mine].sum()), int(mine.sum()))
+    ]
 
 
 def test_the_judge_tells_clients_apart(evaluator: FleetEvaluator, tiny_net: Net) -> None:
-    evaluations = evaluator.evaluate_clients(scatter(tiny_net, 20), [(client, 0) for client in range(CLIENTS)])
+    evaluations = evaluator.evaluate_clients(
+        scatter(tiny_net, 20), [ClientTask(client, 0) for client in range(CLIENTS)]
+    )
     assert evaluations[1] == EvalResult(0, 0)
     assert len({evaluation.correct for evaluation in evaluations}) > 2
 

@@ -1,1 +1,1 @@
-"""Where clients live, and how messages reach them."""
+"""Fleets: where clients run, and how messages reach them."""

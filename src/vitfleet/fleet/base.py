@@ -1,26 +1,37 @@
-"""A fleet answers requests; a failure is a reply too."""
+"""Interface between the round loop and a fleet of clients: requests, replies, the ``Fleet`` protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from vitfleet.message import Message, State
 
 
+class ClientTask(NamedTuple):
+    """One task of one client. Without tasks, ``task_index`` is 0."""
+
+    client: int
+    task_index: int
+
+
 @dataclass(frozen=True)
 class Request:
-    """What a client is asked: the server's message for one round, and whether to try its model out afterwards.
+    """Request to one client to train in one round.
 
     Attributes
     ----------
-    stage
-        The place in its stream of tasks, from 0; where there is no stream, always 0.
-    since
-        The last round whose reply the server took from this client; ``None``: a newcomer, who is given the
-        method's base too. What a client keeps counts as of that round: a round whose reply was late, lost or
-        refused never happened for it.
+    message
+        The server's message.
+    evaluate
+        Whether the client evaluates its model on its own test images after training.
+    task_index
+        Index of the client's current task, from 0; always 0 without tasks.
+    last_round
+        The last round whose reply the server accepted from this client. ``None`` means a new client, which also
+        receives the method's base message. A client continues from its state after that round: a round whose reply
+        was late, lost or rejected does not count.
     """
 
     round: int
@@ -33,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """How a client's own model did on its own test images."""
+    """Accuracy of a client's model on its own test images, as counts."""
 
     correct: int
     tested: int
@@ -41,12 +52,12 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back: a message, or the reason why there is none.
+    """Reply to a :class:`Request`: a message, or the reason why there is none.
 
     Attributes
     ----------
-    lost
-        The client no longer has what it kept: it is a newcomer from now on.
+    state_lost
+        The client has lost its state. The server treats it as a new client from now on.
     """
 
     client: int
@@ -58,17 +69,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Asks clients that learn task after task how each one's model now does on each of its first tasks.
+    """Request to evaluate each client's current model on each of its first tasks.
 
     Attributes
     ----------
     server
-        What the server has.
-    stages
-        So many of a client's tasks, from its first one.
-    since
-        Who is examined, and the last round whose reply the server took from each; ``None``: a newcomer, whose model is
-        the server's.
+        The server's state.
+    num_tasks
+        Number of tasks to evaluate, counted from a client's first task.
+    last_round
+        By client, the last round whose reply the server accepted. ``None`` means a new client, whose model is the
+        server's. The keys are the clients to evaluate.
     """
 
     server: State
@@ -78,7 +89,7 @@ class EvalRequest:
 
 @dataclass(frozen=True)
 class EvalReply:
-    """A client's part of an exam: how its model does on each stage, or the reason why that is not known."""
+    """One client's reply to an :class:`EvalRequest`: a result per task, or the reason why there is none."""
 
     client: int
     evaluations: tuple[EvalResult, ...] = ()
@@ -86,26 +97,26 @@ class EvalReply:
 
 
 class Fleet(Protocol):
-    """Where clients live."""
+    """A set of clients that train and evaluate on request."""
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Send requests out and yield the replies as they come."""
+        """Send requests to clients and yield their replies as they arrive."""
         ...
 
-    def commit(self, taken: Collection[int]) -> None:
-        """Hear whose replies the server used: for everybody else the round never happened."""
+    def commit(self, accepted: Collection[int]) -> None:
+        """Make the last round final for the clients whose replies the server accepted, and undo it for all others."""
         ...
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
-        """Examine clients and yield their marks as they come."""
+        """Evaluate clients' models on their tasks and yield the replies as they arrive."""
         ...
 
     def client_state(self, client: int) -> State | None:
-        """Return a client's own state, where the fleet can see it."""
+        """Return a client's state; ``None`` if it has none, or if the fleet has no access to it."""
         ...
 
     def changed_states(self) -> Mapping[int, State | None]:
-        """Return the clients' states that changed since the last call: what a checkpoint must write."""
+        """Return the client states that changed since the last call. A checkpoint must write them."""
         ...
 
 
@@ -114,33 +125,33 @@ Inner = TypeVar("Inner", bound=Fleet)
 
 @dataclass
 class FleetWrapper(Generic[Inner]):
-    """A fleet around another: it asks in its own way, and leaves the rest to the other."""
+    """Base of a fleet that trains in its own way and delegates everything else to another fleet."""
 
     inner: Inner
 
-    def commit(self, taken: Collection[int]) -> None:
-        """Pass on whose replies the server used."""
-        self.inner.commit(taken)
+    def commit(self, accepted: Collection[int]) -> None:
+        """Delegate to the inner fleet."""
+        self.inner.commit(accepted)
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
-        """Let the other fleet examine its clients."""
+        """Delegate to the inner fleet."""
         return self.inner.evaluate(eval_request)
 
     def client_state(self, client: int) -> State | None:
-        """Return a client's own state, where the other fleet can see it."""
+        """Delegate to the inner fleet."""
         return self.inner.client_state(client)
 
     def changed_states(self) -> Mapping[int, State | None]:
-        """Return the clients' states that changed since the last call."""
+        """Delegate to the inner fleet."""
         return self.inner.changed_states()
 
 
 def in_request_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterator[Reply]:
-    """Yield replies in the order of the requests, whoever was faster.
+    """Yield replies in the order of the requests, whatever the order of their arrival.
 
-    Floating-point sums depend on their order; this makes a round's result independent of the order in which
-    clients happened to finish. A reply that is early waits; one whose turn it is passes straight through, so
-    a fleet that answers in order costs no memory.
+    Floating-point sums depend on their order. This makes a round's result independent of the order in which clients
+    finish. An early reply is held back. A reply that is next in order passes through at once, so a fleet that replies
+    in order costs no memory.
     """
     early: dict[int, Reply] = {}
     incoming = iter(replies)
@@ -148,5 +159,5 @@ def in_request_order(replies: Iterable[Reply], clients: Iterable[int]) -> Iterat
         while client not in early:
             reply = next(incoming, None) or Reply(client, None, failure="no reply")
             early[reply.client] = reply
-            del reply  # a message may be large: nobody but its user holds it while the next one comes
+            del reply  # a message may be large: only its user holds it while the next one arrives
         yield early.pop(client)

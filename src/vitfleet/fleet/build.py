@@ -1,4 +1,4 @@
-"""What both ends of a run make of its configuration: the model, the method, the trainer."""
+"""Build the model, the method and the trainer of a run from its configuration, on a server or a client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitfleet.train.trainer import Trainer, preprocess_for
 
 @dataclass(frozen=True)
 class Components:
-    """A model without weights, a method, and what trains the one for the other."""
+    """A run's model architecture, its method and its trainer."""
 
     net: Net
     method: Method[Any]
@@ -26,27 +26,29 @@ class Components:
 
 
 def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
-    """Make a run's model for data of so many classes, colour channels and pixels a side."""
+    """Build a run's model for images of ``side`` x ``side`` pixels."""
     return build(config.model, classes, channels, side, config.seed, partial(adapt, config.method))
 
 
 def build_components(
-    config: Config, net: Net, classes: int, machine: Machine, num_tasks: int = 1, tasks: Tensor | None = None
+    config: Config, net: Net, classes: int, machine: Machine, num_tasks: int = 1, class_tasks: Tensor | None = None
 ) -> Components:
-    """Make what a machine needs to train a run's model.
+    """Build everything that a machine needs to train a run's model.
 
     Parameters
     ----------
-    stages, tasks
-        Of a run of tasks: how many there are, and the task of each class where an image's task is known.
+    num_tasks
+        Tasks per client; 1 without tasks.
+    class_tasks
+        The task of each class, ``[classes]``, if the model is given an image's task.
     """
     net = net.to(machine.device)
     if machine.bf16 and machine.device.type == "cpu":
-        # There the fused kernel's backward pass takes three to five times as long in bfloat16.
+        # On a CPU the fused kernel's backward pass takes three to five times as long in bfloat16.
         net = net.with_unfused_attention()
     context = MethodContext.of(
         net, config.train, config.rounds, config.seed, classes, machine.device, num_tasks, config.aggregate
     )
     preprocess = preprocess_for(net, machine.device)
-    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, tasks)
+    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)
     return Components(net, make_method(config.method, context), trainer)

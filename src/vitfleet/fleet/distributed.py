@@ -1,7 +1,7 @@
-"""One run on several processes, which torchrun starts: each trains a share of a round's clients, all hear all replies.
+"""One run on several processes started by torchrun: each trains some of a round's clients, all receive all replies.
 
-Every rank plays the same rounds with the same server. Replies are exchanged as they travel on the wire and folded in in
-the order of the requests, so the result does not depend on the number of ranks. Only the first rank writes.
+Every rank runs the same rounds with the same server state. Replies are exchanged in their wire format and aggregated in
+the order of the requests, so the result does not depend on the number of ranks. Only the first rank writes files.
 """
 
 from __future__ import annotations
@@ -21,56 +21,55 @@ from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, Payload, State
 from vitfleet.wire import Kind, decode, encode
 
-PATIENCE = timedelta(days=1)  # a rank may be at work for long; one that died takes the others with it (torchrun)
+# A rank may train for long before it communicates. torchrun ends all ranks when one of them dies.
+COLLECTIVE_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run, and which of them this is."""
+    """The processes of a run, and the rank of this one."""
 
     rank: int
     size: int
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this is the rank that writes files."""
         return self.rank == 0
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        """Return, on every rank, what one of them says; what the others bring along is not heard."""
+        """Return the source rank's data on every rank; the data of other ranks is ignored."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
         dist.broadcast(length, source)
         if not int(length):
             return b""
-        mine = self.rank == source
-        told = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if mine
-            else torch.empty(int(length), dtype=torch.uint8)
-        )
-        dist.broadcast(told, source)
-        return data if mine else told.numpy().tobytes()
+        if self.rank == source:
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), source)
+            return data
+        received = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(received, source)
+        return received.numpy().tobytes()
 
     def broadcast_payload(
-        self, kind: type[Kind], named: Payload | None, device: torch.device, source: int = 0
+        self, kind: type[Kind], payload: Payload | None, device: torch.device, source: int = 0
     ) -> Kind | None:
-        """Tell a message or a state, or that there is none; it arrives on the device."""
-        said = encode(named) if named is not None and self.rank == source else b""
-        heard = self.broadcast(said, source)
-        if not heard:
+        """Return the source rank's message or state on every rank, on ``device``; ``None`` if the source has none."""
+        data = encode(payload) if payload is not None and self.rank == source else b""
+        received = self.broadcast(data, source)
+        if not received:
             return None
-        return decode(kind, heard).to(device)
+        return decode(kind, received).to(device)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has reached this point."""
         if self.size > 1:
             dist.barrier()
 
     @contextmanager
     def first_before_others(self) -> Iterator[None]:
-        """Let the first rank through, then the others: they find what it has written."""
+        """Run a block on the first rank, then on the others, which can read what the first one has written."""
         if not self.is_first:
             self.barrier()
         yield
@@ -83,14 +82,14 @@ SINGLE_PROCESS = ProcessGroup(0, 1)
 
 @contextmanager
 def join_process_group() -> Iterator[ProcessGroup]:
-    """Join the processes that torchrun started, each with a GPU of its own where there are enough."""
+    """Join the processes that torchrun started. Each uses its own GPU if there are enough."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield SINGLE_PROCESS
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         yield ProcessGroup(dist.get_rank(), size)
     finally:
@@ -99,43 +98,50 @@ def join_process_group() -> Iterator[ProcessGroup]:
 
 @dataclass
 class DistributedFleet(FleetWrapper[InlineFleet]):
-    """An inline fleet whose clients are trained by several ranks; what they keep, every rank has."""
+    """An inline fleet whose clients are trained by several ranks. Every rank has every client's state."""
 
     processes: ProcessGroup
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train this rank's share, then hear everybody's replies, in the order of the requests."""
-        asked = list(requests)
-        owners = assign_ranks([len(self.inner.shard(one.client, one.task_index)) for one in asked], self.processes.size)
-        mine = [request for request, owner in zip(asked, owners, strict=True) if owner == self.processes.rank]
-        replies = {reply.client: reply for reply in self.inner.train(mine)}
-        for request, owner in zip(asked, owners, strict=True):
-            yield self._hear(request.client, owner, replies.pop(request.client, None))
+        """Train this rank's clients, then exchange replies with the other ranks, in the order of the requests."""
+        all_requests = list(requests)
+        sizes = [len(self.inner.shard(request.client, request.task_index)) for request in all_requests]
+        owners = assign_ranks(sizes, self.processes.size)
+        assigned = [
+            request for request, owner in zip(all_requests, owners, strict=True) if owner == self.processes.rank
+        ]
+        replies = {reply.client: reply for reply in self.inner.train(assigned)}
+        for request, owner in zip(all_requests, owners, strict=True):
+            yield self._share_reply(request.client, owner, replies.pop(request.client, None))
 
-    def _hear(self, client: int, owner: int, reply: Reply | None) -> Reply:
-        """Return a client's reply, whoever has it, and keep the client's state where it was not trained, too."""
-        device = self.inner.trainer.machine.device
-        about = "" if reply is None else json.dumps({"failure": reply.failure, "verdict": _plain(reply.evaluation)})
-        told = json.loads(self.processes.broadcast(about.encode(), owner))
-        if told["failure"] is not None:
-            return Reply(client, None, failure=told["failure"])
-        up = self.processes.broadcast_payload(Message, reply.message if reply else None, device, owner)
-        own = self.processes.broadcast_payload(State, self.inner.staged_state(client) if reply else None, device, owner)
+    def _share_reply(self, client: int, owner: int, reply: Reply | None) -> Reply:
+        """Return a client's reply on every rank and stage its new state there; only the owner passes the reply."""
+        header = (
+            "" if reply is None else json.dumps({"failure": reply.failure, "evaluation": _counts(reply.evaluation)})
+        )
+        received = json.loads(self.processes.broadcast(header.encode(), owner))
+        if received["failure"] is not None:
+            return Reply(client, None, failure=received["failure"])
+        device = self.inner.device
+        message = self.processes.broadcast_payload(Message, reply.message if reply else None, device, owner)
+        staged = self.inner.staged_state(client) if reply else None
+        client_state = self.processes.broadcast_payload(State, staged, device, owner)
         if reply is None:
-            self.inner.stage_state(client, own)
-        return Reply(client, up, None if told["verdict"] is None else EvalResult(**told["verdict"]))
+            self.inner.stage_state(client, client_state)
+        evaluation = None if received["evaluation"] is None else EvalResult(**received["evaluation"])
+        return Reply(client, message, evaluation)
 
 
-def _plain(evaluation: EvalResult | None) -> dict[str, int] | None:
+def _counts(evaluation: EvalResult | None) -> dict[str, int] | None:
     return None if evaluation is None else asdict(evaluation)
 
 
-def assign_ranks(sizes: Sequence[int], processes: int) -> list[int]:
-    """Return the rank of each client: the largest first, each to the rank that has least to do so far."""
-    loads = [0] * processes
-    owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owner = loads.index(min(loads))
-        owners[place] = owner
-        loads[owner] += max(1, sizes[place])
-    return owners
+def assign_ranks(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank of each client: largest client first, each to the rank with the least work so far."""
+    loads = [0] * num_ranks
+    ranks = [0] * len(sizes)
+    for position in sorted(range(len(sizes)), key=lambda position: -sizes[position]):
+        rank = loads.index(min(loads))
+        ranks[position] = rank
+        loads[rank] += max(1, sizes[position])
+    return ranks

@@ -1,216 +1,181 @@
-"""The whole fleet in one process."""
+"""A fleet of simulated clients that train in this process."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
-from typing import Any
 
 import torch
 
 from vitfleet.data.images import Shard
-from vitfleet.fleet.base import EvalReply, EvalRequest, EvalResult, Reply, Request
+from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
+from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.fleet.state_cache import StateCache
-from vitfleet.message import State, Tensors, all_finite
-from vitfleet.methods.base import ClientJob, ClientUpdate, Method
+from vitfleet.message import State, Tensors
+from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
 from vitfleet.train.cohort_driver import Participant, run_cohort
-from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import limited
-from vitfleet.train.trainer import Trainer
 
-AHEAD = 4  # so many requests a worker are looked at for the largest; replies that are early wait in memory
-NEARLY_ALL = 0.9  # of a piece of memory: less of it is copied, so that the rest can go
-
-#: A client and a stage of its stream of tasks.
-ClientTask = tuple[int, int]
+# Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
+SORT_WINDOW = 4
+MIN_USED_FRACTION = 0.9  # of a storage: tensors that use less of theirs are copied, so that the rest can be freed
 
 
 class InlineFleet:
-    """Clients that are trained here, as many at once as the machine's cohort, on shards of one resident data set.
+    """Clients that train in this process, in cohorts or in worker threads, on shards of one data set.
 
     Parameters
     ----------
     shard
-        Returns a client's images at a stage of its stream of tasks (0 where there is none).
-    judge
-        Tries a model out on the test images of clients' stages.
-    base
-        What every client was given once; one copy serves all.
-    stored
-        Reads a client's state as the last checkpoint has it. Only what has changed since is held in memory.
-    near
-        Bytes of the training device's memory in which clients' states may stay for their next round.
+        Returns a client's training images of a task (task 0 where there are no tasks).
+    base_weights
+        Tensors of the method's base message. All clients share one copy.
+    stored_state
+        Reads a client's state from the last checkpoint. The fleet holds only states that changed since then.
+    cache_bytes
+        Memory of the training device in which clients' states may stay for their next round.
     """
 
     def __init__(
         self,
-        method: Method[Any],
-        trainer: Trainer,
-        seed: int,
+        runtime: ClientRuntime,
         shard: Callable[[int, int], Shard],
-        judge: Callable[[Tensors, list[ClientTask]], list[EvalResult]],
-        base: Tensors,
-        stored: Callable[[int], State | None],
-        near: int = 0,
+        base_weights: Tensors,
+        stored_state: Callable[[int], State | None],
+        cache_bytes: int = 0,
     ) -> None:
-        self.method = method
-        self.trainer = trainer
-        self.seed = seed
+        self.runtime = runtime
         self.shard = shard
-        self.judge = judge
-        self.base = base
-        self.stored = stored
-        self._near = StateCache(near)
-        self._offered: dict[int, State | None] = {}
+        self.base_weights = base_weights
+        self.stored_state = stored_state
+        self._cache = StateCache(cache_bytes)
+        self._staged: dict[int, State | None] = {}
         self._changed: dict[int, State | None] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """The training device."""
+        return self.runtime.trainer.machine.device
+
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train one cohort after the other, each as its turn comes; or clients side by side."""
-        machine = self.trainer.machine
-        if machine.workers > 1 and machine.cohort == 1 and self.trainer.net.stackable:
-            yield from self._side_by_side(requests)
-            return
-        asked = iter(requests)
-        while cohort := list(islice(asked, machine.cohort)):
-            answers = run_cohort([self._half(request) for request in cohort], self.trainer)
-            for request, answer in zip(cohort, answers, strict=True):
-                reply = self._reply(request, answer)
-                if reply.message is not None:
-                    self.stage_state(request.client, answer.client_state)
-                yield reply
+        """Train clients in cohorts, or each in a worker thread. Clients start only as replies are consumed."""
+        machine = self.runtime.trainer.machine
+        # A module that holds its weights while it runs cannot be shared between threads.
+        threaded = machine.workers > 1 and machine.cohort == 1 and self.runtime.trainer.net.stackable
+        for reply, client_state in self._train_in_threads(requests) if threaded else self._train_in_cohorts(requests):
+            if reply.message is not None:
+                self.stage_state(reply.client, client_state)
+            yield reply
 
-    def _side_by_side(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train each client on a thread of its own; of those that come next, the largest first.
+    def _train_in_cohorts(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
+        for cohort in batched(requests, self.runtime.trainer.machine.cohort):
+            updates = run_cohort([self._participant(request) for request in cohort], self.runtime.trainer)
+            for request, update in zip(cohort, updates, strict=True):
+                yield self.runtime.reply(request, update), update.client_state
 
-        Threads of Python do: a training is nearly all tensor operations, during which others may run. They share
-        nothing but what they read; a module that is run with its weights put into it could not be shared.
+    def _train_in_threads(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
+        """Train each client in a thread of its own, larger clients first within a window of requests.
+
+        Python threads suffice: training is almost only tensor operations, which release the interpreter lock. The
+        threads share only what they read.
         """
-        workers = self.trainer.machine.workers
-        each = max(1, torch.get_num_threads() // workers)
+        workers = self.runtime.trainer.machine.workers
+        threads = max(1, torch.get_num_threads() // workers)
         largest_first = chain.from_iterable(
-            sorted(some, key=lambda one: -len(self.shard(one.client, one.task_index)))
-            for some in in_windows(requests, AHEAD * workers)
+            sorted(window, key=lambda request: -len(self.shard(request.client, request.task_index)))
+            for window in batched(requests, SORT_WINDOW * workers)
         )
-        with limited(each), ThreadPoolExecutor(workers) as pool:
+        with limited(threads), ThreadPoolExecutor(workers) as pool:
 
-            def start(request: Request) -> Future[tuple[Reply, State | None]]:
-                return pool.submit(self._alone, each, request, self._half(request))
+            def submit(request: Request) -> Future[tuple[Reply, State | None]]:
+                return pool.submit(self._train_client, threads, request, self._participant(request))
 
-            waiting = deque(start(one) for one in islice(largest_first, 2 * workers))
-            while waiting:
-                reply, own = waiting.popleft().result()
-                waiting.extend(start(one) for one in islice(largest_first, 1))
-                if reply.message is not None:
-                    self.stage_state(reply.client, own)
-                yield reply
+            pending = deque(submit(request) for request in islice(largest_first, 2 * workers))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(submit(request) for request in islice(largest_first, 1))
+                yield result
 
-    def _alone(self, threads: int, request: Request, half: Participant[ClientUpdate]) -> tuple[Reply, State | None]:
-        torch.set_num_threads(threads)  # each thread of Python counts its own
-        (answer,) = run_cohort([half], self.trainer)
-        return self._reply(request, answer), answer.client_state
+    def _train_client(
+        self, threads: int, request: Request, participant: Participant[ClientUpdate]
+    ) -> tuple[Reply, State | None]:
+        torch.set_num_threads(threads)  # the setting is per Python thread
+        (update,) = run_cohort([participant], self.runtime.trainer)
+        return self.runtime.reply(request, update), update.client_state
 
-    def _reply(self, request: Request, answer: ClientUpdate) -> Reply:
-        failure = diverged(answer)
-        if failure is not None:
-            return Reply(request.client, None, failure=failure)
-        here = [(request.client, request.task_index)]
-        return Reply(
-            request.client, answer.message, self.judge(answer.model_weights, here)[0] if request.evaluate else None
-        )
-
-    def stage_state(self, client: int, own: State | None) -> None:
-        """Take in what a client would keep, until it is settled whether its reply counts."""
-        self._offered[client] = own
-
-    def staged_state(self, client: int) -> State | None:
-        """Return what a client would keep."""
-        return self._offered[client]
-
-    def commit(self, taken: Collection[int]) -> None:
-        """Let the clients whose replies were used keep what they would keep."""
-        for client, own in self._offered.items():
-            if client in taken and (own is not None or self.client_state(client) is not None):
-                self._changed[client] = None if own is None else on_its_own(own)
-                self._near.put(client, self._changed[client])
-        self._offered.clear()
+    def _participant(self, request: Request) -> Participant[ClientUpdate]:
+        shard = self.shard(request.client, request.task_index)
+        return self.runtime.participant(request, self.base_weights, self.client_state(request.client), shard)
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
-        """Try each client's model out; those that keep nothing have one model between them, which is asked once."""
-        num_tasks = range(eval_request.num_tasks)
-        everybody = [(client, task_index) for client in eval_request.last_round for task_index in num_tasks]
-        shared: dict[ClientTask, EvalResult] = {}
+        """Evaluate each client's model. Clients without a state share one model, which is evaluated once for all."""
+        server, num_tasks = eval_request.server, eval_request.num_tasks
+        shared: dict[int, EvalReply] = {}
         for client, last_round in eval_request.last_round.items():
-            own = None if last_round is None else self.client_state(client)
-            here = [(client, task_index) for task_index in num_tasks]
-            if own is not None:
-                yield EvalReply(
-                    client, tuple(self.judge(self.method.model_weights(eval_request.server, self.base, own), here))
-                )
+            client_state = None if last_round is None else self.client_state(client)
+            if client_state is not None:
+                yield from self.runtime.evaluate(server, self.base_weights, client_state, [client], num_tasks)
                 continue
             if not shared:
-                evaluations = self.judge(self.method.model_weights(eval_request.server, self.base, None), everybody)
-                shared = dict(zip(everybody, evaluations, strict=True))
-            yield EvalReply(client, tuple(shared[place] for place in here))
+                replies = self.runtime.evaluate(
+                    server, self.base_weights, None, list(eval_request.last_round), num_tasks
+                )
+                shared = {reply.client: reply for reply in replies}
+            yield shared[client]
 
-    def _half(self, request: Request) -> Participant[ClientUpdate]:
-        shard = self.shard(request.client, request.task_index)
-        own = self.client_state(request.client)
-        job = ClientJob(request.round, request.client, request.message, self.base, own, shard, request.task_index)
-        return Participant(self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client))
+    def stage_state(self, client: int, client_state: State | None) -> None:
+        """Hold a client's new state until :meth:`commit` decides whether its reply counts."""
+        self._staged[client] = client_state
+
+    def staged_state(self, client: int) -> State | None:
+        """Return a client's new state of the round in progress."""
+        return self._staged[client]
+
+    def commit(self, accepted: Collection[int]) -> None:
+        """Replace the states of the clients whose replies the server accepted; drop all other new states."""
+        for client, new in self._staged.items():
+            if client in accepted and (new is not None or self.client_state(client) is not None):
+                self._changed[client] = None if new is None else compact(new)
+                self._cache.put(client, self._changed[client])
+        self._staged.clear()
 
     def client_state(self, client: int) -> State | None:
-        """Return a client's own state, on the training device."""
-        near = self._near.get(client)
-        if near is not None:
-            return near
-        state = self._changed[client] if client in self._changed else self.stored(client)
+        """Return a client's state, on the training device."""
+        cached = self._cache.get(client)
+        if cached is not None:
+            return cached
+        state = self._changed[client] if client in self._changed else self.stored_state(client)
         if state is None:
             return None
-        state = state.to(self.trainer.machine.device)
-        self._near.put(client, state)
+        state = state.to(self.device)
+        self._cache.put(client, state)
         return state
 
     def changed_states(self) -> Mapping[int, State | None]:
-        """Hand over the states that changed since the last call, for a checkpoint to keep."""
+        """Return the states that changed since the last call, and release them: the checkpoint has them from now on."""
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
 
 
-def in_windows(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:
-    """Yield so many requests at a time."""
-    asked = iter(requests)
-    while window := list(islice(asked, size)):
-        yield window
+def batched(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:
+    """Yield lists of ``size`` requests; the last one may be shorter."""
+    remaining = iter(requests)
+    while batch := list(islice(remaining, size)):
+        yield batch
 
 
-def on_its_own(state: State) -> State:
-    """Return a state that holds no more memory than it needs: what a client keeps may lie among what it does not."""
-    needed: Counter[int] = Counter()
+def compact(state: State) -> State:
+    """Copy tensors that are small views of large storages, so that the state does not keep unused memory alive."""
+    used_bytes: Counter[int] = Counter()
     for tensor in state.tensors.values():
-        needed[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-    among = {
+        used_bytes[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    views = {
         name: tensor
         for name, tensor in state.tensors.items()
-        if needed[tensor.untyped_storage().data_ptr()] < NEARLY_ALL * tensor.untyped_storage().nbytes()
+        if used_bytes[tensor.untyped_storage().data_ptr()] < MIN_USED_FRACTION * tensor.untyped_storage().nbytes()
     }
-    return State({**state.tensors, **pack_tensors(among)}, state.numbers)
-
-
-def diverged(answer: ClientUpdate) -> str | None:
-    """Say why a client has nothing worth sending or keeping; ``None`` if its training went well.
-
-    A loss is taken before its step, so the weights are looked at too: the last step may be the one that blew up.
-    """
-    loss = answer.message.numbers["loss"]
-    if not isinstance(loss, float) or not math.isfinite(loss):
-        return f"its training diverged: the loss is {loss}"
-    kept = answer.client_state.tensors.values() if answer.client_state else ()
-    # What is both sent and kept is looked at once.
-    if not all_finite({id(tensor): tensor for tensor in (*answer.message.tensors.values(), *kept)}.values()):
-        return "its training diverged: its weights are not finite"
-    return None
+    return State({**state.tensors, **pack_tensors(views)}, state.numbers)

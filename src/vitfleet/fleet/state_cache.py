@@ -1,4 +1,4 @@
-"""Clients' states that stay where clients are trained."""
+"""Cache of client states on the training device."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from vitfleet.message import State
 
 
 class StateCache:
-    """The states of the clients that were there last, as many as there is room for: reading them back takes longer.
+    """Least-recently-used cache of client states, limited in bytes. Reading a state from disk takes longer.
 
-    A state never changes, it is replaced: what is kept here is what the last checkpoint has.
+    A state is never modified, only replaced. A cached state equals the one in the last checkpoint.
 
     Parameters
     ----------
-    room
-        Bytes that may be kept.
+    max_bytes
+        Largest total size of the cached states.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self._held = 0
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._used_bytes = 0
         self._states: OrderedDict[int, State] = OrderedDict()
 
     def get(self, client: int) -> State | None:
-        """Return a client's state, if it is here."""
+        """Return a client's state if it is cached."""
         state = self._states.get(client)
         if state is not None:
             self._states.move_to_end(client)
         return state
 
     def put(self, client: int, state: State | None) -> None:
-        """Keep a client's new state instead of its old one; ``None``: it has none any more."""
-        before = self._states.pop(client, None)
-        self._held -= 0 if before is None else _bytes(before)
-        if state is None or not 0 < _bytes(state) <= self.room:
+        """Replace a client's cached state; ``None`` removes it."""
+        replaced = self._states.pop(client, None)
+        self._used_bytes -= 0 if replaced is None else _num_bytes(replaced)
+        if state is None or not 0 < _num_bytes(state) <= self.max_bytes:
             return
         self._states[client] = state
-        self._held += _bytes(state)
-        while self._held > self.room:
+        self._used_bytes += _num_bytes(state)
+        while self._used_bytes > self.max_bytes:
             _, oldest = self._states.popitem(last=False)
-            self._held -= _bytes(oldest)
+            self._used_bytes -= _num_bytes(oldest)
 
 
-def _bytes(state: State) -> int:
+def _num_bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.tensors.values())

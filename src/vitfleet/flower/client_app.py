@@ -35,7 +35,7 @@ def exam(message: Message, context: Context) -> Message:
 def hello(message: Message, context: Context) -> Message:
     """Say the device's name; in a simulation, its number."""
     name = _word(context, SIMULATED if _is_simulated(context) else "name")
-    return Message(RecordDict({"words": ConfigRecord({"name": name})}), reply_to=message)
+    return Message(RecordDict({"header": ConfigRecord({"name": name})}), reply_to=message)
 
 
 def _answer(kind: str, message: Message, context: Context) -> Message:

@@ -17,7 +17,8 @@ from vitfleet.data.local_dataset import DataSpec, LocalDataset
 from vitfleet.data.sources import load
 from vitfleet.errors import UserError
 from vitfleet.flower.client import FlowerClient
-from vitfleet.flower.codec import RunSpec, pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
+from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
+from vitfleet.flower.payloads import RunSpec
 
 KIND = "kind"  # of a message
 TRAIN, EXAM = "train", "exam"

@@ -22,15 +22,13 @@ from vitfleet.config.schema import Config, DataConfig, FleetConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
 from vitfleet.flower.codec import (
-    WORDS,
-    EvalPayload,
-    RunSpec,
-    TrainPayload,
+    HEADER,
     pack_eval_request,
     pack_train_request,
     unpack_eval_reply,
     unpack_reply,
 )
+from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message as Content
 from vitfleet.message import State
 
@@ -117,17 +115,8 @@ class FlowerFleet:
                 yield Reply(request.client, None, failure=NOT_CONNECTED)
                 continue
             base = self.base if request.last_round is None else None
-            order = TrainPayload(
-                request.round,
-                request.client,
-                request.evaluate,
-                request.task_index,
-                request.last_round,
-                self.run_spec,
-                request.message,
-                base,
-            )
-            message_id = self._push(pack_train_request(order), node, TRAIN, end)
+            payload = TrainPayload(request, self.run_spec, base)
+            message_id = self._push(pack_train_request(payload), node, TRAIN, end)
             if message_id is None:
                 yield Reply(request.client, None, failure=NOT_TAKEN)
             else:
@@ -279,14 +268,14 @@ class FlowerFleet:
 
     def _hear_names(self, nodes: list[int]) -> Iterator[tuple[int, str]]:
         """Ask nodes for their names: those of a simulation, or of a fleet without keys, are not registered by name."""
-        hello = RecordDict({WORDS: ConfigRecord()})
+        hello = RecordDict({HEADER: ConfigRecord()})
         messages = [Message(hello, node, HELLO, ttl=self.config.join_s + GRACE) for node in nodes]
         pending = dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
         end = self.clock.now() + max(self.config.join_s, LONGEST_PAUSE)
         while pending and self.clock.now() < end:
             for reply in self.grid.pull_messages(list(pending)):
                 node = pending.pop(reply.metadata.reply_to_message_id)
-                name = "" if reply.has_error() else reply.content.config_records[WORDS].get("name", "")
+                name = "" if reply.has_error() else reply.content.config_records[HEADER].get("name", "")
                 yield node, str(name)
             if pending:
                 self.clock.sleep(FIRST_PAUSE)

@@ -24,6 +24,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import build_components, build_net
+from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, ProcessGroup
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, Numbers, State, to_device
@@ -216,9 +217,8 @@ def open_run(
         stored = checkpoints.client
         # With several ranks each would keep all clients' states, not only those of its own.
         near = memory_of(machine.device) // NEAR if processes.size == 1 else 0
-        inline = InlineFleet(
-            method, trainer, config.seed, shard, evaluator.evaluate_clients, base.tensors, stored, near
-        )
+        runtime = ClientRuntime(method, trainer, config.seed, evaluator.evaluate_clients)
+        inline = InlineFleet(runtime, shard, base.tensors, stored, near)
         fleet = inline if processes.size == 1 else DistributedFleet(inline, processes)
     else:
         from vitfleet.flower.fleet import FlowerFleet, make_run_spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from vitfleet.config.schema import EvalConfig
 from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
-from vitfleet.fleet.base import EvalResult
-from vitfleet.fleet.inline import ClientTask
+from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
@@ -81,7 +80,7 @@ class FleetEvaluator:
         accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
         return accuracy, loss if math.isfinite(loss) else None, len(measured)
 
-    def evaluate_clients(self, model: Tensors, places: list[ClientTask]) -> list[EvalResult]:
+    def evaluate_clients(self, model: Tensors, places: Sequence[ClientTask]) -> list[EvalResult]:
         """Try a model out on the test images of clients' stages: together, in large batches, each image once."""
         held = [self.test_indices(client, task_index) for client, task_index in places]
         index, back = np.unique(np.concatenate(held), return_inverse=True)

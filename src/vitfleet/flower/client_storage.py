@@ -1,0 +1,63 @@
+"""A client's files of one run: the base message it received, and its state after the latest rounds.
+
+Each run has a folder. A state file is named after its round. Every request from the server names the last round whose
+reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or
+rejected does not count, and a server that was killed during a round can repeat it. A client therefore stores two
+states: the one before a round and the one after it.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+from vitfleet.errors import UserError
+from vitfleet.message import Message, State
+from vitfleet.wire import Kind, read, write
+
+
+class ClientStorage:
+    """Reads and writes a client's files of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of_run(cls, root: Path, run_id: str) -> ClientStorage:
+        """Return the storage of a run. The server chooses the run id, so the id itself is never used as a path."""
+        return cls(root / sha256(run_id.encode()).hexdigest()[:16])
+
+    def load_base(self) -> Message | None:
+        """Return the base message; ``None`` if it is missing."""
+        return self._read(Message, self._base_path)
+
+    def save_base(self, base: Message) -> None:
+        """Write the base message and delete all states: only a new client receives it, and that has no state."""
+        for path in self.folder.glob("after-*"):
+            path.unlink()
+        write(self._base_path, base)
+
+    def load_state(self, round: int) -> State | None:
+        """Return the state after a round; ``None`` if it is missing. An empty state means that none is needed."""
+        return self._read(State, self._state_path(round))
+
+    def save_state(self, round: int, state: State | None, last_round: int | None) -> None:
+        """Write the state after a round and delete all others except the one after ``last_round``."""
+        write(self._state_path(round), state or State())
+        needed = {self._state_path(number) for number in (round, last_round) if number is not None}
+        for path in set(self.folder.glob("after-*")) - needed:
+            path.unlink()
+
+    @property
+    def _base_path(self) -> Path:
+        return self.folder / "base.safetensors"
+
+    def _state_path(self, round: int) -> Path:
+        return self.folder / f"after-{round:06d}.safetensors"
+
+    def _read(self, kind: type[Kind], path: Path) -> Kind | None:
+        try:
+            return read(kind, path)
+        except (FileNotFoundError, UserError):  # a damaged file counts as missing: the server sends its content again
+            return None
