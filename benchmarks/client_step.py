@@ -29,7 +29,7 @@ from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt, make_method
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import set_up
+from vitfleet.train.machine import set_up_machine
 from vitfleet.train.trainer import Trainer, preprocess_for
 
 CLASSES = 100
@@ -44,7 +44,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
             "train": {"batch_size": batch, "mask_ratio": 0.75 if masked else 0.0, "epochs": 1},
         }
     )
-    machine = set_up(MachineConfig(device=device))
+    machine = set_up_machine(MachineConfig(device=device))
     net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt, config.method)).to(machine.device)
     context = MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
     method = make_method(config.method, context)

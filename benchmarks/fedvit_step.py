@@ -26,9 +26,9 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import set_up
-from vitfleet.train.objective import EpisodicMemory, Fit, Objective, References, Step
-from vitfleet.train.surgery import Integrator, MostDissimilar, in_pieces, products, solve
+from vitfleet.train.machine import set_up_machine
+from vitfleet.train.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
+from vitfleet.train.surgery import GradientIntegrator, MostDissimilar, inner_products, solve_dual, to_chunks
 from vitfleet.train.trainer import Trainer, preprocess_for
 
 CLASSES = 100
@@ -41,7 +41,9 @@ class Untouched:
 
     counts: tuple[str, ...] = ()
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         return gradients, {}
 
 
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
 
-    machine = replace(set_up(MachineConfig(device=args.device)), cohort=args.clients)
+    machine = replace(set_up_machine(MachineConfig(device=args.device)), cohort=args.clients)
     net = build(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
@@ -91,9 +93,9 @@ def main() -> None:
     trainings = {
         "plain": (Objective(body), 0),
         "k gradients restored": (Objective(body, transform=Untouched()), args.k),
-        "and integrated": (Objective(body, transform=Integrator()), args.k),
+        "and integrated": (Objective(body, transform=GradientIntegrator()), args.k),
         "k + 2 ranked and integrated": (
-            Objective(body, transform=Integrator(), selector=MostDissimilar(args.k)),
+            Objective(body, transform=GradientIntegrator(), selector=MostDissimilar(args.k)),
             args.k + 2,
         ),
     }
@@ -135,10 +137,10 @@ def time_of_solve(clients: int, k: int, parameters: int, device: torch.device, r
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
     own = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
-    gram, slack, size = torch.vmap(lambda one, many: products(in_pieces({"w": one[None]}), in_pieces({"w": many})))(
-        own, rows
-    )
-    lifted = torch.vmap(lambda a, b, c: solve(a, b, c).v)
+    gram, slack, size = torch.vmap(
+        lambda one, many: inner_products(to_chunks({"w": one[None]}), to_chunks({"w": many}))
+    )(own, rows)
+    lifted = torch.vmap(lambda a, b, c: solve_dual(a, b, c).v)
 
     def once() -> None:
         lifted(gram, slack, size)

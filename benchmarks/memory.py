@@ -35,7 +35,7 @@ from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt, make
 from vitfleet.methods.episodic_memory import Stored, write
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.machine import Machine, set_up_machine
 from vitfleet.train.trainer import ALL_PARTS, Trainer, preprocess_for
 
 CLASSES, SIDE, ROUNDS, STEPS = 100, 224, 2, 3
@@ -53,7 +53,7 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     if name in OF_TASKS:
         tree["data"] = {"tasks": {"count": TASKS + 1, "classes": 10}}
     config = Config.model_validate(tree)
-    machine = set_up(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
+    machine = set_up_machine(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
     net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0, partial(adapt, config.method)).to(machine.device)
 
     def context(where: torch.device) -> MethodContext:

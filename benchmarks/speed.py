@@ -40,7 +40,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_driver import Participant, run_cohort
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.machine import Machine, set_up_machine
 from vitfleet.train.trainer import Trainer, preprocess_for
 
 SEED = 0
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    base = set_up(MachineConfig(device=args.device, precision=args.precision))
+    base = set_up_machine(MachineConfig(device=args.device, precision=args.precision))
     place = torch.cuda.get_device_name() if base.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     versions = f"torch {torch.__version__}, timm {version('timm')}, Python {platform.python_version()}"
     print(f"{place}, {'bf16' if base.bf16 else 'fp32'}; {versions}")

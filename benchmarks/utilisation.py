@@ -20,7 +20,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.machine import Machine, set_up_machine
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.trainer import Trainer, preprocess_for
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2048, help="of the square matrices")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    machine = set_up(MachineConfig(device=args.device))
+    machine = set_up_machine(MachineConfig(device=args.device))
     product = matrix_rate(machine, args.size)
     training = training_rate(machine, args.model, args.batch, args.steps)
     print(f"{args.model}, batch {args.batch}, {machine.device}, torch {torch.__version__}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vitfleet.train.step_runner import CudaGraphRunner, Kind
+from vitfleet.train.step_runner import CudaGraphRunner, StepKind
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class EmulatedGraph:
     """Runs a captured step again."""
 
     runner: CudaGraphRunner
-    kind: Kind
+    kind: StepKind
 
     def replay(self) -> None:
         self.runner._step(self.kind)
@@ -26,7 +26,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
     """Emulate CUDA graphs on a CPU; return the list to which every capture appends its runner."""
     runners: list[CudaGraphRunner] = []
 
-    def capture(runner: CudaGraphRunner, kind: Kind) -> EmulatedGraph:
+    def capture(runner: CudaGraphRunner, kind: StepKind) -> EmulatedGraph:
         runners.append(runner)
         return EmulatedGraph(runner, kind)
 

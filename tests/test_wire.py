@@ -19,7 +19,16 @@ from torch import Tensor
 from vitfleet import wire
 from vitfleet.errors import UserError
 from vitfleet.message import Message, Number, Payload, State
-from vitfleet.wire import assemble, cut, decode, encode, encoded_size, payload_size, read, write
+from vitfleet.wire import (
+    decode,
+    decode_chunks,
+    encode,
+    encode_chunks,
+    encoded_size,
+    read_payload,
+    tensors_size,
+    write_payload,
+)
 
 DTYPES = [
     torch.float64,
@@ -119,24 +128,24 @@ def test_the_format_is_that_of_safetensors(sent: Message) -> None:
 def test_pieces_are_the_same_bytes(sent: Message, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PIECE", size)
-        pieces = list(cut(sent))
+        pieces = list(encode_chunks(sent))
     assert b"".join(pieces) == encode(sent)
     assert all(len(piece) == size for piece in pieces[:-1])
     assert 0 < len(pieces[-1]) <= size
-    assert_same(assemble(Message, iter(pieces), len(encode(sent))), sent)
+    assert_same(decode_chunks(Message, iter(pieces), len(encode(sent))), sent)
 
 
 def test_a_file_is_the_same_bytes(tmp_path: Path) -> None:
     sent = State({"a": torch.randn(3, 5), "b": torch.ones(2, dtype=torch.int64)}, {"n": 1})
-    write(tmp_path / "state", sent)
+    write_payload(tmp_path / "state", sent)
     assert (tmp_path / "state").read_bytes() == encode(sent)
-    assert_same(read(State, tmp_path / "state"), sent)
+    assert_same(read_payload(State, tmp_path / "state"), sent)
 
 
 def test_pieces_are_let_go_while_they_are_read() -> None:
     """Of a large message that came in pieces, never all of them and all its tensors are there at once."""
     sent = Message({str(place): torch.full((2**20,), float(place)) for place in range(4)})  # 4 MiB each
-    pieces, held = list(cut(sent)), []
+    pieces, held = list(encode_chunks(sent)), []
 
     def hand_over() -> Iterator[bytes]:
         pieces.reverse()
@@ -144,7 +153,7 @@ def test_pieces_are_let_go_while_they_are_read() -> None:
             held.append(len(pieces))
             yield pieces.pop()
 
-    assert_same(assemble(Message, hand_over(), encoded_size(sent)), sent)
+    assert_same(decode_chunks(Message, hand_over(), encoded_size(sent)), sent)
     assert held == list(range(17, 0, -1))
 
 
@@ -161,7 +170,7 @@ def test_the_size_of_a_real_model_is_known() -> None:
     weights = {f"blocks.{i}.mlp.fc{j}.weight": torch.zeros(64, 16) for i in range(12) for j in (1, 2)}
     sent = State({**weights, "steps": torch.zeros(3, dtype=torch.int64)}, {"samples": 500, "loss": 1 / 3})
     assert encoded_size(sent) == len(encode(sent))
-    assert payload_size(sent) == 24 * 64 * 16 * 4 + 3 * 8
+    assert tensors_size(sent) == 24 * 64 * 16 * 4 + 3 * 8
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ _LAYOUT: Mapping[torch.dtype, str] = {
 _RANK = {dtype: rank for rank, dtype in enumerate(_LAYOUT)}
 _DTYPE = {name: dtype for dtype, name in _LAYOUT.items()}
 
-Kind = TypeVar("Kind", bound=Payload)
+PayloadType = TypeVar("PayloadType", bound=Payload)
 
 
 def encode(named: Payload) -> bytes:
@@ -55,7 +55,7 @@ def encode(named: Payload) -> bytes:
     return b"".join(_parts(named))
 
 
-def cut(named: Payload) -> Iterator[bytes]:
+def encode_chunks(named: Payload) -> Iterator[bytes]:
     """Yield what :func:`encode` returns, in pieces of one size, the last one shorter."""
     piece = bytearray()
     for part in _parts(named):
@@ -69,12 +69,12 @@ def cut(named: Payload) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def write(path: Path, named: Payload, put: Callable[[Path, Data], None] = write_atomically) -> None:
+def write_payload(path: Path, named: Payload, put: Callable[[Path, Data], None] = write_atomically) -> None:
     """Write what :func:`encode` returns into a file: whole or not at all, unless ``put`` does it otherwise."""
     put(path, _parts(named))
 
 
-def decode(kind: type[Kind], data: bytes) -> Kind:
+def decode(kind: type[PayloadType], data: bytes) -> PayloadType:
     """Read back what :func:`encode` wrote.
 
     Raises
@@ -82,16 +82,16 @@ def decode(kind: type[Kind], data: bytes) -> Kind:
     UserError
         If the bytes are not such a message, or are damaged.
     """
-    return assemble(kind, [data], len(data))
+    return decode_chunks(kind, [data], len(data))
 
 
-def read(kind: type[Kind], path: Path) -> Kind:
+def read_payload(kind: type[PayloadType], path: Path) -> PayloadType:
     """Read back what :func:`write` wrote; raises as :func:`decode` does."""
     with path.open("rb") as file:
-        return assemble(kind, iter(lambda: file.read(PIECE), b""), path.stat().st_size)
+        return decode_chunks(kind, iter(lambda: file.read(PIECE), b""), path.stat().st_size)
 
 
-def assemble(kind: type[Kind], pieces: Iterable[bytes], size: int) -> Kind:
+def decode_chunks(kind: type[PayloadType], pieces: Iterable[bytes], size: int) -> PayloadType:
     """Read back what :func:`cut` yielded, ``size`` bytes in all; raises as :func:`decode` does."""
     source = _Source(iter(pieces))
     try:
@@ -99,7 +99,7 @@ def assemble(kind: type[Kind], pieces: Iterable[bytes], size: int) -> Kind:
         if length > min(LONGEST_HEADER, size - LENGTH_FIELD):
             raise ValueError("its header is longer than it may be")
         header = json.loads(source.take(length))
-        numbers = numbers_of(header.pop(METADATA))
+        numbers = parse_numbers(header.pop(METADATA))
         tensors = {}
         for name, dtype, shape in _places(header, size - LENGTH_FIELD - length):
             tensors[name] = torch.empty(shape, dtype=dtype)
@@ -109,7 +109,7 @@ def assemble(kind: type[Kind], pieces: Iterable[bytes], size: int) -> Kind:
     return kind(tensors=tensors, numbers=numbers)
 
 
-def numbers_of(metadata: Mapping[str, str]) -> Numbers:
+def parse_numbers(metadata: Mapping[str, str]) -> Numbers:
     """Read the numbers out of a header's metadata."""
     numbers = json.loads(metadata[NUMBERS])
     if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
@@ -119,15 +119,15 @@ def numbers_of(metadata: Mapping[str, str]) -> Numbers:
 
 def encoded_size(named: Payload) -> int:
     """Return ``len(encode(named))`` without touching a tensor: a simulation counts every message's bytes."""
-    return len(_header(named.tensors, _metadata(named))) + payload_size(named)
+    return len(_header(named.tensors, _metadata(named))) + tensors_size(named)
 
 
-def payload_size(named: Payload) -> int:
+def tensors_size(named: Payload) -> int:
     """Return the bytes of the tensors alone, without framing."""
     return sum(_bytes(tensor) for tensor in named.tensors.values())
 
 
-def lay_out(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def safetensors_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yield a file of this format: its header, then the bytes of one tensor after the other.
 
     Parameters
@@ -141,7 +141,7 @@ def lay_out(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | m
 
 
 def _parts(named: Payload) -> Iterator[bytes | memoryview]:
-    return lay_out(named.tensors, _metadata(named))
+    return safetensors_chunks(named.tensors, _metadata(named))
 
 
 def _metadata(named: Payload) -> dict[str, str]:

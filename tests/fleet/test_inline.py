@@ -25,7 +25,7 @@ from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_round, run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import limited
+from vitfleet.train.machine import thread_limit
 from vitfleet.train.objective import Fit, FitResult, Objective
 from vitfleet.train.trainer import Trainer
 
@@ -73,7 +73,7 @@ def test_clients_that_are_trained_side_by_side_are_as_if_alone(
 ) -> None:
     """With three threads for three of them, each has one."""
     config = tiny_config(f"method.name={name}", *SIDE_BY_SIDE[name], "data.augment.flip=true")
-    with limited(1):
+    with thread_limit(1):
         sessions = []
         for where, how in (("alone", {"threads": 1}), ("beside", {"threads": 3, "workers": 3})):
             machine = config.machine.model_copy(update=how)

@@ -64,7 +64,7 @@ def test_a_run_is_the_same_and_reads_nothing_back(
     monkeypatch.setattr(Checkpoints, "client", note)
     lines, counts = [], []
     for room in (0, 1 << 30):
-        monkeypatch.setattr(sessions, "memory_of", lambda device, room=room: room)
+        monkeypatch.setattr(sessions, "gpu_memory_bytes", lambda device, room=room: room)
         read.clear()
         run_rounds(open_run(config, tmp_path / str(room)), Nobody())
         lines.append((tmp_path / str(room) / "records.jsonl").read_bytes())

@@ -32,7 +32,7 @@ from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine
 from vitfleet.train.objective import Fit, Objective, Step
 from vitfleet.train.trainer import Trainer, preprocess_for
-from vitfleet.wire import encode, payload_size
+from vitfleet.wire import encode, tensors_size
 
 CPU = torch.device("cpu")
 
@@ -232,7 +232,7 @@ def test_the_papers_message_sizes() -> None:
             method.client_update(ClientJob(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
         )
         sent = encode(answer.message)
-        payload = payload_size(answer.message)
+        payload = tensors_size(answer.message)
         assert round(payload / 2**20, 4) == mebibytes
         assert payload < len(sent) < 1.001 * payload
 

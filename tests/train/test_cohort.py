@@ -20,9 +20,9 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_round
-from vitfleet.train.cohort_driver import groups
+from vitfleet.train.cohort_driver import group_fits
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective, References, Step, cross_entropy
+from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
 from vitfleet.train.trainer import Trainer
 
 SIZES = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full
@@ -142,7 +142,9 @@ class Follow:
 
     counts: tuple[str, ...] = ("followed",)
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         assert references is not None
         rows = references.gradients
         turned = {
@@ -159,7 +161,7 @@ class Longest:
     k: int
     every: int
 
-    def __call__(self, gradients: Tensors, references: References) -> Tensor:
+    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         lengths = torch.stack([rows.square().flatten(1).sum(1) for rows in references.gradients.values()]).sum(0)
         return lengths.topk(self.k).indices.sort().values
 
@@ -277,7 +279,7 @@ def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_i
 
     def grouped(*wanted: ClientFit, batch: int = 8, compile: bool = False) -> list[list[int]]:
         trainer = make_trainer(batch_size=batch)
-        found = groups(list(enumerate(wanted)), replace(trainer, machine=replace(trainer.machine, compile=compile)))
+        found = group_fits(list(enumerate(wanted)), replace(trainer, machine=replace(trainer.machine, compile=compile)))
         return sorted(sorted(place for place, _ in group) for group in found)
 
     assert grouped(client(40), client(30), client(20)) == [[0, 1, 2]]

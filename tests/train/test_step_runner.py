@@ -19,10 +19,10 @@ from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import Machine, set_up
+from vitfleet.train.machine import Machine, set_up_machine
 from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
 from vitfleet.train.step_runner import CudaGraphRunner, clients_per_step
-from vitfleet.train.surgery import Integrator
+from vitfleet.train.surgery import GradientIntegrator
 from vitfleet.train.trainer import Trainer
 
 
@@ -184,7 +184,7 @@ def test_a_captured_step_serves_memories_that_are_a_little_smaller(
 ) -> None:
     plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(plain, machine=replace(plain.machine, graphs=True), parts_at_once=4)
-    objective = Objective(tiny_net.anatomy.whole, transform=Integrator())
+    objective = Objective(tiny_net.anatomy.whole, transform=GradientIntegrator())
 
     def train(*sizes: tuple[int, ...]) -> int:
         weights = tiny_net.initial_weights()
@@ -248,10 +248,10 @@ def test_what_clients_keep_survives_those_who_train_after_them(
     )
     config = tiny_config(*some, "machine.workers=1", *keys)
     losses = []
-    monkeypatch.setattr(sessions, "memory_of", lambda device: 1 << 30)
+    monkeypatch.setattr(sessions, "gpu_memory_bytes", lambda device: 1 << 30)
     for graphs in (False, True):
-        how = partial(_set_up, set_up, graphs)
-        monkeypatch.setattr(sessions, "set_up", how)
+        how = partial(_set_up, set_up_machine, graphs)
+        monkeypatch.setattr(sessions, "set_up_machine", how)
         run_rounds(open_run(config, tmp_path / str(graphs)), Nobody())
         told = [entry.numbers["loss"] for record in read_records(tmp_path / str(graphs)) for entry in record.clients]
         losses.append(told)

@@ -19,7 +19,7 @@ from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, FitResult, Objective, References, Step, cross_entropy
+from vitfleet.train.objective import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
 from vitfleet.train.optim import learning_rate
 from vitfleet.train.trainer import Trainer
 
@@ -195,7 +195,9 @@ class ScaleTheHead:
     by: float
     counts: tuple[str, ...] = ("turned",)
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         assert references is None
         scaled = {name: one * (self.by if name.startswith("head.") else 0) for name, one in gradients.items()}
         return scaled, {"turned": torch.ones(())}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vitfleet.fleet.base import EvalResult, FleetWrapper, Reply, Request
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import Message, Payload, State
-from vitfleet.wire import Kind, decode, encode
+from vitfleet.wire import PayloadType, decode, encode
 
 # A rank may train for long before it communicates. torchrun ends all ranks when one of them dies.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
@@ -53,8 +53,8 @@ class ProcessGroup:
         return received.numpy().tobytes()
 
     def broadcast_payload(
-        self, kind: type[Kind], payload: Payload | None, device: torch.device, source: int = 0
-    ) -> Kind | None:
+        self, kind: type[PayloadType], payload: Payload | None, device: torch.device, source: int = 0
+    ) -> PayloadType | None:
         """Return the source rank's message or state on every rank, on ``device``; ``None`` if the source has none."""
         data = encode(payload) if payload is not None and self.rank == source else b""
         received = self.broadcast(data, source)

@@ -17,7 +17,7 @@ from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
 from vitfleet.train.cohort_driver import Participant, run_cohort
-from vitfleet.train.machine import limited
+from vitfleet.train.machine import thread_limit
 
 # Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
 SORT_WINDOW = 4
@@ -88,7 +88,7 @@ class InlineFleet:
             sorted(window, key=lambda request: -len(self.shard(request.client, request.task_index)))
             for window in batched(requests, SORT_WINDOW * workers)
         )
-        with limited(threads), ThreadPoolExecutor(workers) as pool:
+        with thread_limit(threads), ThreadPoolExecutor(workers) as pool:
 
             def submit(request: Request) -> Future[tuple[Reply, State | None]]:
                 return pool.submit(self._train_client, threads, request, self._participant(request))

@@ -17,7 +17,7 @@ from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.payloads import RunSpec
 from vitfleet.message import Tensors
 from vitfleet.train.evaluator import Evaluator
-from vitfleet.train.machine import set_up
+from vitfleet.train.machine import set_up_machine
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def set_up_client(
     """Build a client's model, method and trainer, and move its images to the training device."""
     classes = len(run_spec.classes)
     net = build_net(config, classes, run_spec.channels, run_spec.side)
-    machine = set_up(machine_config, net.embed_dim)
+    machine = set_up_machine(machine_config, net.embed_dim)
     stream = client_task_stream(config, classes, client, machine.device)
     class_tasks = stream.class_tasks if stream and config.task_known else None
     components = build_components(config, net, classes, machine, config.num_tasks, class_tasks)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
-from vitfleet.wire import Kind, read, write
+from vitfleet.wire import PayloadType, read_payload, write_payload
 
 
 class ClientStorage:
@@ -36,7 +36,7 @@ class ClientStorage:
         """Write the base message and delete all states: only a new client receives it, and that has no state."""
         for path in self.folder.glob("after-*"):
             path.unlink()
-        write(self._base_path, base)
+        write_payload(self._base_path, base)
 
     def load_state(self, round: int) -> State | None:
         """Return the state after a round; ``None`` if it is missing. An empty state means that none is needed."""
@@ -44,7 +44,7 @@ class ClientStorage:
 
     def save_state(self, round: int, state: State | None, last_round: int | None) -> None:
         """Write the state after a round and delete all others except the one after ``last_round``."""
-        write(self._state_path(round), state or State())
+        write_payload(self._state_path(round), state or State())
         needed = {self._state_path(number) for number in (round, last_round) if number is not None}
         for path in set(self.folder.glob("after-*")) - needed:
             path.unlink()
@@ -56,8 +56,8 @@ class ClientStorage:
     def _state_path(self, round: int) -> Path:
         return self.folder / f"after-{round:06d}.safetensors"
 
-    def _read(self, kind: type[Kind], path: Path) -> Kind | None:
+    def _read(self, kind: type[PayloadType], path: Path) -> PayloadType | None:
         try:
-            return read(kind, path)
+            return read_payload(kind, path)
         except (FileNotFoundError, UserError):  # a damaged file counts as missing: the server sends its content again
             return None

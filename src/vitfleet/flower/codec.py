@@ -21,7 +21,7 @@ from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.wire import assemble, cut
+from vitfleet.wire import decode_chunks, encode_chunks
 
 HEADER = "header"  # the record of everything except tensors
 CHUNK = "chunk"  # the only field of a record that holds a part of a message
@@ -189,7 +189,7 @@ def _evaluation(correct: object, tested: object) -> EvalResult:
 
 
 def _chunks(name: str, message: Message) -> dict[str, ConfigRecord]:
-    return {f"{name}/{number:06d}": ConfigRecord({CHUNK: chunk}) for number, chunk in enumerate(cut(message))}
+    return {f"{name}/{number:06d}": ConfigRecord({CHUNK: chunk}) for number, chunk in enumerate(encode_chunks(message))}
 
 
 def _chunk_keys(content: RecordDict, name: str) -> list[str]:
@@ -209,7 +209,7 @@ def _pop_message(content: RecordDict, name: str, max_bytes: int | None = None) -
     size = sum(len(_chunk(content[key])) for key in keys)
     if max_bytes is not None and size > max_bytes:
         raise RejectedUpdateError(f"its message has {size} bytes; fleet.max_message_mb allows {max_bytes}")
-    return assemble(Message, (_chunk(content.pop(key)) for key in keys), size)
+    return decode_chunks(Message, (_chunk(content.pop(key)) for key in keys), size)
 
 
 def _chunk(record: RecordType) -> bytes:

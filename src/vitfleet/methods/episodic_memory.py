@@ -19,7 +19,7 @@ from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors
 from vitfleet.train.objective import EpisodicMemory, FitResult
-from vitfleet.train.surgery import COUNTS, OBTUSE
+from vitfleet.train.surgery import COUNT_NAMES, OBTUSE
 
 _PREFIX = "memory."
 MOST_STORED = 2**31  # more than any device has: a count that a message says is not believed beyond it
@@ -210,4 +210,4 @@ def counted(fitted: FitResult, prefix: str = "") -> Numbers:
     wrong = int(fitted.observed[OBTUSE]) if OBTUSE in fitted.observed else 0
     if wrong:
         raise ArithmeticError(f"method.check: {wrong} of {fitted.steps} steps went against a reference gradient")
-    return {f"{prefix}{name}": int(fitted.observed[name]) for name in COUNTS if name in fitted.observed}
+    return {f"{prefix}{name}": int(fitted.observed[name]) for name in COUNT_NAMES if name in fitted.observed}

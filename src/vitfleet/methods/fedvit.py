@@ -16,7 +16,7 @@ from vitfleet.methods import episodic_memory
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.surgery import TUNING, Integrator, MostDissimilar, Rotation
+from vitfleet.train.surgery import TUNING_PREFIX, GradientIntegrator, GradientRotation, MostDissimilar
 
 
 class FedVit(SharedBody[FedVitConfig]):
@@ -31,11 +31,11 @@ class FedVit(SharedBody[FedVitConfig]):
         known = episodic_memory.read(own)
         numbers: Numbers = {}
         if own and params.tune_epochs:
-            rotation = Objective(anatomy.body, transform=Rotation(params.check))
+            rotation = Objective(anatomy.body, transform=GradientRotation(params.check))
             before = anatomy.trainable(anatomy.body).take(own)
             tuned = yield Fit(weights, rotation, params.tune_epochs, reference_weights=before)
             weights = {**weights, **tuned.weights}
-            numbers = episodic_memory.counted(tuned, TUNING)
+            numbers = episodic_memory.counted(tuned, TUNING_PREFIX)
         if params.head_epochs:
             headed = yield Fit(weights, Objective(anatomy.head), params.head_epochs)
             weights = {**weights, **headed.weights}
@@ -43,7 +43,7 @@ class FedVit(SharedBody[FedVitConfig]):
         objective = Objective(anatomy.body)
         if memory:
             selector = MostDissimilar(params.k, params.rank_every)
-            objective = Objective(anatomy.body, transform=Integrator(params.check), selector=selector)
+            objective = Objective(anatomy.body, transform=GradientIntegrator(params.check), selector=selector)
         fitted = yield Fit(
             weights, objective, self.context.train.epochs - params.head_epochs, memory=memory, score_samples=True
         )

@@ -20,7 +20,7 @@ from vitfleet.methods.base import ClientJob
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.surgery import Integrator
+from vitfleet.train.surgery import GradientIntegrator
 
 Params = TypeVar("Params", bound=MemoryTable)
 
@@ -31,9 +31,9 @@ class EpisodicMemoryMethod(SharedBody[Params]):
     #: Whether all memories give one reference gradient.
     together: ClassVar[bool]
 
-    def integrator(self) -> Integrator:
+    def integrator(self) -> GradientIntegrator:
         """Return what projects a step's gradient."""
-        return Integrator(self.params.check)
+        return GradientIntegrator(self.params.check)
 
     def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train everything at once, each step projected; store some of the samples."""
@@ -59,9 +59,9 @@ class Gem(EpisodicMemoryMethod[GemConfig]):
     name = "gem"
     together = False
 
-    def integrator(self) -> Integrator:
+    def integrator(self) -> GradientIntegrator:
         """Return the projection with GEM's margin."""
-        return Integrator(self.params.check, self.params.margin)
+        return GradientIntegrator(self.params.check, self.params.margin)
 
 
 class AGem(EpisodicMemoryMethod[AGemConfig]):

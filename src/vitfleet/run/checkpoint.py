@@ -27,7 +27,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import sync_folder, write_atomically, write_durably
 from vitfleet.message import State
 from vitfleet.packing import pack_tensors
-from vitfleet.wire import numbers_of, read, write
+from vitfleet.wire import parse_numbers, read_payload, write_payload
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -106,7 +106,7 @@ class Checkpoints:
     def read(self, name: str) -> State:
         """Read one of a checkpoint's states."""
         try:
-            return read(State, self.folder / name)
+            return read_payload(State, self.folder / name)
         except (UserError, FileNotFoundError) as error:
             raise UserError(f"{self.folder / name}: cannot be read ({error}); the run cannot go on") from None
 
@@ -165,7 +165,7 @@ class Checkpoints:
         if leaving is not None:
             files = leaving.on_host(files)
         for name in list(files):
-            write(self.folder / name, files.pop(name), write_durably)
+            write_payload(self.folder / name, files.pop(name), write_durably)
         sync_folder(self.folder)
         write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
         before, self.latest = self.latest, manifest
@@ -189,7 +189,7 @@ class Checkpoints:
     def _map(self, name: str) -> State:
         path = self.folder / name
         with safe_open(path, "pt") as file:
-            numbers = numbers_of(file.metadata())
+            numbers = parse_numbers(file.metadata())
         return State(load_file(path), numbers)
 
     def _sweep(self) -> None:

@@ -37,10 +37,10 @@ from vitfleet.run.evaluation import FleetEvaluator
 from vitfleet.run.folder import identity
 from vitfleet.run.records import ClientCosts, TaskRecord, clock_after, read_records
 from vitfleet.run.round_plan import ClientPlan, InFlight, RoundPlanner, apply_staleness, virtual_fleet
-from vitfleet.train.cohort_driver import SERVER, run_participant
+from vitfleet.train.cohort_driver import SERVER_CLIENT, run_participant
 from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, memory_of, resolved, set_up
-from vitfleet.train.memory_budget import rough_bytes
+from vitfleet.train.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
+from vitfleet.train.memory_budget import estimate_client_bytes
 from vitfleet.train.trainer import Trainer
 from vitfleet.wire import encode
 
@@ -110,7 +110,10 @@ class RunContext:
             return replace(server, tensors=refined.tensors, numbers=refined.numbers)
         nobody = Shard(self.data.train, torch.empty(0, dtype=torch.long, device=self.machine.device))
         refined = run_participant(
-            self.method.server_update(server, round), self.trainer, nobody, RngContext(self.config.seed, round, SERVER)
+            self.method.server_update(server, round),
+            self.trainer,
+            nobody,
+            RngContext(self.config.seed, round, SERVER_CLIENT),
         )
         if self.processes.size > 1:
             self.processes.broadcast(encode(refined))
@@ -216,7 +219,7 @@ def open_run(
     if grid is None:
         stored = checkpoints.client
         # With several ranks each would keep all clients' states, not only those of its own.
-        near = memory_of(machine.device) // NEAR if processes.size == 1 else 0
+        near = gpu_memory_bytes(machine.device) // NEAR if processes.size == 1 else 0
         runtime = ClientRuntime(method, trainer, config.seed, evaluator.evaluate_clients)
         inline = InlineFleet(runtime, shard, base.tensors, stored, near)
         fleet = inline if processes.size == 1 else DistributedFleet(inline, processes)
@@ -273,9 +276,9 @@ def _machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up; a run that goes on computes as it began, whatever this shell or machine would choose."""
     path = folder / "machine.json"
     if path.exists():
-        return set_up(MachineConfig.model_validate_json(path.read_text()), net.embed_dim)
-    machine = set_up(config.machine, net.embed_dim, rough_bytes(net, config.train))
-    write_atomically(path, resolved(config.machine, machine).model_dump_json(indent=2).encode())
+        return set_up_machine(MachineConfig.model_validate_json(path.read_text()), net.embed_dim)
+    machine = set_up_machine(config.machine, net.embed_dim, estimate_client_bytes(net, config.train))
+    write_atomically(path, resolve_machine_config(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 
 

@@ -26,7 +26,7 @@ from vitfleet.message import State, to_device
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import TaskRecord, read_records
-from vitfleet.train.surgery import COUNTS, TUNING
+from vitfleet.train.surgery import COUNT_NAMES, TUNING_PREFIX
 
 Floats = NDArray[np.float64]
 Rows = list[list[float | None]]
@@ -136,7 +136,7 @@ def summary(folder: Path, config: Config) -> dict[str, Any] | None:
         if record.task:
             learned.append(record.task)
         for client in record.clients:
-            for name in (*COUNTS, *(f"{TUNING}{name}" for name in COUNTS)):
+            for name in (*COUNT_NAMES, *(f"{TUNING_PREFIX}{name}" for name in COUNT_NAMES)):
                 count = client.numbers.get(name)
                 if isinstance(count, int):
                     counted[name] = counted.get(name, 0) + count

@@ -22,7 +22,7 @@ from vitfleet.run.records import Accuracy, ClientRecord, LineFile, RoundRecord, 
 from vitfleet.run.round_plan import ClientPlan, InFlight
 from vitfleet.run.trackers import Trackers
 from vitfleet.train.optim import learning_rate
-from vitfleet.wire import lay_out
+from vitfleet.wire import safetensors_chunks
 
 
 class Listener(Protocol):
@@ -232,4 +232,4 @@ def _save_model(context: RunContext) -> None:
         "normalisation": {"mean": context.net.mean, "std": context.net.std},
     }
     tensors = {name: weights[name] for name in context.net.anatomy.shapes}
-    write_atomically(context.folder / "model.safetensors", lay_out(tensors, {"vitfleet": json.dumps(about)}))
+    write_atomically(context.folder / "model.safetensors", safetensors_chunks(tensors, {"vitfleet": json.dumps(about)}))

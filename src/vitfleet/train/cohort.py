@@ -19,7 +19,7 @@ from vitfleet.message import Tensors
 from vitfleet.packing import pack_tensors
 from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.train.engine import StepEngine
-from vitfleet.train.objective import FitResult, References, Step, mask_other_tasks
+from vitfleet.train.objective import FitResult, ReferenceGradients, Step, mask_other_tasks
 from vitfleet.train.optim import Optimizer
 from vitfleet.train.stack import lift, unpad
 
@@ -169,11 +169,11 @@ class Cohort:
 
     def _turn(self, gradients: Tensors, rows: Tensors | None, present: Tensor | None, step: Step) -> Any:
         assert self.objective.transform is not None
-        references = None if rows is None or present is None else References(rows, present)
+        references = None if rows is None or present is None else ReferenceGradients(rows, present)
         return self.objective.transform(gradients, references, step)
 
-    def _references(self, gradients: Tensors, batch: Batch, epoch: Tensor, refresh: bool) -> References | None:
-        found: list[References] = []
+    def _references(self, gradients: Tensors, batch: Batch, epoch: Tensor, refresh: bool) -> ReferenceGradients | None:
+        found: list[ReferenceGradients] = []
         memory = self.given.memory.tensors
         if memory and memory["sample_weight"].shape[-2]:
             found.append(self._recall(gradients, refresh))
@@ -182,14 +182,14 @@ class Cohort:
             losses = lift(self.objective.loss, self.many, self.given.constants)(step)
             axis = 1 if self.many else 0
             rows = {name: one.unsqueeze(axis) for name, one in _gradients(losses, self.reference_weights).items()}
-            found.append(References(rows, torch.ones_like(self.loss, dtype=torch.bool).unsqueeze(-1)))
+            found.append(ReferenceGradients(rows, torch.ones_like(self.loss, dtype=torch.bool).unsqueeze(-1)))
         if len(found) < 2:
             return found[0] if found else None
         axis = 1 if self.many else 0
         together = _put_together([one.gradients for one in found], axis)
-        return References(together, torch.cat([one.present for one in found], dim=-1))
+        return ReferenceGradients(together, torch.cat([one.present for one in found], dim=-1))
 
-    def _recall(self, gradients: Tensors, refresh: bool) -> References:
+    def _recall(self, gradients: Tensors, refresh: bool) -> ReferenceGradients:
         """Return the gradients of the memory's parts, or of the chosen ones, at the current weights."""
         selector, memory = self.objective.selector, self.given.memory.tensors
         widths = self.given.widths
@@ -200,7 +200,7 @@ class Cohort:
         everything = self._remember(memory, widths)
 
         def choose(own: Tensors, rows: Tensors, present: Tensor) -> Tensor:
-            return selector(own, References(rows, present))
+            return selector(own, ReferenceGradients(rows, present))
 
         choice = torch.vmap(choose) if self.many else choose
         with torch.no_grad():
@@ -209,9 +209,9 @@ class Cohort:
             chosen = {name: take(one, 0, places) for name, one in memory.items()}
             torch._foreach_copy_(list(self.chosen.values()), list(chosen.values()))
             rows = {name: take(one, 0, places) for name, one in everything.gradients.items()}
-            return References(rows, take(everything.present, 0, places))
+            return ReferenceGradients(rows, take(everything.present, 0, places))
 
-    def _remember(self, memory: Tensors, widths: tuple[int, ...]) -> References:
+    def _remember(self, memory: Tensors, widths: tuple[int, ...]) -> ReferenceGradients:
         """Return the gradient of each part of a memory; several parts of a width at once, on the axis of clients."""
         axis = 1 if self.many else 0
         most = self.engine.parts_at_once if self.engine.net.stackable else 1
@@ -226,7 +226,7 @@ class Cohort:
             start += count
         # Of one piece, there is nothing to put together: they are hundreds of megabytes.
         together = rows[0] if len(rows) == 1 else _put_together(rows, axis)
-        return References(together, memory["sample_weight"].sum(dim=-1) > 0)
+        return ReferenceGradients(together, memory["sample_weight"].sum(dim=-1) > 0)
 
     def _gradients_of_parts(self, memory: Tensors, axis: int) -> dict[str, Tensor]:
         parts = memory["sample_weight"].shape[axis]

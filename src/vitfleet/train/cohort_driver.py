@@ -12,7 +12,7 @@ from vitfleet.train.objective import Fit, FitResult
 from vitfleet.train.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
-SERVER = -2  # the server's place among the clients, for what it draws itself
+SERVER_CLIENT = -2  # the server's place among the clients, for what it draws itself
 # Where the model is compiled, a step is computed for all of a group: there a client joins if it has at least this share
 # of the largest one's steps an epoch (the rest is padding), or lacks no more than a few.
 ALIKE = 0.5
@@ -52,7 +52,7 @@ def run_cohort(halves: Sequence[Participant[Outcome]], trainer: Trainer) -> list
     while waiting:
         wanted = [(place, ClientFit(fit, halves[place].shard, halves[place].place)) for place, fit in waiting.items()]
         waiting.clear()
-        for group in groups(wanted, trainer):
+        for group in group_fits(wanted, trainer):
             found = trainer.fit_together([one for _, one in group])
             for (place, one), fitted in zip(group, found, strict=True):
                 # Later trainings of the same round draw from later epochs: no two share their numbers.
@@ -65,7 +65,7 @@ def run_cohort(halves: Sequence[Participant[Outcome]], trainer: Trainer) -> list
 Numbered = tuple[int, ClientFit]
 
 
-def groups(wanted: Sequence[Numbered], trainer: Trainer) -> Iterator[list[Numbered]]:
+def group_fits(wanted: Sequence[Numbered], trainer: Trainer) -> Iterator[list[Numbered]]:
     """Put those together that can be trained together."""
     left = sorted(wanted, key=lambda one: -len(one[1]))
     while left:

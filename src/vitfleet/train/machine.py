@@ -53,7 +53,7 @@ class Machine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
-def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
     """Prepare this process as the configuration says and return its machine.
 
     Parameters
@@ -91,7 +91,7 @@ def set_up(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Mach
     )
 
 
-def resolved(config: MachineConfig, machine: Machine) -> MachineConfig:
+def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineConfig:
     """Return the configuration with what was left to the machine filled in, so that a resumed run computes alike."""
     precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
     return config.model_copy(
@@ -113,7 +113,7 @@ def _workers(client_bytes: int) -> int:
 
 
 @contextmanager
-def limited(threads: int) -> Iterator[None]:
+def thread_limit(threads: int) -> Iterator[None]:
     """Compute with so many threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ def _cpu_has_bf16() -> bool:
     return any(ask is not None and bool(ask()) for ask in asks)
 
 
-def memory_of(device: torch.device) -> int:
+def gpu_memory_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU's own memory; 0 for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 

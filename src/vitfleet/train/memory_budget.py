@@ -51,7 +51,7 @@ def _bytes(device: torch.device, what: str, when: str) -> int:
     return int(stats[what]["all"][when]) if stats else 0
 
 
-def rough_bytes(net: Net, train: TrainConfig) -> int:
+def estimate_client_bytes(net: Net, train: TrainConfig) -> int:
     """Return what a client's training takes if all of the model trains, roughly (`run.memory` knows it better)."""
     anatomy = net.anatomy
     numbers = (

@@ -55,7 +55,7 @@ Loss: TypeAlias = Callable[[Step], Tensor]
 
 
 @dataclass(frozen=True)
-class References:
+class ReferenceGradients:
     """Gradients that a step's transform sees besides the step's own, one a row.
 
     Attributes
@@ -70,7 +70,7 @@ class References:
     present: Tensor
 
 
-class Transform(Protocol):
+class GradientTransform(Protocol):
     """Turns a step's gradients into those that are applied.
 
     Written for one client, as tensor operations without a look at their values, so that it can be lifted over many.
@@ -81,7 +81,9 @@ class Transform(Protocol):
         """Names of what it counts; each becomes a scalar in what was observed, summed over the steps."""
         ...
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         """Return the gradients to apply, and this step's counts."""
         ...
 
@@ -99,7 +101,7 @@ class ReferenceSelector(Protocol):
         """How many steps of an epoch a choice serves."""
         ...
 
-    def __call__(self, gradients: Tensors, references: References) -> Tensor:
+    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         """Return the places of the chosen ``k`` references, given the gradients of all of them."""
         ...
 
@@ -187,7 +189,7 @@ class Objective:
 
     trainable: Selection
     loss: Loss = cross_entropy
-    transform: Transform | None = None
+    transform: GradientTransform | None = None
     selector: ReferenceSelector | None = None
     observer: Observer | None = None
     depth: int | None = None

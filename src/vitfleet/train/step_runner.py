@@ -38,7 +38,7 @@ class StepRunner(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """What tells one captured step from another.
 
     Attributes
@@ -53,13 +53,13 @@ class Kind:
     clients: int
 
 
-def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[Kind]:
+def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
     """Return the kind of each of an epoch's steps."""
     selector = cohort.objective.selector
     clients = clients_per_step(epoch_batches.active_clients, captured, cohort.engine.compiled)
     return [
         # Counted within the epoch, so that company changes nothing.
-        Kind(selector is None or step % selector.every == 0, count)
+        StepKind(selector is None or step % selector.every == 0, count)
         for step, count in enumerate(clients)
     ]
 
@@ -133,7 +133,7 @@ class CudaGraphRunner:
         device = cohort.engine.machine.device
         self.cursor = torch.zeros(1, dtype=torch.long, device=device)
         self.now = torch.zeros((), dtype=torch.long, device=device)
-        self.captured: dict[Kind, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
     def epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
         """Take an epoch's steps; the first of its kind as it is, which warms up what a capture must find warm."""
@@ -157,7 +157,7 @@ class CudaGraphRunner:
             table[: len(some)].copy_(some)
         self.cursor.zero_()
 
-    def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # A graph that nobody needs any more must not be taken apart by a garbage collection in the middle of this.
         collecting = gc.isenabled()
@@ -190,7 +190,7 @@ class CudaGraphRunner:
             and cohort.given.covers(given)
         )
 
-    def _warm_up(self, kind: Kind) -> None:
+    def _warm_up(self, kind: StepKind) -> None:
         """Take a step on a stream of its own, as a capture does."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -198,7 +198,7 @@ class CudaGraphRunner:
             self._step(kind)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _step(self, kind: Kind) -> None:
+    def _step(self, kind: StepKind) -> None:
         batch = self.tables.map(lambda table: table.index_select(0, self.cursor).squeeze(0))
         if self.cohort.many:
             batch = batch.map(lambda one: one[: kind.clients])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.train.objective import References, Step
+from vitfleet.train.objective import ReferenceGradients, Step
 
 # Everything below is on rows of unit length: these are sines and cosines.
 VIOLATED = 1e-10  # a constraint is taken up when it is broken by more than this
@@ -31,9 +31,9 @@ DEPENDENT = 1e-12  # a row whose squared distance from the span of those taken u
 SOLVED = 1e-8  # what counts as solved
 VANISHED = 1e-7  # a turned gradient this much shorter than g is all rounding: it is none
 ACUTE = -1e-6  # the least cosine that the check lets pass
-PIECE = 8192  # numbers of a gradient that are multiplied at once; see in_pieces
-COUNTS = ("integrated", "rotated", "degenerate", "unsolved")  # steps, of what is told here: see Turned
-TUNING = "tuning_"  # what the same counts are called by where it is the fine tuning that is meant
+CHUNK = 8192  # numbers of a gradient that are multiplied at once; see in_pieces
+COUNT_NAMES = ("integrated", "rotated", "degenerate", "unsolved")  # steps, of what is told here: see Turned
+TUNING_PREFIX = "tuning_"  # what the same counts are called by where it is the fine tuning that is meant
 OBTUSE = "obtuse"  # and those that the check, where it is on, found wrong
 
 
@@ -56,7 +56,7 @@ class Solution:
     dependent: Tensor
 
 
-def solve(gram: Tensor, slack: Tensor, size: Tensor) -> Solution:
+def solve_dual(gram: Tensor, slack: Tensor, size: Tensor) -> Solution:
     """Minimise ½ vᵀ gram v + slackᵀ v over v ≥ 0, in float64.
 
     Lawson and Hanson's active-set method, kept as a dictionary: with w = gram·v + slack, those constraints that are
@@ -133,7 +133,7 @@ def _exchange(table: Tensor, chosen: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turned:
+class ProjectedGradient:
     """A gradient after surgery, and what there is to say of it (0 or 1 each, as float32 scalars).
 
     Attributes
@@ -153,7 +153,9 @@ class Turned:
     unsolved: Tensor
 
 
-def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float = 0.0) -> Turned:
+def project_gradient(
+    gradients: Tensors, references: Tensors, present: Tensor, margin: float = 0.0
+) -> ProjectedGradient:
     """Return the gradient nearest to the given one that goes against none of the references.
 
     Where nothing of it is left (every direction is forbidden), it is zero; a reference that is absent or zero forbids
@@ -166,25 +168,25 @@ def turn(gradients: Tensors, references: Tensors, present: Tensor, margin: float
     margin
         GEM's γ: the least of every multiplier, once any constraint is broken.
     """
-    own, rows = in_pieces({name: one[None] for name, one in gradients.items()}), in_pieces(references, gradients)
-    gram, slack, size = products(own, rows)
+    own, rows = to_chunks({name: one[None] for name, one in gradients.items()}), to_chunks(references, gradients)
+    gram, slack, size = inner_products(own, rows)
     here = present.to(torch.float64)
     gram, slack = gram * here[:, None] * here[None, :], slack * here
     lengths = gram.diagonal().clamp(min=0).sqrt()
     broken = (slack < -VIOLATED * lengths * size.sqrt()).any()
     least = margin * (lengths > 0).to(torch.float64)
     # v = least + u with u ≥ 0: the same problem, moved.
-    solution = solve(gram, slack + gram @ least, size)
+    solution = solve_dual(gram, slack + gram @ least, size)
     v = torch.where(broken, solution.v + least, torch.zeros_like(least))
     left = size + 2 * (v @ slack) + v @ gram @ v
     vanished = broken & (left <= VANISHED**2 * size)
     moved = torch.where(broken, torch.where(vanished, 0, own + v[None, None, :] @ rows), own)
-    applied = out_of_pieces(moved, gradients)
+    applied = from_chunks(moved, gradients)
     odd = (present & (lengths == 0)).any() | (size == 0) | (broken & solution.dependent) | vanished
-    return Turned(applied, broken.float(), odd.float(), (broken & ~solution.solved).float())
+    return ProjectedGradient(applied, broken.float(), odd.float(), (broken & ~solution.solved).float())
 
 
-def in_pieces(rows: Tensors, names: Iterable[str] | None = None) -> Tensor:
+def to_chunks(rows: Tensors, names: Iterable[str] | None = None) -> Tensor:
     """Return the numbers of some gradients, ``[k, …]`` each, as ``[pieces, k, PIECE]`` in float64, zeros at the end.
 
     In float64: what a GPU does to float32 products (TF32) would spoil the angles. In pieces: few rows of millions of
@@ -192,34 +194,34 @@ def in_pieces(rows: Tensors, names: Iterable[str] | None = None) -> Tensor:
     is multiplied on its own, and the products are summed.
     """
     flat = [rows[name].flatten(1) for name in (rows if names is None else names)]
-    missing = -sum(one.shape[1] for one in flat) % PIECE
+    missing = -sum(one.shape[1] for one in flat) % CHUNK
     together = torch.cat([*flat, flat[0].new_zeros(flat[0].shape[0], missing)], dim=1)
-    return together.reshape(together.shape[0], -1, PIECE).transpose(0, 1).contiguous().double()
+    return together.reshape(together.shape[0], -1, CHUNK).transpose(0, 1).contiguous().double()
 
 
-def out_of_pieces(pieces: Tensor, like: Tensors) -> dict[str, Tensor]:
+def from_chunks(pieces: Tensor, like: Tensors) -> dict[str, Tensor]:
     """Return a single gradient, ``[pieces, 1, PIECE]``, in the shapes that it came in."""
     sizes = [one.numel() for one in like.values()]
     parts = torch.split(pieces.flatten()[: sum(sizes)], sizes)
     return {name: part.reshape(one.shape).to(one.dtype) for (name, one), part in zip(like.items(), parts, strict=True)}
 
 
-def products(own: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def inner_products(own: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the inner products of the references, those with the gradient, and its squared length, in float64."""
     gram, slack = (rows @ rows.mT).sum(0), (rows @ own.mT).sum(0).squeeze(-1)
     return gram, slack, (own * own).sum()
 
 
-def obtuse(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
+def has_obtuse_angle(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
     """Return whether the angle to some reference is obtuse, its cosine below −1e-6: 0 or 1, a float32 scalar."""
-    own = in_pieces({name: one[None] for name, one in gradients.items()})
-    gram, slack, size = products(own, in_pieces(references, gradients))
+    own = to_chunks({name: one[None] for name, one in gradients.items()})
+    gram, slack, size = inner_products(own, to_chunks(references, gradients))
     lengths = (gram.diagonal() * size).sqrt()
     return (present & (slack < ACUTE * lengths)).any().float()
 
 
 @dataclass(frozen=True)
-class Integrator:
+class GradientIntegrator:
     """The gradient integrator as a transform: the step's gradient, turned away from none of its references.
 
     Attributes
@@ -236,17 +238,21 @@ class Integrator:
     @property
     def counts(self) -> tuple[str, ...]:
         """Steps with references, and those that were rotated, out of the ordinary, not solved (and found obtuse)."""
-        return (*COUNTS, OBTUSE) if self.check else COUNTS
+        return (*COUNT_NAMES, OBTUSE) if self.check else COUNT_NAMES
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         """Return the turned gradient; without references, the gradient."""
         if references is None:
             return gradients, dict.fromkeys(self.counts, step.sample_weight.new_zeros(()))
-        return _judged(turn(gradients, references.gradients, references.present, self.margin), references, self.check)
+        return _judged(
+            project_gradient(gradients, references.gradients, references.present, self.margin), references, self.check
+        )
 
 
 @dataclass(frozen=True)
-class Rotation:
+class GradientRotation:
     """FedViT's fine tuning after an aggregation: the gradient before it, turned to an acute angle with that after it.
 
     The weights that train are the aggregated ones; the last reference is the gradient of the same batch at the
@@ -258,22 +264,24 @@ class Rotation:
     @property
     def counts(self) -> tuple[str, ...]:
         """The same as the integrator's."""
-        return (*COUNTS, OBTUSE) if self.check else COUNTS
+        return (*COUNT_NAMES, OBTUSE) if self.check else COUNT_NAMES
 
-    def __call__(self, gradients: Tensors, references: References | None, step: Step) -> tuple[Tensors, Tensors]:
+    def __call__(
+        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
+    ) -> tuple[Tensors, Tensors]:
         """Return the gradient before aggregation, rotated."""
         assert references is not None
         before = {name: rows[-1] for name, rows in references.gradients.items()}
         after = {name: own[None] for name, own in gradients.items()}
         present = torch.ones_like(references.present[-1:])
-        return _judged(turn(before, after, present), References(after, present), self.check)
+        return _judged(project_gradient(before, after, present), ReferenceGradients(after, present), self.check)
 
 
-def _judged(turned: Turned, references: References, check: bool) -> tuple[Tensors, Tensors]:
+def _judged(turned: ProjectedGradient, references: ReferenceGradients, check: bool) -> tuple[Tensors, Tensors]:
     told = references.present.any().float(), turned.rotated, turned.degenerate, turned.unsolved
-    counts = dict(zip(COUNTS, told, strict=True))
+    counts = dict(zip(COUNT_NAMES, told, strict=True))
     if check:
-        counts[OBTUSE] = obtuse(turned.gradients, references.gradients, references.present)
+        counts[OBTUSE] = has_obtuse_angle(turned.gradients, references.gradients, references.present)
     return turned.gradients, counts
 
 
@@ -292,14 +300,14 @@ class MostDissimilar:
     k: int
     every: int = 1
 
-    def __call__(self, gradients: Tensors, references: References) -> Tensor:
+    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         """Return the places of the chosen ones, in ascending order; absent ones come last."""
-        distances = distances_to(gradients, references.gradients)
+        distances = wasserstein_distances(gradients, references.gradients)
         ranked = torch.where(references.present, distances, -1)
         return ranked.topk(self.k).indices.sort().values
 
 
-def distances_to(gradients: Tensors, references: Tensors) -> Tensor:
+def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
     """Return the 1-D Wasserstein distance of a gradient, as a sample of numbers, to each reference, ``[references]``.
 
     Of two samples of equal size it is the mean of |sort(a) − sort(b)|. One reference is sorted at a time, so that what
