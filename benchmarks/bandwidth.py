@@ -20,7 +20,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from vitfleet.config.schema import Config, ModelConfig, SynchronousSchedule
+from vitfleet.config.fleet import SynchronousSchedule
+from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
 from vitfleet.costs.virtual_clock import close_round

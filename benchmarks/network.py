@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vitfleet.config.schema import DeviceName
+from vitfleet.config.fleet import DeviceName
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.flower.processes import stop
 from vitfleet.run.records import read_records

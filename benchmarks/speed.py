@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.config.methods import EftVitConfig, FedAvgConfig
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.eftvit import EftVit
-from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.eftvit import EftVit, EftVitParams
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.train.cohort_driver import Participant, run_cohort
@@ -51,7 +50,7 @@ class Task:
     """What is trained: a method, a model, images."""
 
     name: str
-    method: Method[FedAvgConfig] | Method[EftVitConfig]
+    method: Method[FedAvgParams] | Method[EftVitParams]
     net: Net
     train: TrainConfig
     images: ImageSet
@@ -69,7 +68,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     net = build(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
     context = MethodContext.of(net, train, 10, SEED, classes, machine.device)
-    method = EftVit(EftVitConfig(), context) if eftvit else FedAvg(FedAvgConfig(), context)
+    method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)
     pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)
     return Task(name, method, net, train, ImageSet(pixels, labels), machine)

@@ -381,7 +381,7 @@ def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> N
 def test_a_run_that_never_got_under_way_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     if find_spec("wandb") is not None:
         pytest.skip("wandb is installed here")
-    done = vitfleet(tmp_path, "run", "digits", "-o", "machine.trackers=wandb", "-o", "rounds=1", "--out", "mine")
+    done = vitfleet(tmp_path, "run", "digits", "-o", "trackers.wandb={}", "-o", "rounds=1", "--out", "mine")
     assert done.returncode == 2
-    assert "machine.trackers = 'wandb': is not installed; pip install 'vitfleet[wandb]'" in done.stderr
+    assert "trackers = 'wandb': is not installed; pip install 'vitfleet[wandb]'" in done.stderr
     assert list(tmp_path.iterdir()) == []

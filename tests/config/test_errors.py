@@ -69,7 +69,7 @@ def test_the_error_knows_its_key() -> None:
         ("data.augment.flipp=true", "did you mean data.augment.flip?"),
         ("data.partition.betta=1", "did you mean data.partition.beta?"),
         ("train.zzzzzz=1", "batch_size"),
-        ("a.b.c=1", "the top level knows"),
+        ("a.b.c=1", "the top level has the keys"),
     ],
 )
 def test_an_unknown_key_gets_a_suggestion(override: str, suggestion: str) -> None:

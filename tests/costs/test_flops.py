@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MakeConfig
+from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.costs.flops import Flops, client_flops, typical_client
-from vitfleet.methods import MethodContext, adapt, make_method
-from vitfleet.methods.registry import METHODS
+from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build
 from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_round
@@ -35,7 +35,7 @@ def layer(tokens: int) -> int:
 def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
+        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
     return client_flops(make_method(params, context), net, mask_ratio)
 
@@ -91,7 +91,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
 )
 def test_other_families_are_counted_too(name: str, model: str) -> None:
     params = Config.model_validate({"method": {"name": name}}).method
-    net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt, params))
+    net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
     flops = client_flops(make_method(params, context), net, 0.0)
     assert 0 < flops.forward <= flops.training
@@ -109,14 +109,14 @@ def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -
     table = {"name": "eftvit", "local_layers": layers, "train_embedding": False}
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
+        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
     assert net.anatomy.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
         millions, rel=0.005
     )
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", sorted(METHODS.names()))
 def test_a_rehearsal_asks_and_sends_as_the_client_does(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"], "fedbfpt": ["method.local_layers=2"]}
     of_tasks = ["data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}", "rounds=5"]

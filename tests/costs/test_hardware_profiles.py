@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from vitfleet.config.schema import DeviceName
+from vitfleet.config.fleet import DeviceName
 from vitfleet.costs.hardware_profiles import GIB, HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
 
 PAPER: dict[DeviceName, int] = {"agx": 2, "tx2": 2, "nx": 8, "nano": 8}

@@ -10,7 +10,7 @@ import torch
 from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import AllocationTracker, MemoryUsage, round_memory
-from vitfleet.methods import MethodContext, adapt, make_method
+from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build
 
 FLOAT = 4
@@ -34,7 +34,7 @@ def memory_of(
     if table["name"] in {"gem", "a-gem", "fedvit"}:
         tree["data"] = {"tasks": {"count": 5, "classes": 2, "per_client": [2, 2]}}
     config = Config.model_validate(tree)
-    net = build(MODEL, 10, 3, 32, 0, partial(adapt, config.method))
+    net = build(MODEL, 10, 3, 32, 0, partial(adapt_model, config.method))
     context = MethodContext.of(net, config.train, 10, 0, 10, torch.device("cpu"), config.num_tasks)
     cost_model = CostModel(make_method(config.method, context), net, config.train)
     task_index, client_metrics = (0, None) if stored is None else (len(stored), {"stored": stored})

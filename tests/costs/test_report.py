@@ -4,16 +4,16 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
+from vitfleet.config.registry import METHODS
 from vitfleet.costs.report import KNOWN_IMAGES, cost_reports
 from vitfleet.data.sources import KNOWN
 from vitfleet.errors import UserError
-from vitfleet.methods.registry import METHODS
 
 
 def test_every_method_that_suits_the_model_is_costed_the_own_one_first() -> None:
     sheets = list(cost_reports(load_config("digits", ["method.name=fed-head"])))
     # FEDBFPT wants six layers by default, the digits' model has four; some methods want tasks.
-    assert {sheet.method for sheet in sheets} == set(METHODS) - {"fedbfpt", "gem", "a-gem", "fedvit"}
+    assert {sheet.method for sheet in sheets} == set(METHODS.names()) - {"fedbfpt", "gem", "a-gem", "fedvit"}
     assert sheets[0].method == "fed-head"
     costs = {sheet.method: sheet for sheet in sheets}
     assert costs["fed-full"].train_ratio_to_full == 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vitfleet.config.schema import DeadlineSchedule, OverSelectionSchedule, SynchronousSchedule
+from vitfleet.config.fleet import DeadlineSchedule, OverSelectionSchedule, SynchronousSchedule
 from vitfleet.costs.virtual_clock import ClientInFlight, close_round, land
 
 SECONDS = {0: 5.0, 1: 1.0, 2: 9.0, 3: 2.0}

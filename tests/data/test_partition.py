@@ -10,27 +10,27 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from vitfleet.config.schema import (
-    ClassesPartition,
-    DirichletPartition,
-    IidPartition,
-    PartitionConfig,
-    ShardsPartition,
-    SourcePartition,
-)
+from vitfleet.config.base import PartitionParams
 from vitfleet.data.partition import (
     ClientIndices,
     Partition,
     assign_by_shares,
-    dirichlet_shares,
     make_partition,
     training_shares,
+)
+from vitfleet.data.partitioners import (
+    ClassesPartition,
+    DirichletPartition,
+    IidPartition,
+    ShardsPartition,
+    SourcePartition,
+    dirichlet_shares,
 )
 from vitfleet.errors import ConfigError
 
 Ints = NDArray[np.int64]
 
-LABEL_KINDS: list[PartitionConfig] = [
+LABEL_KINDS: list[PartitionParams] = [
     IidPartition(),
     IidPartition(imbalance=1.5),
     DirichletPartition(beta=0.3),
@@ -66,7 +66,7 @@ def dealt_once(deal: ClientIndices, clients: int, samples: int) -> bool:
     test=st.integers(1, 100),
 )
 def test_every_image_is_dealt_exactly_once(
-    config: PartitionConfig, data_seed: int, seed: int, clients: int, classes: int, train: int, test: int
+    config: PartitionParams, data_seed: int, seed: int, clients: int, classes: int, train: int, test: int
 ) -> None:
     train_labels, test_labels = random_labels(data_seed, train, classes), random_labels(seed, test, classes)
     if isinstance(config, ClassesPartition):
@@ -87,7 +87,7 @@ def test_every_image_is_dealt_exactly_once(
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_the_seed_decides_and_nothing_else(config: PartitionConfig, seed: int) -> None:
+def test_the_seed_decides_and_nothing_else(config: PartitionParams, seed: int) -> None:
     def fingerprint(seed: int) -> str:
         return make_partition(config, 12, seed, balanced(300, 8), balanced(60, 8), 8).fingerprint()
 
@@ -98,7 +98,7 @@ def test_the_seed_decides_and_nothing_else(config: PartitionConfig, seed: int) -
 
 
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
-def test_ten_thousand_clients(config: PartitionConfig) -> None:
+def test_ten_thousand_clients(config: PartitionParams) -> None:
     partition = make_partition(config, 10_000, 3, balanced(60_000, 10), balanced(10_000, 10), 10)
     assert partition.class_counts.shape == (10_000, 10)
     assert partition.train.is_exact_cover()
@@ -109,7 +109,7 @@ def test_ten_thousand_clients(config: PartitionConfig) -> None:
 
 
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
-def test_no_test_image_of_a_class_the_client_never_trained_on(config: PartitionConfig) -> None:
+def test_no_test_image_of_a_class_the_client_never_trained_on(config: PartitionParams) -> None:
     test_labels = balanced(5000, 10)
     partition = make_partition(config, 20, 5, balanced(2000, 10), test_labels, 10)
     held = partition.test.class_counts(test_labels, 10)
@@ -403,14 +403,14 @@ def test_without_test_sources_the_shares_decide() -> None:
     ],
     ids=str,
 )
-def test_infeasible_names_the_key_and_the_range(config: PartitionConfig, clients: int, key: str, says: str) -> None:
+def test_infeasible_names_the_key_and_the_range(config: PartitionParams, clients: int, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         make_partition(config, clients, 0, balanced(100, 10), balanced(10, 10), 10)
     assert caught.value.key == key
 
 
 @pytest.mark.parametrize("config", [DirichletPartition(min_samples=10), ClassesPartition(per_client=1)], ids=str)
-def test_the_edge_of_the_range_works(config: PartitionConfig) -> None:
+def test_the_edge_of_the_range_works(config: PartitionParams) -> None:
     partition = make_partition(config, 10, 0, balanced(100, 10), balanced(10, 10), 10)
     assert partition.train.sizes().tolist() == [10] * 10
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitfleet.config.schema import DirichletPartition, FilePartition
+from vitfleet.config.registry import PARTITIONS
 from vitfleet.data.client_indices import ClientIndices, Partition
 from vitfleet.data.partition import make_partition
 from vitfleet.data.partition_io import load_partition, save_partition
+from vitfleet.data.partitioners import FilePartition
 from vitfleet.errors import ConfigError, DataError
 
-CONFIG = DirichletPartition(beta=0.05)
+CONFIG = PARTITIONS.make_params("dirichlet", beta=0.05)
 TRAIN = np.arange(200, dtype=np.int64) % 5
 TEST = np.arange(50, dtype=np.int64) % 5
 NAMES = ("ant", "bee", "crow", "dög", "elk")

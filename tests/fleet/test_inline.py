@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
-from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
 from vitfleet.fleet.base import ClientTask, EvalResult, Fleet, FleetWrapper, Reply, Request, in_request_order
 from vitfleet.fleet.inline import compact
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
-from vitfleet.methods.fedavg import FedAvg
-from vitfleet.methods.standalone import Standalone
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
 from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_round, run_rounds
@@ -102,7 +101,7 @@ def test_a_training_that_fails_beside_others_is_heard_of(
 
     trainer = make_trainer()
     trainer = replace(trainer, machine=replace(trainer.machine, workers=2))
-    fleet = make_fleet(Broken(FedAvgConfig(), make_context()), trainer, lambda client: make_shard(0, 4))
+    fleet = make_fleet(Broken(FedAvgParams(), make_context()), trainer, lambda client: make_shard(0, 4))
     replies = fleet.train(Request(1, client, Message(tiny_net.initial_weights())) for client in range(6))
     with pytest.raises(ZeroDivisionError, match="in the middle"):
         list(replies)
@@ -186,7 +185,7 @@ def test_later_trainings_of_a_job_have_later_addresses(
         return fit(self, group)
 
     monkeypatch.setattr(Trainer, "fit_together", note)
-    method = Thrice(FedAvgConfig(), make_context())
+    method = Thrice(FedAvgParams(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
     down = Message(tiny_net.initial_weights())
     list(fleet.train([Request(4, 1, down), Request(4, 2, down)]))
@@ -203,7 +202,7 @@ def test_clients_are_trained_only_as_their_replies_are_wanted(
             asked.append(client)
             yield Request(1, client, Message(tiny_net.initial_weights()))
 
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4))
     replies = fleet.train(requests())
     assert next(replies).client == 0
@@ -219,7 +218,7 @@ def test_models_are_tried_out_where_that_is_asked_for(
         tried.update({client: weights for client, _ in tasks})
         return [EvalResult(3, 4)] * len(tasks)
 
-    fleet = make_fleet(FedAvg(FedAvgConfig(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
+    fleet = make_fleet(FedAvg(FedAvgParams(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
     fleet.runtime = replace(fleet.runtime, evaluate_tasks=evaluate_tasks)
     down = Message(tiny_net.initial_weights())
     asked, silent = fleet.train([Request(1, 5, down, evaluate=True), Request(1, 6, down)])
@@ -233,7 +232,7 @@ def test_models_are_tried_out_where_that_is_asked_for(
 def test_what_changed_is_told_once(
     tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
-    method = Standalone(StandaloneConfig(), make_context())
+    method = Standalone(StandaloneParams(), make_context())
     kept = State(tiny_net.initial_weights())
     base = tiny_net.initial_weights()
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), base, {7: kept})
@@ -262,7 +261,7 @@ class Forgetful(Standalone):
 def test_a_state_that_is_dropped_is_told_as_dropped(
     tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
-    method = Forgetful(StandaloneConfig(), make_context())
+    method = Forgetful(StandaloneParams(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 4), tiny_net.initial_weights())
     list(fleet.train([Request(1, 0, Message())]))
     fleet.commit([0])

@@ -10,8 +10,8 @@ import torch
 from loopback import ClientUpdate, Devices, deal
 
 from conftest import MakeConfig
+from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
-from vitfleet.methods.registry import METHODS
 from vitfleet.run.context import RunContext, open_run
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
@@ -60,7 +60,7 @@ def same(context: RunContext, other: RunContext) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
+@pytest.mark.parametrize("name", sorted(METHODS.names()))
 def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     tasks = (*TASKS, "rounds=6") if name in TASK_AFTER_TASK else ()
     equal_to_one_process(

@@ -8,9 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitfleet.config.schema import AggregateConfig
+from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, State
 from vitfleet.methods.aggregation import WeightedMean, norm_outliers, update_norm
+from vitfleet.methods.aggregation_rules import MeanParams, MedianParams, TrimmedMeanParams
 from vitfleet.methods.base import RejectedUpdateError
 
 KNOWN = State({"w": torch.zeros(4, 3), "b": torch.zeros(3)})
@@ -24,7 +25,7 @@ def updates(count: int, scale: float = 1.0) -> list[dict[str, Tensor]]:
     ]
 
 
-def gathered(config: AggregateConfig, sent: list[dict[str, Tensor]]) -> tuple[State, WeightedMean]:
+def gathered(config: AggregationParams, sent: list[dict[str, Tensor]]) -> tuple[State, WeightedMean]:
     gathering = WeightedMean(KNOWN, config)
     for client, tensors in enumerate(sent):
         gathering.add(client, Message(tensors, {"samples": client + 1}))
@@ -38,7 +39,7 @@ def stacked(sent: list[dict[str, Tensor]], name: str) -> NDArray[np.float64]:
 @pytest.mark.parametrize("count", [1, 2, 5, 6])
 def test_median(count: int) -> None:
     sent = updates(count)
-    state, _ = gathered(AggregateConfig(rule="median"), sent)
+    state, _ = gathered(MedianParams(), sent)
     for name in KNOWN.tensors:
         expected = np.median(stacked(sent, name), axis=0).astype(np.float32)
         assert np.array_equal(state.tensors[name].numpy(), expected)
@@ -47,7 +48,7 @@ def test_median(count: int) -> None:
 @pytest.mark.parametrize(("count", "trim", "out"), [(10, 0.1, 1), (10, 0.35, 3), (9, 0.1, 0), (5, 0.4, 2)])
 def test_trimmed_mean(count: int, trim: float, out: int) -> None:
     sent = updates(count)
-    state, _ = gathered(AggregateConfig(rule="trimmed", trim=trim), sent)
+    state, _ = gathered(TrimmedMeanParams(trim=trim), sent)
     for name in KNOWN.tensors:
         ranked = np.sort(stacked(sent, name), axis=0)[out : count - out]
         np.testing.assert_allclose(state.tensors[name].numpy(), ranked.mean(axis=0), rtol=1e-6)
@@ -57,7 +58,7 @@ def test_trimmed_mean(count: int, trim: float, out: int) -> None:
 def test_a_minority_of_liars_moves_nothing_far(rule: str) -> None:
     honest = updates(7)
     lies = [{name: torch.full_like(one, 1e9) for name, one in KNOWN.tensors.items()} for _ in range(3)]
-    config = AggregateConfig.model_validate({"rule": rule, "trim": 0.3})
+    config = MedianParams() if rule == "median" else TrimmedMeanParams(trim=0.3)
     state, _ = gathered(config, [*honest, *lies])
     for name in KNOWN.tensors:
         assert (state.tensors[name] <= torch.stack([one[name] for one in honest]).amax(0)).all()
@@ -65,15 +66,15 @@ def test_a_minority_of_liars_moves_nothing_far(rule: str) -> None:
 
 def test_holding_replies_back_gives_the_streamed_bits() -> None:
     sent = updates(6)
-    streamed, _ = gathered(AggregateConfig(), sent)
-    held, _ = gathered(AggregateConfig(norm_factor=100), sent)
+    streamed, _ = gathered(MeanParams(), sent)
+    held, _ = gathered(MeanParams(norm_factor=100), sent)
     assert all(torch.equal(streamed.tensors[name], held.tensors[name]) for name in KNOWN.tensors)
 
 
 def test_an_update_out_of_all_proportion_is_set_aside_and_named() -> None:
     sent = updates(5)
     wild = {name: 1e6 * one for name, one in sent[3].items()}
-    state, gathering = gathered(AggregateConfig(norm_factor=5), [*sent[:3], wild, sent[4]])
+    state, gathering = gathered(MeanParams(norm_factor=5), [*sent[:3], wild, sent[4]])
     assert list(gathering.rejected) == [3]
     gathering = WeightedMean(KNOWN)
     for client in (0, 1, 2, 4):
@@ -91,10 +92,10 @@ def test_the_median_is_not_the_liars_to_choose() -> None:
 
 def test_a_long_update_is_shortened_to_the_bound() -> None:
     known = State({"w": torch.tensor([1.0, 1.0])})
-    gathering = WeightedMean(known, AggregateConfig(clip=1.0))
+    gathering = WeightedMean(known, MeanParams(clip=1.0))
     gathering.add(0, Message({"w": torch.tensor([4.0, 5.0])}, {"samples": 1}))  # a step of (3, 4), norm 5
     torch.testing.assert_close(gathering.finish().tensors["w"], torch.tensor([1.6, 1.8]))
-    gathering = WeightedMean(known, AggregateConfig(clip=6.0))
+    gathering = WeightedMean(known, MeanParams(clip=6.0))
     gathering.add(0, Message({"w": torch.tensor([4.0, 5.0])}, {"samples": 1}))
     assert torch.equal(gathering.finish().tensors["w"], torch.tensor([4.0, 5.0]))
 
@@ -103,13 +104,13 @@ def test_a_bound_refuses_what_is_longer_and_nothing_else() -> None:
     sent = updates(1)[0]
     norm = update_norm(sent, KNOWN.tensors)
     assert norm == pytest.approx(float(torch.cat([one.flatten() for one in sent.values()]).norm()))
-    WeightedMean(KNOWN, AggregateConfig(max_norm=norm * 1.001)).add(0, Message(sent, {"samples": 1}))
+    WeightedMean(KNOWN, MeanParams(max_norm=norm * 1.001)).add(0, Message(sent, {"samples": 1}))
     with pytest.raises(RejectedUpdateError, match="max_norm"):
-        WeightedMean(KNOWN, AggregateConfig(max_norm=norm * 0.999)).add(0, Message(sent, {"samples": 1}))
+        WeightedMean(KNOWN, MeanParams(max_norm=norm * 0.999)).add(0, Message(sent, {"samples": 1}))
 
 
 def test_nobody_may_claim_the_whole_mean() -> None:
-    gathering = WeightedMean(KNOWN, AggregateConfig(max_samples=100))
+    gathering = WeightedMean(KNOWN, MeanParams(max_samples=100))
     with pytest.raises(RejectedUpdateError, match="101 samples"):
         gathering.add(0, Message(updates(1)[0], {"samples": 101}))
     gathering.add(0, Message(updates(1)[0], {"samples": 100}))

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
-from vitfleet.config.methods import EftVitConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError, UserError
@@ -21,7 +20,7 @@ from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import MethodContext
 from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.eftvit import EftVit
+from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.run.context import RunContext, open_run
@@ -51,11 +50,11 @@ def eftvit_config(tiny_config: MakeConfig) -> MakeConfig:
 @pytest.mark.parametrize(("layers", "millions"), [(1, 7.16), (2, 14.25), (3, 21.34), (4, 28.43), (6, 42.60)])
 def test_trainable_parameters_on_the_client_are_the_papers(vit_b: Net, layers: int, millions: float) -> None:
     context = setting_of(vit_b)
-    payload = EftVit(EftVitConfig(local_layers=layers, train_embedding=False), context)
+    payload = EftVit(EftVitParams(local_layers=layers, train_embedding=False), context)
     count = vit_b.anatomy.count_parameters(payload.trainable)
     assert count == layers * 7_087_872 + 76_900
     assert round(count / 1e6, 2) == millions
-    whole = EftVit(EftVitConfig(local_layers=layers), context)
+    whole = EftVit(EftVitParams(local_layers=layers), context)
     assert vit_b.anatomy.count_parameters(whole.trainable) == count + 742_656
 
 
@@ -229,7 +228,7 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
     net = build(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
     context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, tokens=5, width=8, device=CPU)
-    method = EftVit(EftVitConfig(local_layers=1, values="fp32"), context)
+    method = EftVit(EftVitParams(local_layers=1, values="fp32"), context)
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
     gathering = method.aggregator(State(), 1)
     gathering.add(0, Message(sound))
@@ -252,7 +251,7 @@ def test_a_refused_message_is_named_and_counted_and_the_round_goes_on(
             else:
                 yield reply
 
-    monkeypatch.setattr(context.fleet, "ask", poisoned)
+    monkeypatch.setattr(context.fleet, "train", poisoned)
     record = run_round(context, 1)
     failures = [entry.failure for entry in record.clients]
     assert failures[0] == "its labels are not all between 0 and 9"
@@ -331,4 +330,4 @@ def test_the_local_module_must_leave_a_layer_to_the_global_one() -> None:
         load_config("eftvit-digits", ["method.local_layers=4"])
     net = build(load_config("eftvit-digits").model, 10, 1, 8, 0)
     with pytest.raises(ConfigError, match=r"method\.local_layers = 4: must be between 1 and 3"):
-        EftVit(EftVitConfig(local_layers=4), setting_of(net))
+        EftVit(EftVitParams(local_layers=4), setting_of(net))

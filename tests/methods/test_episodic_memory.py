@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from conftest import MakeShard
-from vitfleet.config.methods import FedVitConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import State
 from vitfleet.methods.episodic_memory import Stored, bytes_of, extract, read, recall, store, within, write
+from vitfleet.methods.fedvit import FedVitParams
 from vitfleet.wire import decode, encode
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 4 + [7])
@@ -68,21 +68,21 @@ def test_a_budget_cuts_tasks_to_a_common_level_from_their_ends() -> None:
 def test_what_is_stored_are_the_images_themselves(make_shard: MakeShard, tiny_images: ImageSet) -> None:
     shard = make_shard(10, 40)
     losses = torch.rand(30, generator=torch.Generator().manual_seed(1))
-    known = store({}, 2, shard, losses, FedVitConfig(rho=0.2), num_tasks=3)
+    known = store({}, 2, shard, losses, FedVitParams(rho=0.2), num_tasks=3)
     places = 10 + extract(losses, shard.labels, 0.2)
     assert torch.equal(known[2].images, tiny_images.images[places])
     assert torch.equal(known[2].labels.long(), tiny_images.labels[places])
     assert (known[2].images.dtype, known[2].labels.dtype) == (torch.uint8, torch.int16)
     # Extracted anew, the same task's knowledge is replaced.
-    again = store(known, 2, shard, -losses, FedVitConfig(rho=0.2), num_tasks=3)
+    again = store(known, 2, shard, -losses, FedVitParams(rho=0.2), num_tasks=3)
     assert list(again) == [2]
     assert not torch.equal(again[2].images, known[2].images)
     empty = Shard(shard.images, torch.empty(0, dtype=torch.long))
-    assert store(known, 3, empty, torch.empty(0), FedVitConfig(), num_tasks=4) == known
+    assert store(known, 3, empty, torch.empty(0), FedVitParams(), num_tasks=4) == known
 
 
 def test_a_budget_too_small_for_one_image_a_task_is_refused(make_shard: MakeShard) -> None:
-    params = FedVitConfig(memory_bytes=5 * 66 - 1)
+    params = FedVitParams(memory_bytes=5 * 66 - 1)
     with pytest.raises(ConfigError, match=r"method\.memory_bytes = 329: must be at least 330"):
         store({}, 0, make_shard(0, 20), torch.zeros(20), params, num_tasks=5)
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
-from vitfleet.config.methods import FedAvgConfig
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.fedavg import FedAvg
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.objective import Fit, FitResult, Objective
@@ -104,7 +103,7 @@ def test_averaging_changes_neither_the_server_nor_the_messages() -> None:
 def test_the_client_half_trains_what_was_sent_and_sends_it_back(
     tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    method = FedAvg(FedAvgConfig(), make_context(epochs=2))
+    method = FedAvg(FedAvgParams(), make_context(epochs=2))
     server = method.initial_state(tiny_net.initial_weights())
     down = method.client_message(server, round=1, client=4, last_round=None)
     work = method.client_update(ClientJob(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
@@ -124,7 +123,7 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
 def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
     tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     trainer = make_trainer(batch_size=8)
     server = method.initial_state(tiny_net.initial_weights())
     gathering = method.aggregator(server, round=1)
@@ -145,7 +144,7 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
 
 
 def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_context: MakeContext) -> None:
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     assert tuple(method.trainable) == tuple(tiny_net.anatomy.shapes)
     assert not method.base_message(tiny_net.initial_weights()).tensors
     assert method.has_global_model

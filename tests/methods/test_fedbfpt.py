@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from conftest import MakeConfig
-from vitfleet.config.methods import FedBfptConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.methods import MethodContext
-from vitfleet.methods.fedbfpt import FedBfpt, schedule
+from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, schedule
 from vitfleet.models.zoo import build
 from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_round
@@ -39,7 +38,7 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
     net = build(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
-    return FedBfpt(FedBfptConfig(local_layers=6), MethodContext.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
+    return FedBfpt(FedBfptParams(local_layers=6), MethodContext.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("layer", range(6))
@@ -66,7 +65,7 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
     context = MethodContext.of(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
-    made = FedBfpt(FedBfptConfig(local_layers=3), context).shallow(weights, route)
+    made = FedBfpt(FedBfptParams(local_layers=3), context).shallow(weights, route)
     assert made.keys() == local.keys()
     assert torch.equal(deep(made, images, depth=3), shallow(local, images))
 

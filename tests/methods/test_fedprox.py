@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
-from vitfleet.config.methods import FedAvgConfig, FedProxConfig
 from vitfleet.message import Tensors
 from vitfleet.methods import ClientJob
-from vitfleet.methods.fedavg import FedAvg
-from vitfleet.methods.fedprox import FedProx
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.fedprox import FedProx, FedProxParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.objective import Fit, FitResult, Step
@@ -56,7 +55,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_th
     step = Step(
         F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), torch.tensor(0)
     )
-    objective = FedProx(FedProxConfig(mu=mu), make_context()).objective()
+    objective = FedProx(FedProxParams(mu=mu), make_context()).objective()
     proximal = torch.autograd.grad(objective.loss(step), leaves)
     for name, gradient, without in zip(weights, proximal, plain, strict=True):
         assert torch.equal(gradient, without + mu * (weights[name] - anchor[name]).detach()), name
@@ -67,7 +66,7 @@ def test_the_loss_is_the_closed_form(make_context: MakeContext) -> None:
     weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
     anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
     step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), torch.tensor(0))
-    loss = FedProx(FedProxConfig(mu=0.1), make_context()).objective().loss(step)
+    loss = FedProx(FedProxParams(mu=0.1), make_context()).objective().loss(step)
     assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
 
 
@@ -96,8 +95,8 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
         seen = make_trainer().fit(away, make_shard(0, 12), PLACE).observed
         return {name: gradient for name, gradient in seen.items() if name != "seen"}
 
-    plain = gradients(FedAvg(FedAvgConfig(), make_context()))
-    proximal = gradients(FedProx(FedProxConfig(mu=0.5), make_context()))
+    plain = gradients(FedAvg(FedAvgParams(), make_context()))
+    proximal = gradients(FedProx(FedProxParams(mu=0.5), make_context()))
     assert set(proximal) == set(tiny_net.anatomy.shapes)
     for name, gradient in proximal.items():
         expected: Tensor = plain[name] + 0.5 * (moved[name] - weights[name])
@@ -116,7 +115,7 @@ def test_mu_zero_is_fedavg_bit_for_bit(
     context = make_context(epochs=3)
     prox, avg = (
         train(method, tiny_net, make_trainer, make_shard, batch_size=8, clip=1.0)
-        for method in (FedProx(FedProxConfig(mu=0), context), FedAvg(FedAvgConfig(), context))
+        for method in (FedProx(FedProxParams(mu=0), context), FedAvg(FedAvgParams(), context))
     )
     assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.anatomy.shapes)
     assert torch.equal(prox.loss, avg.loss)
@@ -128,7 +127,7 @@ def test_the_larger_mu_the_closer_to_the_anchor(
     sgd: dict[str, object] = {"optimizer": "sgd", "momentum": 0, "weight_decay": 0, "lr": 0.01, "batch_size": 4}
     ways = []
     for mu in (0.0, 1.0, 15.0):
-        method = FedProx(FedProxConfig(mu=mu), make_context(epochs=5))
+        method = FedProx(FedProxParams(mu=mu), make_context(epochs=5))
         trained = train(method, tiny_net, make_trainer, make_shard, **sgd)
         ways.append(distance(trained.weights, tiny_net.initial_weights()))
     assert ways[0] > ways[1] > ways[2] > 0
@@ -136,7 +135,7 @@ def test_the_larger_mu_the_closer_to_the_anchor(
 
 
 def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Net, make_context: MakeContext) -> None:
-    method = FedProx(FedProxConfig(), make_context())
+    method = FedProx(FedProxParams(), make_context())
     server = method.initial_state({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
     down = method.client_message(server, round=5, client=0, last_round=2)
     fit = next(method.client_update(ClientJob(5, 0, down, {}, None, NO_IMAGES)))

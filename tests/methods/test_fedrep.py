@@ -10,12 +10,11 @@ from by_hand import PLAIN_SGD, Hand, close
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
-from vitfleet.config.methods import FedPerConfig, FedRepConfig
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob
-from vitfleet.methods.fedper import FedPer
-from vitfleet.methods.fedrep import FedRep
+from vitfleet.methods.fedper import FedPer, FedPerParams
+from vitfleet.methods.fedrep import FedRep, FedRepParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_driver import run_participant
 from vitfleet.train.cohort_inputs import RngContext
@@ -31,7 +30,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 @pytest.fixture
 def fedrep(make_context: MakeContext) -> FedRep:
-    return FedRep(FedRepConfig(head_epochs=2), make_context(epochs=5, **PLAIN_SGD))
+    return FedRep(FedRepParams(head_epochs=2), make_context(epochs=5, **PLAIN_SGD))
 
 
 def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
@@ -54,7 +53,7 @@ def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Ne
 def test_fedpers_round_as_by_hand(
     make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = FedPer(FedPerConfig(), make_context(epochs=5, **PLAIN_SGD))
+    method = FedPer(FedPerParams(), make_context(epochs=5, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
     base, down = method.base_message(initial).tensors, Message(method.initial_state(initial).tensors)
     answer = run_participant(
@@ -79,7 +78,7 @@ def test_bodies_are_averaged_by_samples(fedrep: FedRep, tiny_net: Net) -> None:
 def test_without_head_epochs_only_the_body_trains(
     make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    method = FedRep(FedRepConfig(head_epochs=0), make_context(epochs=1, **PLAIN_SGD))
+    method = FedRep(FedRepParams(head_epochs=0), make_context(epochs=1, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
     job = ClientJob(
         1, 0, Message(method.initial_state(initial).tensors), method.base_message(initial).tensors, None, shard

@@ -10,11 +10,10 @@ from by_hand import PLAIN_SGD, Hand, Samples, close, farthest, integrated, memor
 from torch import Tensor
 
 from conftest import MakeContext, MakeShard, MakeTrainer
-from vitfleet.config.methods import FedVitConfig
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.episodic_memory import extract
-from vitfleet.methods.fedvit import FedVit
+from vitfleet.methods.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_driver import run_participant
 from vitfleet.train.cohort_inputs import RngContext
@@ -32,7 +31,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 @pytest.fixture
 def method(make_context: MakeContext) -> FedVit:
     context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
-    return FedVit(FedVitConfig(k=1, head_epochs=1, rho=0.3, check=True), context)
+    return FedVit(FedVitParams(k=1, head_epochs=1, rho=0.3, check=True), context)
 
 
 def bodies(method: FedVit, net: Net) -> list[dict[str, Tensor]]:

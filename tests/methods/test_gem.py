@@ -10,11 +10,10 @@ from by_hand import PLAIN_SGD, Hand, Samples, close, integrated, memory_of
 from torch import Tensor
 
 from conftest import MakeContext, MakeShard, MakeTrainer
-from vitfleet.config.methods import AGemConfig, GemConfig
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.episodic_memory import read
-from vitfleet.methods.gem import AGem, Gem
+from vitfleet.methods.gem import AGem, AGemParams, Gem, GemParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_driver import run_participant
 from vitfleet.train.cohort_inputs import RngContext
@@ -30,7 +29,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 def of_kind(kind: str, make_context: MakeContext) -> Gem | AGem:
     context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
-    return Gem(GemConfig(rho=0.4, check=True), context) if kind == "gem" else AGem(AGemConfig(rho=0.4), context)
+    return Gem(GemParams(rho=0.4, check=True), context) if kind == "gem" else AGem(AGemParams(rho=0.4), context)
 
 
 def ask(

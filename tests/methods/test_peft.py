@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from conftest import MakeConfig
-from vitfleet.config.methods import FedLoraConfig, FedPromptConfig, MethodConfig
+from vitfleet.config.base import MethodParams
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.errors import UserError
-from vitfleet.methods import MethodContext, adapt, make_method
+from vitfleet.methods import MethodContext, adapt_model, make_method
+from vitfleet.methods.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LowRankLinear, Target
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
@@ -24,14 +25,14 @@ HEAD = 768 * CLASSES + CLASSES
 DEPTH, WIDTH = 12, 768
 
 
-def params_of(**table: object) -> MethodConfig:
+def params_of(**table: object) -> MethodParams:
     return Config.model_validate({"method": table}).method
 
 
-def counted(params: MethodConfig) -> int:
+def counted(params: MethodParams) -> int:
     """Count what trains in a ViT-B/16, without making its weights."""
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt, params))
+        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     method = make_method(params, MethodContext.of(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
     return net.anatomy.count_parameters(method.trainable)
 
@@ -82,13 +83,13 @@ def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig
                 assert entry.down_bytes == pytest.approx(entry.up_bytes, abs=200)
 
 
-def build_net(params: MethodConfig | None) -> Net:
+def build_net(params: MethodParams | None) -> Net:
     config = ModelConfig(dim=16, depth=2, heads=2, patch_size=4)
-    return build(config, 5, 1, 8, 3, None if params is None else partial(adapt, params))
+    return build(config, 5, 1, 8, 3, None if params is None else partial(adapt_model, params))
 
 
-@pytest.mark.parametrize("params", [FedPromptConfig(), FedLoraConfig()])
-def test_what_is_added_leaves_the_models_own_initial_weights_alone(params: MethodConfig) -> None:
+@pytest.mark.parametrize("params", [FedPromptParams(), FedLoraParams()])
+def test_what_is_added_leaves_the_models_own_initial_weights_alone(params: MethodParams) -> None:
     plain, adapted = build_net(None).initial_weights(), build_net(params).initial_weights()
     assert set(plain) < set(adapted)
     for name, weight in plain.items():
@@ -96,7 +97,7 @@ def test_what_is_added_leaves_the_models_own_initial_weights_alone(params: Metho
 
 
 def test_low_rank_factors_start_as_the_model_they_are_added_to() -> None:
-    plain, adapted = build_net(None), build_net(FedLoraConfig(rank=2))
+    plain, adapted = build_net(None), build_net(FedLoraParams(rank=2))
     images = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(
         plain(plain.initial_weights(), images), adapted(adapted.initial_weights(), images), rtol=0, atol=0
@@ -121,7 +122,7 @@ def test_a_low_rank_layer_is_the_linear_layer_with_its_weights_updated() -> None
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_prompts_stand_after_the_class_token_and_are_gone_before_the_head(deep: bool) -> None:
-    net = build_net(FedPromptConfig(prompts=3, deep=deep))
+    net = build_net(FedPromptParams(prompts=3, deep=deep))
     weights = net.initial_weights()
     images = torch.randn(2, 1, 8, 8)
     vit = net.module.vit

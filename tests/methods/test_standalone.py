@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from conftest import NO_IMAGES, MakeContext, MakeFleet, MakeShard, MakeTrainer
-from vitfleet.config.methods import StandaloneConfig
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.standalone import Standalone
+from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.objective import Fit, Objective
@@ -20,7 +19,7 @@ from vitfleet.train.objective import Fit, Objective
 @pytest.fixture
 def method(make_context: MakeContext) -> Standalone:
     context: MethodContext = make_context(epochs=2)
-    return Standalone(StandaloneConfig(), context)
+    return Standalone(StandaloneParams(), context)
 
 
 def same(left: Tensors, correct: Tensors) -> bool:

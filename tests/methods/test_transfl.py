@@ -13,15 +13,14 @@ from torch.nn import functional as F
 
 from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.config import load_config
-from vitfleet.config.methods import FedAvgConfig, TransFLConfig
 from vitfleet.config.schema import ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.fedavg import FedAvg
-from vitfleet.methods.transfl import GradientMagnitude, TransFL, head_magnitudes, top
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.transfl import GradientMagnitude, TransFL, TransFLParams, head_magnitudes, top
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.randomness import Address, Purpose
@@ -39,7 +38,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def transfl(make_context: MakeContext) -> TransFL:
-    return TransFL(TransFLConfig(k=1), make_context(epochs=1, batch_size=8))
+    return TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
 
 
 @pytest.mark.parametrize("statistic", ["mean-abs", "rms"])
@@ -162,7 +161,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("vitfleet.methods.transfl.top", lambda magnitudes, k: [0])
-    method = TransFL(TransFLConfig(k=1), make_context(epochs=1, batch_size=8))
+    method = TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
     server, (first, second) = _play(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
     )
@@ -184,7 +183,7 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
     context = make_context(epochs=1, batch_size=8)
     weights = tiny_net.initial_weights()
     ups = []
-    for method in (TransFL(TransFLConfig(k=2), context), FedAvg(FedAvgConfig(), context)):
+    for method in (TransFL(TransFLParams(k=2), context), FedAvg(FedAvgParams(), context)):
         fleet = make_fleet(method, make_trainer(epochs=1, batch_size=8), lambda client: make_shard(0, 20))
         request = Request(1, 0, method.client_message(method.initial_state(weights), 1, 0, None))
         ups.append(next(fleet.train([request])).message)
@@ -196,7 +195,7 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
 
 
 def test_what_always_travels_is_a_choice(make_context: MakeContext, tiny_net: Net) -> None:
-    method = TransFL(TransFLConfig(k=1, always=("norm",)), make_context())
+    method = TransFL(TransFLParams(k=1, always=("norm",)), make_context())
     assert method.always == tiny_net.anatomy.norm
 
 
@@ -213,7 +212,7 @@ def test_a_client_without_images_sends_nothing(
 
 def test_k_beyond_the_models_layers_is_refused(make_context: MakeContext) -> None:
     with pytest.raises(ConfigError, match=r"method\.k = 3: must be between 1 and 2"):
-        TransFL(TransFLConfig(k=3), make_context())
+        TransFL(TransFLParams(k=3), make_context())
 
 
 def test_the_papers_message_sizes() -> None:
@@ -224,8 +223,8 @@ def test_the_papers_message_sizes() -> None:
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
     trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
-    assert isinstance(config.method, TransFLConfig)
-    methods = (FedAvg(FedAvgConfig(), context), 18.2002), (TransFL(config.method, context), 9.1621)
+    assert isinstance(config.method, TransFLParams)
+    methods = (FedAvg(FedAvgParams(), context), 18.2002), (TransFL(config.method, context), 9.1621)
     for method, mebibytes in methods:
         down = method.client_message(method.initial_state(net.initial_weights()), 1, 0, None)
         answer = run_participant(

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conftest import MakeContext
-from vitfleet.config.methods import FedAvgConfig, StandaloneConfig
 from vitfleet.config.schema import EvalConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import ClientIndices
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
-from vitfleet.methods.fedavg import FedAvg
-from vitfleet.methods.standalone import Standalone
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
 from vitfleet.run.evaluation import FleetEvaluator
 from vitfleet.train.machine import Machine
@@ -72,7 +71,7 @@ def test_the_servers_model_is_measured_on_the_common_test_set(
     weights = scatter(tiny_net, 1)
     correct, expected = answers(tiny_net, weights, tiny_images)
     assert 0 < correct.mean() < 1
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     owned, own = own_models(tiny_net)  # of no matter: the server has a model
     share, loss, models = evaluator.evaluate_global(method, 1, State(weights), {}, own)
     assert owned
@@ -84,7 +83,7 @@ def test_the_servers_model_is_measured_on_the_common_test_set(
 def test_what_never_travels_comes_from_the_base(
     evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
 ) -> None:
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     weights = scatter(tiny_net, 1)
     head = {name: weights[name] for name in tiny_net.anatomy.head}
     body = {name: tensor for name, tensor in weights.items() if name not in head}
@@ -93,7 +92,7 @@ def test_what_never_travels_comes_from_the_base(
 
 
 def test_the_batch_size_changes_nothing(evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext) -> None:
-    method = FedAvg(FedAvgConfig(), make_context())
+    method = FedAvg(FedAvgParams(), make_context())
     server = State(scatter(tiny_net, 1))
     small = evaluator.evaluate_global(method, 1, server, {}, nobody)
     large = replace(evaluator, config=EvalConfig(batch_size=1000)).evaluate_global(method, 1, server, {}, nobody)
@@ -141,7 +140,7 @@ def test_where_the_server_has_no_model_the_clients_stand_for_it(
 ) -> None:
     base = scatter(tiny_net, 3)
     measured = by_client(tiny_net, tiny_images, base).values()
-    method = Standalone(StandaloneConfig(), make_context())
+    method = Standalone(StandaloneParams(), make_context())
     share, loss, models = evaluator.evaluate_global(method, 1, State(), base, own_models(tiny_net)[1])
     assert share == pytest.approx(np.mean([share for share, _ in measured]))
     assert loss == pytest.approx(np.mean([loss for _, loss in measured]), rel=1e-5)
@@ -151,7 +150,7 @@ def test_where_the_server_has_no_model_the_clients_stand_for_it(
 def test_a_sample_of_the_clients_is_drawn_anew_each_time_and_its_size_recorded(
     evaluator: FleetEvaluator, tiny_net: Net, tiny_images: ImageSet, make_context: MakeContext
 ) -> None:
-    method = Standalone(StandaloneConfig(), make_context())
+    method = Standalone(StandaloneParams(), make_context())
     base = scatter(tiny_net, 3)
     _, own = own_models(tiny_net)
     measured = by_client(tiny_net, tiny_images, base)
@@ -171,6 +170,6 @@ def test_a_sample_of_the_clients_is_drawn_anew_each_time_and_its_size_recorded(
 def test_a_limit_that_does_not_bind_measures_everybody(
     limit: int | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
 ) -> None:
-    method = Standalone(StandaloneConfig(), make_context())
+    method = Standalone(StandaloneParams(), make_context())
     everybody = replace(evaluator, config=EvalConfig(clients=limit))
     assert everybody.evaluate_global(method, 1, State(), scatter(tiny_net, 3), nobody)[2] == CLIENTS

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from conftest import MakeConfig
-from vitfleet.config.schema import BufferedSchedule, Config
+from vitfleet.config.fleet import BufferedSchedule
+from vitfleet.config.schema import Config
 from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State

@@ -65,7 +65,7 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
     tiny_config: MakeConfig, tmp_path: Path, trackers: tuple[Calls, Calls]
 ) -> None:
     wandb, mlflow = trackers
-    config = tiny_config("rounds=2", 'machine.trackers=["tensorboard", "wandb", "mlflow"]')
+    config = tiny_config("rounds=2", "trackers={tensorboard={}, wandb={}, mlflow={}}")
     run_rounds(open_run(config, tmp_path), Deaf())
 
     assert [name for name, _, _ in wandb.calls] == ["init", "log", "log", "finish"]
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_is_the_same_run_to_them(
 ) -> None:
     wandb, mlflow = trackers
     for next_round in (1, 2):
-        Trackers(tiny_config('machine.trackers=["wandb", "mlflow"]'), tmp_path, next_round).close()
+        Trackers(tiny_config("trackers={wandb={}, mlflow={}}"), tmp_path, next_round).close()
     first, second = (kwargs["id"] for name, _, kwargs in wandb.calls if name == "init")
     assert first == second
     starts = [kwargs for name, _, kwargs in mlflow.calls if name == "start_run"]
@@ -101,8 +101,8 @@ def test_a_tracker_that_does_not_start_is_said(
         raise RuntimeError("no login")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"machine\.trackers = 'wandb': does not start \(no login\); mend"):
-        Trackers(tiny_config('machine.trackers=["wandb"]'), tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"trackers = 'wandb': does not start \(no login\); fix"):
+        Trackers(tiny_config("trackers={wandb={}}"), tmp_path, 1)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -111,7 +111,7 @@ def test_a_tracker_that_is_not_there_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=rf"pip install 'vitfleet\[{name}\]'"):
-        Trackers(tiny_config(f'machine.trackers=["{name}"]'), tmp_path, 1)
+        Trackers(tiny_config(f"trackers={{{name}={{}}}}"), tmp_path, 1)
 
 
 def test_without_tensorboard_a_run_is_otherwise_the_same(

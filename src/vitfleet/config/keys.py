@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vitfleet.config.load import VARIANTS
+from vitfleet.config.explain import VARIANTS
+from vitfleet.config.registry import ByName, registry_of, tables_of
 from vitfleet.config.schema import Config
 
 _SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
@@ -32,20 +33,35 @@ class Key:
 
 def every_key(table: type[BaseModel] = Config, prefix: str = "", variant: str = "") -> Iterator[Key]:
     """Yield every key below a table, in the order of the tables."""
-    deciding = VARIANTS.get(prefix.rstrip("."), "") if variant else ""
+    tag = VARIANTS.get(prefix.rstrip("."), "") if variant else ""
     for name, field in table.model_fields.items():
         path = f"{prefix}{name}"
-        inner = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
-        if path in VARIANTS:
-            tags = [str(one.model_fields[VARIANTS[path]].default) for one in inner]
-            chosen = str(getattr(field.default, VARIANTS[path]))
-            yield Key(f"{path}.{VARIANTS[path]}", "", ", ".join(tags), chosen, "decides which keys follow")
-            for one, tag in zip(inner, tags, strict=True):
-                yield from every_key(one, f"{path}.", tag)
+        mark = registry_of(field)
+        inner = [member for member in _members(field.annotation) if _is_table(member)]
+        if isinstance(mark, ByName):
+            for entry in mark.registry:
+                yield Key(f"{path}.{entry.name}", "", "table", "", entry.summary)
+                yield from every_key(entry.params, f"{path}.{entry.name}.")
+        elif path in VARIANTS:
+            yield from _variant_keys(path, field, tables_of(field) or inner)
         elif inner:
             yield from every_key(inner[0], f"{path}.")
-        elif name != deciding:
+        elif name != tag:
             yield Key(path, variant, _allowed(field), _default(field), field.description or "")
+
+
+def _variant_keys(path: str, field: FieldInfo, tables: list[type[BaseModel]]) -> Iterator[Key]:
+    """Yield the keys of a table whose tag decides which other keys it has."""
+    tag = VARIANTS[path]
+    names = [str(table.model_fields[tag].default) for table in tables]
+    default = str(getattr(field.get_default(call_default_factory=True), tag))
+    yield Key(f"{path}.{tag}", "", ", ".join(names), default, "decides which keys follow")
+    for table, name in zip(tables, names, strict=True):
+        yield from every_key(table, f"{path}.", name)
+
+
+def _is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def markdown() -> str:
@@ -81,7 +97,7 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:
         return f"table of numbers by {_type(get_args(annotation)[0])}"
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+    names = {Any: "value", str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
     return names[annotation]
 
 

@@ -1,7 +1,4 @@
-"""From a preset or a file, plus overrides, to a validated configuration.
-
-Every complaint is one sentence that names the key, the value and what is allowed.
-"""
+"""Configurations from a preset or a file, with overrides."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
+from vitfleet.config import plugins as plugin_loader
+from vitfleet.config.explain import explain
+from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 
 Tree = dict[str, Any]
 
-# Tables whose other keys depend on one key; {dotted path of the table: the deciding key}.
-VARIANTS = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind"}
-# Tables that start anew when one key changes: what stood beside it was meant for what it was before.
-FRESH = {**VARIANTS, "model": "name"}
+# Tables that are emptied when one key changes: the other keys were set for its earlier value.
+FRESH = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind", "model": "name"}
 # Keys that name a file or folder.
 PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 
@@ -38,7 +35,12 @@ def presets() -> dict[str, str]:
     return {name: str(_read_preset(name).get("title", "")) for name in names}
 
 
-def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Config:
+def load_config(
+    source: str,
+    overrides: Iterable[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plugins: Iterable[str | Path] = (),
+) -> Config:
     """Read a preset or a file and apply overrides.
 
     Parameters
@@ -48,9 +50,23 @@ def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, A
     overrides
         ``key=value`` texts with dotted keys, as given to ``-o``; the value is TOML, or a bare string.
     base
-        Values laid over the source before the overrides, by dotted key (``--seed``, ``--data-dir``).
+        Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``).
+    plugins
+        Plug-in files to load in addition to those that the source names.
     """
     tree = _read_source(source)
+    return from_tree(tree, overrides, base, plugins)
+
+
+def from_tree(
+    tree: Tree,
+    overrides: Iterable[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plugins: Iterable[str | Path] = (),
+) -> Config:
+    """Apply overrides to a tree of plain values and validate it: see :func:`load_config`."""
+    tree = copy.deepcopy(tree)
+    tree["plugins"] = [*tree.get("plugins", ()), *map(str, plugins)]
     for key, value in (base or {}).items():
         _put(tree, key, value)
     given = [_parse_override(text) for text in overrides]
@@ -61,7 +77,7 @@ def load_config(source: str, overrides: Iterable[str] = (), base: Mapping[str, A
         _put(tree, key, value)
     if meant != [tree.get(table) for table in ("data", "model", "method")] and "title" not in dict(given):
         tree["title"] = ""  # the source's title says what it was
-    _settle_paths(tree)
+    _make_paths_absolute(tree)
     return validate(tree)
 
 
@@ -70,12 +86,58 @@ def read_config(path: Path) -> Config:
     return validate(json.loads(path.read_text(encoding="utf-8")))
 
 
-def validate(tree: Tree) -> Config:
-    """Turn a tree of plain values into a configuration, or complain about the first wrong key."""
+def validate(tree: Tree, load_plugins: bool = True) -> Config:
+    """Turn a tree of plain values into a configuration.
+
+    Parameters
+    ----------
+    load_plugins
+        Whether the plug-ins that the tree names are loaded. False for a tree that came from another machine: then only
+        what is installed or loaded here already can be used.
+
+    Raises
+    ------
+    UserError
+        Describes the first wrong key.
+    """
+    if load_plugins:
+        tree = _with_plugins(tree)
+    else:
+        plugin_loader.load_installed()
+        tree = {**tree, "plugins": []}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error.errors()[0]) from None
+        raise explain(error.errors()[0]) from None
+
+
+def _with_plugins(tree: Tree) -> Tree:
+    """Load a tree's plug-ins, and resolve names such as ``mine.py:Mine``."""
+    listed = tree.get("plugins", ())
+    if not isinstance(listed, list | tuple) or not all(isinstance(path, str) for path in listed):
+        raise ConfigError("plugins", listed, "must be a list of paths of .py files")
+    plugin_loader.load_plugins(listed)
+    tree = copy.deepcopy(tree)
+    paths = list(listed)
+    for registry in ALL:
+        if reference := _reference(tree, registry):
+            paths.append(reference)
+    tree["plugins"] = list(dict.fromkeys(os.path.abspath(os.path.expanduser(path)) for path in paths))
+    return tree
+
+
+def _reference(tree: Tree, registry: Registry[Any]) -> str | None:
+    """Replace ``mine.py:Mine`` in a tree by the registered name, and return the plug-in's path."""
+    *parents, leaf = registry.key.split(".")
+    table: Any = tree
+    for parent in parents:
+        table = table.get(parent) if isinstance(table, dict) else None
+    value = table.get(leaf) if isinstance(table, dict) else None
+    resolved = plugin_loader.resolve(value, registry) if isinstance(value, str) else None
+    if resolved is None:
+        return None
+    path, table[leaf] = resolved
+    return path
 
 
 def _read_preset(name: str) -> Tree:
@@ -117,7 +179,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, raw
 
 
-def _settle_paths(tree: Tree) -> None:
+def _make_paths_absolute(tree: Tree) -> None:
     """Make paths absolute: a run is resumed, perhaps, from another folder."""
     for key in PATHS:
         *parents, leaf = key.split(".")
@@ -141,75 +203,3 @@ def _put(tree: Tree, key: str, value: Any) -> None:
     if key in FRESH and not isinstance(value, dict):
         raise ConfigError(key, value, f"is a table of keys, not a value; did you mean {key}.{FRESH[key]}={value}?")
     table[leaf] = copy.deepcopy(value)
-
-
-def _explain(error: ErrorDetails) -> UserError:
-    location, tags = _without_tags(error["loc"])
-    key = ".".join(location)
-    value = error["input"]
-    kind = error["type"]
-    if kind == "extra_forbidden":
-        return UserError(f"{key}: no such key; {_suggest(location, tags)}")
-    if kind == "value_error":  # raised by our own validators, which name the key themselves
-        return UserError(str(error["ctx"]["error"]))
-    if kind == "union_tag_invalid":
-        deciding = f"{key}.{VARIANTS[key]}"
-        tag = error["ctx"]["tag"]
-        allowed = error["ctx"]["expected_tags"].replace("'", "")
-        close = difflib.get_close_matches(str(tag), allowed.split(", "), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        return ConfigError(deciding, tag, f"must be one of {allowed}{hint}")
-    if kind == "union_tag_not_found":
-        return UserError(f"{key}.{VARIANTS[key]}: is missing; say which one is meant")
-    if kind == "missing":
-        return UserError(f"{key}: is missing")
-    if kind in {"model_type", "model_attributes_type", "dict_type"}:
-        return ConfigError(key, value, "is a table of keys, not a value")
-    message = error["msg"].removeprefix("Input ").replace("should", "must")
-    return ConfigError(key, value, message)
-
-
-def _without_tags(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Part the variants' tags that pydantic puts into a path from it: ('method', 'fedprox', 'mu') is method.mu."""
-    path: list[str] = []
-    tags: dict[str, str] = {}
-    for part in location:
-        if part == "[key]":  # pydantic's mark for a name in a table of names
-            continue
-        table = ".".join(path)
-        if table in VARIANTS and table not in tags:
-            tags[table] = str(part)
-        else:
-            path.append(str(part))
-    return tuple(path), tags
-
-
-def _suggest(location: tuple[str, ...], tags: Mapping[str, str]) -> str:
-    *parents, leaf = location
-    where = ".".join(parents)
-    tables: list[type[BaseModel]] = [Config]
-    for depth, parent in enumerate(parents):
-        tables = [inner for table in tables for inner in _tables_of(table, parent)]
-        path = ".".join(parents[: depth + 1])
-        if path in tags and path != where:
-            tables = [table for table in tables if _tag(table, path) == tags[path]]
-    holders = [_tag(table, where) for table in tables if leaf in table.model_fields] if where in tags else []
-    if holders:
-        deciding = f"{where}.{VARIANTS[where]}"
-        return f"it belongs to {deciding} = {' or '.join(holders)}, and {deciding} is {tags[where]}"
-    if where in tags:
-        tables = [table for table in tables if _tag(table, where) == tags[where]]
-    allowed = sorted({name for table in tables for name in table.model_fields})
-    close = difflib.get_close_matches(leaf, allowed, n=1)
-    known = f"{where or 'the top level'} knows {', '.join(allowed)}"
-    return f"did you mean {'.'.join([*parents, close[0]])}? ({known})" if close else known
-
-
-def _tag(table: type[BaseModel], path: str) -> str:
-    return str(table.model_fields[VARIANTS[path]].default)
-
-
-def _tables_of(table: type[BaseModel], field: str) -> list[type[BaseModel]]:
-    annotation = table.model_fields[field].annotation if field in table.model_fields else None
-    candidates = [annotation, *get_args(annotation)]
-    return [one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vitfleet.config.schema import DeviceName
+from vitfleet.config.fleet import DeviceName
 from vitfleet.randomness import Address, Purpose
 
 GIB = 2**30

@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from vitfleet.config.fleet import DeviceName
 from vitfleet.config.load import validate
-from vitfleet.config.schema import Config, DeviceName
+from vitfleet.config.registry import METHODS
+from vitfleet.config.schema import Config
 from vitfleet.costs.flops import CostModel, full_flops, typical_client
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import round_memory
@@ -21,15 +23,12 @@ from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load as load_data
 from vitfleet.data.tasks import make_task_streams
 from vitfleet.errors import UserError
-from vitfleet.methods import MethodContext, adapt, make_method
-from vitfleet.methods.registry import METHODS
+from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.progress import NO_PROGRESS, Progress
 
 DAY = 86_400.0
-# EFTViT's own mask, where a configuration does not say one: what the paper uses.
-USUAL_MASK = {"eftvit": 0.75}
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,12 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
         Which others; by default all that the model can be used with.
     """
     if unknown := [name for name in methods if name not in METHODS]:
-        raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS)}")
+        raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
     images = _images(config, progress)
     labels = _typical_labels(config, images)
     full = full_flops(_net(config, images)).training
     own = config.method.name
-    names = list(methods) or [own, *(name for name in METHODS if name != own)]
+    names = list(methods) or [own, *(name for name in METHODS.names() if name != own)]
     with progress.task("costs", len(names)) as advance:
         for name in names:
             try:
@@ -125,7 +124,7 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
 def _with_method(config: Config, name: str) -> Config:
     tree = config.model_dump(mode="json")
     tree["method"] = {"name": name}
-    tree["train"]["mask_ratio"] = USUAL_MASK.get(name, 0.0)
+    tree["train"]["mask_ratio"] = METHODS[name].target.usual_mask_ratio
     return validate(tree)
 
 
@@ -136,7 +135,7 @@ def _net(config: Config, images: Images, adaptation: Callable[[nn.Module], None]
 
 
 def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
-    net = _net(config, images, partial(adapt, config.method))
+    net = _net(config, images, partial(adapt_model, config.method))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
     context = MethodContext.of(
         net, config.train, config.rounds, config.seed, images.classes, torch.device("cpu"), num_tasks

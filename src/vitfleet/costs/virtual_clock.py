@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from vitfleet.config.schema import ScheduleConfig
+from vitfleet.config.fleet import ScheduleConfig
 
 
 @dataclass(frozen=True)

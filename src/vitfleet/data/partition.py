@@ -1,46 +1,43 @@
-"""Who holds which images.
+"""Which client holds which images.
 
-One idea carries the label-based kinds: a *share matrix* (classes x clients, rows sum to 1) says which part
-of a class each client gets, and :func:`assign_by_shares` deals the samples by it. The test images are dealt by
-the shares the training partition ended up with (client's images of a class / all images of that class), so a
-client's own test split follows its own training distribution, whatever the kind.
+The label-based partitions share one idea: a *share matrix* (classes x clients, rows sum to 1) holds the fraction of a
+class that each client gets, and :func:`assign_by_shares` assigns the samples by it. The test images are assigned by the
+shares that the training partition ended up with (a client's images of a class / all images of that class), so a
+client's own test split follows its own training distribution, whatever the partition.
 
-Why flwr-datasets' partitioners are not used here, although we like the library: ``PathologicalPartitioner``
-loses classes that nobody drew with only a warning, and refuses classes with fewer samples than holders;
-``ShardPartitioner`` drops the incomplete shard by default; ``DirichletPartitioner`` reaches a minimum size by
-drawing again, and gives up after ten attempts; none deals the test set by the same shares; and all of them
-need ``datasets`` on the machine that trains. They serve as the reference in the tests instead.
+Why flwr-datasets' partitioners are not used here: ``PathologicalPartitioner`` drops classes that no client drew with
+only a warning, and raises for classes with fewer samples than holders; ``ShardPartitioner`` drops the incomplete shard
+by default; ``DirichletPartitioner`` reaches a minimum size by drawing again, and gives up after ten attempts; none
+assigns the test set by the same shares; and all of them need ``datasets`` on the machine that trains. They serve as the
+reference in the tests instead.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitfleet.config.schema import (
-    ClassesPartition,
-    DirichletPartition,
-    FilePartition,
-    IidPartition,
-    PartitionConfig,
-    ShardsPartition,
-    SourcePartition,
-)
+from vitfleet.config.base import PartitionParams
+from vitfleet.config.registry import PARTITIONS
 from vitfleet.data.client_indices import ClientIndices, Ints, Partition
 from vitfleet.data.images import DataSet
-from vitfleet.data.partition_io import load_partition_for
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
 __all__ = [
     "ClientIndices",
+    "Owners",
     "Partition",
+    "PartitionFunction",
+    "PartitionInput",
     "assign_by_shares",
-    "dirichlet_shares",
     "make_partition",
     "partition_dataset",
+    "shuffled_by_label",
     "training_shares",
 ]
 
@@ -51,8 +48,45 @@ Random = np.random.Generator
 _TRAIN, _TEST = 0, 1
 
 
+@dataclass(frozen=True)
+class PartitionInput:
+    """What a partition function sees.
+
+    Attributes
+    ----------
+    labels, test_labels
+        The class of each training and test image, in ``range(classes)``; a class may have no images.
+    classes, clients
+        Number of classes and of clients.
+    rng
+        Source of all random draws; it depends on the run's seed alone.
+    sources, test_sources
+        Where each image came from (folder, session, writer); ``None`` where the data set does not record it.
+    """
+
+    labels: Ints
+    test_labels: Ints
+    classes: int
+    clients: int
+    rng: Random
+    sources: Ints | None = None
+    test_sources: Ints | None = None
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The client of each image; test images are assigned by the training shares where ``test`` is ``None``."""
+
+    train: Ints
+    test: Ints | None = None
+
+
+#: A partition function takes its parameter table and returns each training image's client, or both splits' owners.
+PartitionFunction: TypeAlias = Callable[[Any, PartitionInput], Ints | Owners | Partition]
+
+
 def make_partition(
-    config: PartitionConfig,
+    params: PartitionParams,
     clients: int,
     seed: int,
     train_labels: Ints,
@@ -61,14 +95,14 @@ def make_partition(
     train_sources: Ints | None = None,
     test_sources: Ints | None = None,
 ) -> Partition:
-    """Deal the training and the test images to the clients.
+    """Assign the training and the test images to the clients.
 
-    Every image of both splits is dealt to exactly one client. A client may end up empty where the kind
-    allows it (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
+    Every image of both splits is assigned to exactly one client. A client may end up without images where the
+    partition allows it (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
 
     Parameters
     ----------
-    config
+    params
         The table ``data.partition``.
     clients
         ``fleet.clients``.
@@ -79,43 +113,54 @@ def make_partition(
     classes
         Number of classes.
     train_sources, test_sources
-        Where each image came from, for the kind ``source``.
+        Where each image came from, for the partition ``source``.
 
     Raises
     ------
     ConfigError
-        The data cannot be dealt in this way; names the key and the range that works.
+        The data cannot be partitioned in this way; names the key and the range that works.
     """
     samples = len(train_labels)
     if not 1 <= clients <= samples:
         remedy = f"must be between 1 and {samples}, the number of training images"
         raise ConfigError("fleet.clients", clients, remedy)
-    if isinstance(config, FilePartition):
-        return load_partition_for(Path(config.path).expanduser(), clients, train_labels, test_labels, classes)
-    random = _random(seed, _TRAIN)
-    match config:
-        case IidPartition():
-            owners = _iid(config, clients, samples, random)
-        case DirichletPartition():
-            owners = _dirichlet(config, clients, train_labels, classes, random)
-        case ClassesPartition():
-            owners = _classes(config, clients, train_labels, classes, random)
-        case ShardsPartition():
-            owners = _shards(config, clients, train_labels, random)
-        case SourcePartition():
-            owners = _by_source(clients, train_sources)
-    train = ClientIndices.from_owners(owners, clients)
+    partition: PartitionFunction = PARTITIONS.entry_of(params).target
+    rng = _random(seed, _TRAIN)
+    data = PartitionInput(train_labels, test_labels, classes, clients, rng, train_sources, test_sources)
+    assigned = partition(params, data)
+    if isinstance(assigned, Partition):
+        return assigned
+    owners = assigned if isinstance(assigned, Owners) else Owners(np.asarray(assigned, dtype=np.int64))
+    _check_owners(owners, data, PARTITIONS.entry_of(params).name)
+    train = ClientIndices.from_owners(owners.train, clients)
     counts = train.class_counts(train_labels, classes)
     test_owners = assign_by_shares(test_labels, training_shares(counts), _random(seed, _TEST))
-    if isinstance(config, SourcePartition) and train_sources is not None and test_sources is not None:
-        test_owners = _keep_sources(test_owners, np.unique(train_sources), test_sources)
+    if owners.test is not None:  # -1: no opinion, assigned by the shares
+        test_owners = np.where(owners.test >= 0, owners.test, test_owners).astype(np.int64)
     return Partition(train, ClientIndices.from_owners(test_owners, clients), counts)
 
 
-def partition_dataset(config: PartitionConfig, clients: int, seed: int, data: DataSet) -> Partition:
-    """Deal a set's images to the clients: see :func:`make_partition`."""
+def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
+    """Check what a partition function returned: one client for each image."""
+    for split, labels, least in ((owners.train, data.labels, 0), (owners.test, data.test_labels, -1)):
+        if split is None:
+            continue
+        if split.shape != labels.shape:
+            raise ConfigError(
+                "data.partition.kind",
+                kind,
+                f"returned {split.shape} clients for {len(labels)} images; return one for each",
+            )
+        if len(split) and not (least <= split.min() and split.max() < data.clients):
+            raise ConfigError(
+                "data.partition.kind", kind, f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
+            )
+
+
+def partition_dataset(params: PartitionParams, clients: int, seed: int, data: DataSet) -> Partition:
+    """Assign a data set's images to the clients: see :func:`make_partition`."""
     return make_partition(
-        config,
+        params,
         clients,
         seed,
         data.train.labels.cpu().numpy(),
@@ -156,7 +201,7 @@ def assign_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
     edges = np.minimum(np.floor(edges * counts + offset), counts)
     pieces = np.diff(edges, prepend=0.0, axis=1).astype(np.int64)
     owners = np.empty(len(labels), np.int64)
-    owners[_shuffled_by_label(labels, random)] = np.repeat(np.tile(np.arange(clients), classes), pieces.ravel())
+    owners[shuffled_by_label(labels, random)] = np.repeat(np.tile(np.arange(clients), classes), pieces.ravel())
     return owners
 
 
@@ -171,149 +216,11 @@ def training_shares(counts: Ints) -> Floats:
     return shares.T
 
 
-def dirichlet_shares(beta: float, classes: int, clients: int, random: Random) -> Floats:
-    """Draw ``[classes, clients]`` shares, each row from a symmetric Dirichlet(β), for any β > 0.
-
-    A Dirichlet draw is a row of normalised Gamma(β) draws. For small β all of them underflow to 0, and 0 / 0
-    is NaN; so below 1 the draws are made as logarithms, with Gamma(β) = Gamma(β + 1) · U^(1/β), and the row
-    is normalised by a softmax whose division by β comes after the largest entry is subtracted.
-    """
-    size = (classes, clients)
-    scale = min(beta, 1.0)
-    if beta < 1:
-        logs = beta * np.log(random.standard_gamma(beta + 1, size)) - random.standard_exponential(size)
-    else:
-        logs = np.log(random.standard_gamma(beta, size))
-    with np.errstate(over="ignore"):  # a gap of -inf is a share of 0, as it should be
-        shares: Floats = np.exp((logs - logs.max(axis=1, keepdims=True)) / scale)
-    shares /= shares.sum(axis=1, keepdims=True)
-    return shares
-
-
 def _random(seed: int, split: int) -> Random:
     return Address(seed, Purpose.PARTITION, epoch=split).generator()
 
 
-def _iid(config: IidPartition, clients: int, samples: int, random: Random) -> Ints:
-    sizes = _largest_remainder(random.lognormal(0.0, config.imbalance, clients), samples)
-    give, need = _level(sizes, 1)
-    owners = np.repeat(np.arange(clients), sizes - give + need)
-    return random.permutation(owners)
-
-
-def _dirichlet(config: DirichletPartition, clients: int, labels: Ints, classes: int, random: Random) -> Ints:
-    most = len(labels) // clients
-    if config.min_samples > most:
-        remedy = f"must be between 0 and {most}: {len(labels)} training images for {clients} clients"
-        raise ConfigError("data.partition.min_samples", config.min_samples, remedy)
-    owners = assign_by_shares(labels, dirichlet_shares(config.beta, classes, clients, random), random)
-    return _at_least(owners, clients, config.min_samples, random)
-
-
-def _classes(config: ClassesPartition, clients: int, labels: Ints, classes: int, random: Random) -> Ints:
-    # Only classes that have images are handed out: holding an empty one would not be holding a class.
-    present = np.unique(labels)
-    wanted = config.per_client
-    least = -(-len(present) // clients)
-    if not least <= wanted <= len(present):
-        why = f"{clients} clients have to hold all {len(present)} classes of the training images"
-        remedy = f"must be between {least} and {len(present)}: {why}"
-        raise ConfigError("data.partition.per_client", wanted, remedy)
-    held = np.zeros((len(present), clients))
-    holders = np.zeros(len(present))
-    for client in range(clients):
-        # The least held classes, ties at random: the numbers of holders never differ by more than one.
-        chosen = np.argsort(holders + random.random(len(present)), kind="stable")[:wanted]
-        held[chosen, client] = 1
-        holders[chosen] += 1
-    shares = np.full((classes, clients), 1 / clients)
-    shares[present] = held / holders[:, None]
-    return assign_by_shares(labels, shares, random)
-
-
-def _shards(config: ShardsPartition, clients: int, labels: Ints, random: Random) -> Ints:
-    samples, shards = len(labels), clients * config.per_client
-    if shards > samples:
-        why = f"{samples} training images for {clients} clients"
-        raise ConfigError(
-            "data.partition.per_client",
-            config.per_client,
-            f"must be between 1 and {samples // clients}: {why}",
-        )
-    # np.array_split's sizes: nothing is dropped, the first few shards are one larger.
-    sizes = np.full(shards, samples // shards) + (np.arange(shards) < samples % shards)
-    owners = np.empty(samples, np.int64)
-    owners[_shuffled_by_label(labels, random)] = np.repeat(random.permutation(shards) // config.per_client, sizes)
-    return owners
-
-
-def _by_source(clients: int, sources: Ints | None) -> Ints:
-    if sources is None:
-        remedy = (
-            "the data does not say where its images came from; a folder laid out as "
-            "train/<source>/<class>/* and a parquet file with a column source, client, writer or user do"
-        )
-        raise ConfigError("data.partition.kind", "source", remedy)
-    known, owners = np.unique(sources, return_inverse=True)
-    if len(known) != clients:
-        raise ConfigError("fleet.clients", clients, f"must be {len(known)}: the data has {len(known)} sources")
-    return owners.reshape(-1).astype(np.int64)
-
-
-def _keep_sources(owners: Ints, known: Ints, sources: Ints) -> Ints:
-    """Give test images from a training source to its client; the others stay as dealt by shares."""
-    place = np.minimum(np.searchsorted(known, sources), len(known) - 1)
-    return np.where(known[place] == sources, place, owners).astype(np.int64)
-
-
-def _shuffled_by_label(labels: Ints, random: Random) -> Ints:
+def shuffled_by_label(labels: Ints, random: Random) -> Ints:
     """Return the samples' order: class after class, at random within a class."""
     order = random.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]
-
-
-def _largest_remainder(weights: Floats, total: int) -> Ints:
-    """Round ``total`` shared by weights to whole numbers that sum to it."""
-    exact = weights / weights.sum() * total
-    whole: Ints = np.floor(exact).astype(np.int64)
-    order = np.argsort(whole - exact, kind="stable")  # the largest remainder first
-    whole[order[: total - whole.sum()]] += 1
-    return whole
-
-
-def _level(sizes: Ints, least: int) -> tuple[Ints, Ints]:
-    """Return how many samples each client gives and needs so that everybody has at least ``least``.
-
-    It comes to the same as moving one sample at a time from whoever is largest at that moment: the largest
-    clients are cut down to one common level (some keep one more), nobody else gives anything.
-    """
-    need = np.maximum(least - sizes, 0)
-    wanted = int(need.sum())
-    low, high = least, max(int(sizes.max()), least)
-    while low < high:  # the highest level that frees enough; the caller has checked that `least` does
-        middle = (low + high + 1) // 2
-        if np.maximum(sizes - middle, 0).sum() >= wanted:
-            low = middle
-        else:
-            high = middle - 1
-    give = np.maximum(sizes - low, 0)
-    give[np.flatnonzero(give)[: int(give.sum()) - wanted]] -= 1
-    return give, need
-
-
-def _at_least(owners: Ints, clients: int, least: int, random: Random) -> Ints:
-    """Move samples from the largest clients until every client has at least ``least``.
-
-    How many each gives is :func:`_level`'s; which ones is drawn, so that a giver keeps its mix of classes.
-    They are handed on giver by giver to the needy in their order: a client filled up mostly resembles
-    one giver instead of the average, which keeps the partition as skewed as it was meant to be.
-    """
-    sizes = np.bincount(owners, minlength=clients)
-    give, need = _level(sizes, least)
-    order = random.permutation(len(owners))
-    grouped = order[np.argsort(owners[order], kind="stable")]
-    holder = owners[grouped]
-    rank = np.arange(len(owners)) - (np.cumsum(sizes) - sizes)[holder]
-    moved = owners.copy()
-    moved[grouped[rank < give[holder]]] = np.repeat(np.arange(clients), need)
-    return moved

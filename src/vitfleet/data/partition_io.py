@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from vitfleet.config.schema import PartitionConfig
+from vitfleet.config.base import PartitionParams
 from vitfleet.data.client_indices import ClientIndices, Ints, Partition, hash_labels
 from vitfleet.errors import ConfigError, DataError
 from vitfleet.files import write_atomically
@@ -27,7 +27,7 @@ _ARRAY_NAMES = ("train_indices", "train_offsets", "test_indices", "test_offsets"
 
 def save_partition(
     partition: Partition,
-    config: PartitionConfig,
+    params: PartitionParams,
     train_labels: Ints,
     test_labels: Ints,
     class_names: Sequence[str],
@@ -43,7 +43,7 @@ def save_partition(
     sizes = partition.train.sizes()
     identity = {"sha256": partition.fingerprint(), "labels_sha256": hash_labels(train_labels, test_labels)}
     summary = {
-        "partition": config.model_dump(),
+        "partition": params.model_dump(),
         "clients": partition.num_clients,
         "train_samples": partition.train.num_samples,
         "test_samples": partition.test.num_samples,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitfleet.config.registry import DATASETS, NoParams, register_dataset, validate_params
 from vitfleet.config.schema import DataConfig
 from vitfleet.data import image_folder, parquet
 from vitfleet.data.decode import Encoded, decode, usual_side
@@ -78,29 +79,52 @@ KNOWN = (
 )
 
 
+@dataclass(frozen=True)
+class DataRequest:
+    """What a registered data set is loaded with: the table ``data`` and where to show progress."""
+
+    config: DataConfig
+    progress: Progress = NO_PROGRESS
+
+
 def load(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
-    """Find, read and decode a data set.
-
-    Parameters
-    ----------
-    config
-        ``path`` names the user's own data and is then the only place looked at; else the set called
-        ``name`` is looked for in ``dir`` (or the directory in ``VITFLEET_DATA``), then on the hub.
-    progress
-        Told how far decoding is.
-
-    Returns
-    -------
-    Both splits, all images of one size. Where the set has no test split, a stratified share is held out.
+    """Load a data set: a registered one by its name, or the user's own images from ``data.path``.
 
     Raises
     ------
     ConfigError
-        Nobody knows a set of this name.
+        No data set has this name.
     DataError
-        The set is not there, not in a layout that can be read, or too damaged.
+        The data is not there, not in a layout that can be read, or too damaged.
     """
-    name, known = _which(config)
+    request = DataRequest(config, progress)
+    entry = DATASETS.get(config.name)
+    # `digits` is the default name and has no files: with a path, these are the user's own images.
+    if config.path is not None and (entry is None or config.name == DIGITS.name):
+        name = Path(config.path).resolve().stem if config.name == DIGITS.name else config.name
+        return read_known(DatasetInfo(name), request)
+    if entry is None:
+        names = DATASETS.names()
+        close = get_close_matches(config.name.lower().replace("-", "").replace(" ", ""), names, n=1)
+        guess = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(
+            "data.name", config.name, f"{guess}known are {', '.join(names)}; for your own images set data.path"
+        )
+    data: DataSet = entry.target(validate_params(DATASETS, config.name, config.params, "data.params"), request)
+    return data
+
+
+def read_known(known: DatasetInfo, request: DataRequest) -> DataSet:
+    """Find, read and decode a data set.
+
+    ``data.path`` is the only place looked at where it is set; else the set is looked for in ``data.dir`` (or the
+    directory in ``VITFLEET_DATA``), then on the hub.
+
+    Returns
+    -------
+    Both splits, all images of one size. Where the set has no test split, a stratified share is held out.
+    """
+    config, progress, name = request.config, request.progress, known.name
     found = _find(config, known)
     if known.superclasses:
         found = by_superclass(found, name)
@@ -161,27 +185,6 @@ def by_superclass(found: RawDataset, name: str) -> RawDataset:
     place = np.argsort(order)
     train, *test = [replace(part, labels=place[part.labels]) for part in parts]
     return RawDataset(tuple(found.classes[i] for i in order.tolist()), train, test[0] if test else None)
-
-
-def _which(config: DataConfig) -> tuple[str, DatasetInfo]:
-    """Return what to call the set, and what is known about it."""
-    known = next((known for known in KNOWN if known.name == config.name), None)
-    if config.path is not None:
-        # `digits` is the default name and no files can be meant by it: these are somebody's own images.
-        if known is None or known is DIGITS:
-            own = Path(config.path).resolve().stem if known is DIGITS else config.name
-            return own, DatasetInfo(own)
-        return known.name, known
-    if known is None:
-        names = [known.name for known in KNOWN]
-        close = get_close_matches(config.name.lower().replace("-", "").replace(" ", ""), names, n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            "data.name",
-            config.name,
-            f"{guess}known are {', '.join(names)}; for your own images set data.path",
-        )
-    return known.name, known
 
 
 def _find(config: DataConfig, known: DatasetInfo) -> RawDataset:
@@ -256,3 +259,13 @@ def _png(pixels: NDArray[np.uint8]) -> bytes:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+
+
+def _register(known: DatasetInfo) -> None:
+    @register_dataset(known.name)
+    def read(params: NoParams, request: DataRequest) -> DataSet:
+        return read_known(known, request)
+
+
+for _known in KNOWN:
+    _register(_known)

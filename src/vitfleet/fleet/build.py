@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitfleet.config.schema import Config
-from vitfleet.methods import Method, MethodContext, adapt, make_method
+from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.train.machine import Machine
@@ -27,7 +27,7 @@ class Components:
 
 def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
     """Build a run's model for images of ``side`` x ``side`` pixels."""
-    return build(config.model, classes, channels, side, config.seed, partial(adapt, config.method))
+    return build(config.model, classes, channels, side, config.seed, partial(adapt_model, config.method))
 
 
 def build_components(

@@ -1,15 +1,54 @@
-"""One file, one algorithm; each reads beside its paper."""
+"""One file, one algorithm; each reads beside its paper. Importing the package registers the built-in methods."""
 
-from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, MethodContext
-from vitfleet.methods.registry import adapt, make_method
+# In the order in which `vitfleet keys`, `vitfleet cost` and the documentation list them.
+from vitfleet.methods.standalone import Standalone  # isort: skip
+from vitfleet.methods.fedavg import FedAvg, WeightAveraging  # isort: skip
+from vitfleet.methods.fedprox import FedProx  # isort: skip
+from vitfleet.methods.transfl import TransFL  # isort: skip
+from vitfleet.methods.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
+from vitfleet.methods.fedbfpt import FedBfpt  # isort: skip
+from vitfleet.methods.eftvit import EftVit  # isort: skip
+from vitfleet.methods.fedper import FedPer  # isort: skip
+from vitfleet.methods.fedrep import FedRep  # isort: skip
+from vitfleet.methods.gem import AGem, Gem  # isort: skip
+from vitfleet.methods.fedvit import FedVit  # isort: skip
+from vitfleet.methods.base import (  # isort: skip
+    Aggregator,
+    ClientGenerator,
+    ClientJob,
+    ClientUpdate,
+    Method,
+    MethodContext,
+    adapt_model,
+    make_method,
+    method_class,
+)
 
 __all__ = [
+    "AGem",
     "Aggregator",
     "ClientGenerator",
     "ClientJob",
     "ClientUpdate",
+    "EftVit",
+    "FedAvg",
+    "FedBfpt",
+    "FedBias",
+    "FedFull",
+    "FedHead",
+    "FedLora",
+    "FedPer",
+    "FedPrompt",
+    "FedProx",
+    "FedRep",
+    "FedVit",
+    "Gem",
     "Method",
     "MethodContext",
-    "adapt",
+    "Standalone",
+    "TransFL",
+    "WeightAveraging",
+    "adapt_model",
     "make_method",
+    "method_class",
 ]

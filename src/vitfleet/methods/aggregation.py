@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitfleet.config.schema import AggregateConfig
+from vitfleet.config.base import AggregationParams
+from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.message import Message, State, Tensors, all_finite
+from vitfleet.methods.aggregation_rules import AggregationRule, MeanParams, is_weighted_mean
 from vitfleet.methods.base import Aggregator, RejectedUpdateError
 
-PLAIN_MEAN = AggregateConfig()
+PLAIN_MEAN = MeanParams()
 
 
 def check_weights(sent: Tensors, known: Tensors) -> None:
@@ -81,9 +83,11 @@ class WeightedMean(Aggregator):
         Once finished: the tensors that somebody sent.
     """
 
-    def __init__(self, server: State, config: AggregateConfig = PLAIN_MEAN) -> None:
+    def __init__(self, server: State, config: AggregationParams = PLAIN_MEAN) -> None:
         self.server = server
         self.config = config
+        self.rule: AggregationRule = AGGREGATIONS.entry_of(config).target
+        self.streams = is_weighted_mean(self.rule)
         self.moved: set[str] = set()
         self.sums: dict[str, Tensor] = {}
         self.shares: dict[str, float] = {}
@@ -102,7 +106,7 @@ class WeightedMean(Aggregator):
             return
         check_weights(up.tensors, self.server.tensors)
         tensors, norm = self._bounded(up.tensors)
-        if self.config.holds:
+        if not self.streams or self.config.norm_factor is not None:
             count = sum(tensor.numel() for tensor in tensors.values())
             self.held[client] = PendingUpdate(samples, tensors, norm / math.sqrt(max(1, count)))
         else:
@@ -138,7 +142,7 @@ class WeightedMean(Aggregator):
         sizes = {client: held.size for client, held in self.held.items()}
         self.rejected = norm_outliers(sizes, self.config.norm_factor)
         kept = [held for client, held in self.held.items() if client not in self.rejected]
-        if self.config.rule == "mean":
+        if self.streams:
             for held in kept:
                 self._fold(held.samples, held.tensors)
             names = list(self.sums)
@@ -151,13 +155,10 @@ class WeightedMean(Aggregator):
         return State({**known, **made}, self.server.numbers)
 
     def _made(self, name: str, kept: list[PendingUpdate]) -> Tensor:
-        """Return what becomes of a tensor, and let its sum go."""
-        if self.config.rule == "mean":
+        """Return the aggregated tensor and free its running sum."""
+        if self.streams:
             return self.sums.pop(name).div_(self.shares[name])
-        return self._robust([held.tensors[name] for held in kept if name in held.tensors])
-
-    def _robust(self, sent: list[Tensor]) -> Tensor:
-        """Return, coordinate by coordinate, the mean without the extremes, or the median."""
-        ranked = torch.stack(sent).double().sort(dim=0).values
-        out = (len(sent) - 1) // 2 if self.config.rule == "median" else int(self.config.trim * len(sent))
-        return ranked[out : len(sent) - out].mean(dim=0)
+        senders = [update for update in kept if name in update.tensors]
+        values = torch.stack([update.tensors[name] for update in senders]).double()
+        samples = torch.tensor([update.samples for update in senders], dtype=torch.float64, device=values.device)
+        return self.rule(self.config, values, samples)

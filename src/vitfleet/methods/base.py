@@ -16,15 +16,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from vitfleet.config.base import Table
-from vitfleet.config.schema import AggregateConfig, TrainConfig
+from vitfleet.config.base import AggregationParams, MethodParams
+from vitfleet.config.registry import METHODS
+from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
+from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, FitResult
@@ -53,7 +56,7 @@ class MethodContext:
     width: int
     device: torch.device
     num_tasks: int = 1
-    aggregate: AggregateConfig = field(default_factory=AggregateConfig)
+    aggregate: AggregationParams = field(default_factory=MeanParams)
 
     @classmethod
     def of(
@@ -65,11 +68,11 @@ class MethodContext:
         classes: int,
         device: torch.device,
         num_tasks: int = 1,
-        aggregate: AggregateConfig | None = None,
+        aggregate: AggregationParams | None = None,
     ) -> MethodContext:
         """Return the setting of a model in a run."""
         tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio)
-        rules = aggregate or AggregateConfig()
+        rules = aggregate or MeanParams()
         return cls(net.anatomy, train, rounds, seed, classes, tokens, net.embed_dim, device, num_tasks, rules)
 
 
@@ -153,13 +156,16 @@ class Aggregator(ABC):
         """Return the server's new state."""
 
 
-Params = TypeVar("Params", bound=Table)
+Params = TypeVar("Params", bound=MethodParams)
 
 
 class Method(ABC, Generic[Params]):
     """An algorithm of federated learning."""
 
-    name: ClassVar[str]
+    #: Whether clients must learn a stream of tasks (``data.tasks``).
+    needs_tasks: ClassVar[bool] = False
+    #: The mask ratio the method is meant for: what `vitfleet cost` assumes where a configuration sets none.
+    usual_mask_ratio: ClassVar[float] = 0.0
     #: Whether the server has a whole model of its own; if not, the clients' models stand for it.
     has_global_model: ClassVar[bool] = True
 
@@ -167,6 +173,28 @@ class Method(ABC, Generic[Params]):
         self.params = params
         self.context = context
         self.anatomy = context.anatomy
+
+    @property
+    def name(self) -> str:
+        """Name the method is registered under."""
+        return METHODS.entry_of(self.params).name
+
+    @classmethod
+    def check_config(cls, params: Params, config: Config) -> None:
+        """Check the method's parameters against the rest of the configuration.
+
+        Raises
+        ------
+        ConfigError
+            Names the key, its value and the remedy.
+        """
+        if cls.needs_tasks and config.data.tasks is None:
+            raise ConfigError(
+                "method.name",
+                params.name,
+                "learns task after task; add a table data.tasks, for example "
+                "-o data.tasks.count=5 -o data.tasks.classes=2",
+            )
 
     @property
     def state_on_disk(self) -> bool:
@@ -239,3 +267,33 @@ class Method(ABC, Generic[Params]):
 def train_metrics(fitted: FitResult) -> Numbers:
     """Return what every message up says of the training behind it."""
     return {"samples": fitted.samples, "loss": float(fitted.loss)}
+
+
+def check_layers(key: str, value: int, depth: int | None, spare: int = 0) -> None:
+    """Check a number of layers against the model's depth; a timm model's own depth is only known once it is built.
+
+    Parameters
+    ----------
+    spare
+        Layers that must be left over.
+    """
+    if depth is not None and value > depth - spare:
+        raise ConfigError(
+            f"method.{key}", value, f"must be between 1 and {depth - spare}, the model having {depth} layers"
+        )
+
+
+def method_class(params: MethodParams) -> type[Method[Any]]:
+    """Return the class of the method that a parameter table belongs to."""
+    target: type[Method[Any]] = METHODS.entry_of(params).target
+    return target
+
+
+def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
+    """Return the method that a configuration names."""
+    return method_class(params)(params, context)
+
+
+def adapt_model(params: MethodParams, vit: nn.Module) -> None:
+    """Add to an architecture what the configured method needs in it."""
+    method_class(params).adapt_model(params, vit)

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.config.methods import EftVitConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.data.features import Features, FeatureSet, quantize
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors, to_device
@@ -30,6 +34,7 @@ from vitfleet.methods.base import (
     MethodContext,
     RejectedUpdateError,
     ServerGenerator,
+    check_layers,
     train_metrics,
 )
 from vitfleet.methods.median_sampling import Plan, draw_plan
@@ -41,13 +46,40 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 RECORDED_AT_ONCE = 32  # what is recorded is a multiple of this long
 
 
-class EftVit(Method[EftVitConfig]):
+class EftVitParams(MethodParams):
+    """Masked images on the client, features instead of weights (EFTViT). The mask is ``train.mask_ratio``."""
+
+    local_layers: int = Field(2, ge=1, description="layers M of a client's local module, 1 … the model's layers − 1")
+    train_embedding: bool = Field(True, description="whether embedding and positions, local anyway, train too")
+    threshold: float = Field(
+        0.5, ge=0, le=1, description="samples sent of a class, as a quantile of the class counts: 0.5 median, 1 max"
+    )
+    values: Literal["fp32", "bf16", "fp16", "int8"] = Field("bf16", description="how features travel and are stored")
+    server_epochs: int = Field(2, ge=1, description="the server's passes over its store in a round")
+    store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
+    store_on: Literal["device", "host", "disk"] = Field(
+        "device", description="where the server's store lies; disk: memory-mapped from the checkpoint's files"
+    )
+    balance: Literal["clients", "samples"] = Field(
+        "clients", description="whether every client or every sample counts the same in the server's training"
+    )
+
+
+@register_method("eftvit", EftVitParams)
+class EftVit(Method[EftVitParams]):
     """Train on some of the patches, send features instead of weights."""
 
-    name = "eftvit"
+    usual_mask_ratio = 0.75
+
+    @classmethod
+    def check_config(cls, params: EftVitParams, config: Config) -> None:
+        """Check the local layers M against the number of layers, where the configuration sets it."""
+        super().check_config(params, config)
+        check_layers("local_layers", params.local_layers, config.model.depth, spare=1)
+
     has_global_model = False
 
-    def __init__(self, params: EftVitConfig, context: MethodContext) -> None:
+    def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
         if not self.anatomy.is_plain_vit:
             raise ConfigError("method.name", self.name, "needs a plain ViT (vit_*, deit_*), which can be parted")
@@ -178,7 +210,7 @@ def recorded(plan: Plan, observer_state: Tensors) -> dict[str, Tensor]:
 class FeatureStore(Aggregator):
     """The server's store: every client's latest features (section 3.6), or only this round's (section 3.5)."""
 
-    def __init__(self, server: State, params: EftVitConfig, context: MethodContext) -> None:
+    def __init__(self, server: State, params: EftVitParams, context: MethodContext) -> None:
         self.server = server
         self.params = params
         self.context = context

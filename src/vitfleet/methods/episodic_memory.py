@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.methods import MemoryTable
+from vitfleet.config.base import MethodParams
 from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
@@ -23,6 +24,16 @@ from vitfleet.train.surgery import COUNT_NAMES, OBTUSE
 
 _PREFIX = "memory."
 MOST_STORED = 2**31  # more than any device has: a count that a message says is not believed beyond it
+
+
+class MemoryParams(MethodParams):
+    """What methods that store samples of learned tasks have in common."""
+
+    rho: float = Field(0.1, gt=0, le=1, description="share ρ of a task's samples, of every class, that is stored")
+    memory_bytes: int | None = Field(
+        None, ge=1, description="most bytes stored a client; the tasks are cut to a common size; null: no limit"
+    )
+    check: bool = Field(False, description="verify at every step that the angle to no stored task is obtuse")
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ def extract(scores: Tensor, labels: Tensor, rho: float) -> Tensor:
 
 
 def store(
-    known: Knowledge, task_index: int, shard: Shard, scores: Tensor, params: MemoryTable, num_tasks: int
+    known: Knowledge, task_index: int, shard: Shard, scores: Tensor, params: MemoryParams, num_tasks: int
 ) -> Knowledge:
     """Return the knowledge with that of a stage in it, within the budget.
 
@@ -151,7 +162,7 @@ def _counts(client_metrics: Numbers) -> list[int]:
 
 
 def imagine(
-    client_metrics: Numbers, channels: int, side: int, params: MemoryTable, num_tasks: int
+    client_metrics: Numbers, channels: int, side: int, params: MemoryParams, num_tasks: int
 ) -> dict[str, Tensor]:
     """Return the shapes of the knowledge of a client that said this of itself; what cannot be is cut to what can."""
     one = Stored(*_blank(1, channels, side))

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from vitfleet.config.base import Table
-from vitfleet.config.methods import FedAvgConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
 from vitfleet.train.objective import Fit, Objective
 
-Params = TypeVar("Params", bound=Table)
+Params = TypeVar("Params", bound=MethodParams)
 
 
 class WeightAveraging(Method[Params]):
@@ -64,7 +64,10 @@ class WeightAveraging(Method[Params]):
         return {**base, **server.tensors}
 
 
-class FedAvg(WeightAveraging[FedAvgConfig]):
-    """Federated averaging of the whole model."""
+class FedAvgParams(MethodParams):
+    """Federated averaging, weighted by samples (McMahan et al., 2017)."""
 
-    name = "fedavg"
+
+@register_method("fedavg", FedAvgParams)
+class FedAvg(WeightAveraging[FedAvgParams]):
+    """Federated averaging of the whole model."""

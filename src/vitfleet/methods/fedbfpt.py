@@ -8,9 +8,12 @@ fits into the client's model gets the rest. The whole model is what is evaluated
 
 from __future__ import annotations
 
+from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.methods import FedBfptConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
@@ -21,6 +24,7 @@ from vitfleet.methods.base import (
     ClientUpdate,
     Method,
     MethodContext,
+    check_layers,
     train_metrics,
 )
 from vitfleet.models.anatomy import Selection
@@ -40,12 +44,23 @@ def schedule(rounds: int, local_layers: int) -> list[int]:
     return trains
 
 
-class FedBfpt(Method[FedBfptConfig]):
+class FedBfptParams(MethodParams):
+    """Layer after layer, through a shallow local model (FEDBFPT)."""
+
+    local_layers: int = Field(6, ge=2, description="layers of a client's model, 2 … the model's layers")
+
+
+@register_method("fedbfpt", FedBfptParams)
+class FedBfpt(Method[FedBfptParams]):
     """Layer after layer through a shallow local model."""
 
-    name = "fedbfpt"
+    @classmethod
+    def check_config(cls, params: FedBfptParams, config: Config) -> None:
+        """Check the local layers against the number of layers, where the configuration sets it."""
+        super().check_config(params, config)
+        check_layers("local_layers", params.local_layers, config.model.depth)
 
-    def __init__(self, params: FedBfptConfig, context: MethodContext) -> None:
+    def __init__(self, params: FedBfptParams, context: MethodContext) -> None:
         super().__init__(params, context)
         if params.local_layers > self.anatomy.depth:
             raise ConfigError(

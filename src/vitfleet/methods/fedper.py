@@ -6,17 +6,21 @@ FedViT's comparison is made: body shared, heads local.
 
 from __future__ import annotations
 
-from vitfleet.config.methods import FedPerConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.train.objective import Fit, Objective
 
 
-class FedPer(SharedBody[FedPerConfig]):
-    """Federated averaging of the body."""
+class FedPerParams(MethodParams):
+    """FedAvg under the rule that the body is shared and the head is each client's own (FedPer)."""
 
-    name = "fedper"
+
+@register_method("fedper", FedPerParams)
+class FedPer(SharedBody[FedPerParams]):
+    """Federated averaging of the body."""
 
     def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train everything at once."""

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.methods import FedProxConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
 from vitfleet.methods.fedavg import WeightAveraging
 from vitfleet.train.objective import Objective, Step, cross_entropy
 
 
-class FedProx(WeightAveraging[FedProxConfig]):
-    """FedAvg with a proximal term."""
+class FedProxParams(MethodParams):
+    """FedAvg with a proximal term μ/2·‖w − w_t‖² on the client (Li et al., 2020)."""
 
-    name = "fedprox"
+    mu: float = Field(0.01, ge=0, description="weight μ of the proximal term")
+
+
+@register_method("fedprox", FedProxParams)
+class FedProx(WeightAveraging[FedProxParams]):
+    """FedAvg with a proximal term."""
 
     def objective(self) -> Objective:
         """Return cross-entropy plus the proximal term; the received weights are the step's constants."""

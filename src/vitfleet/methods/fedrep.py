@@ -6,17 +6,32 @@ head frozen (Algorithm 1). The bodies are averaged.
 
 from __future__ import annotations
 
-from vitfleet.config.methods import FedRepConfig
+from pydantic import Field
+
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody, check_head_epochs
 from vitfleet.train.objective import Fit, Objective
 
 
-class FedRep(SharedBody[FedRepConfig]):
+class FedRepParams(MethodParams):
+    """Head epochs with the body frozen, then body epochs with the head frozen; the body is averaged (FedRep)."""
+
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
+
+
+@register_method("fedrep", FedRepParams)
+class FedRep(SharedBody[FedRepParams]):
     """Head epochs, then body epochs."""
 
-    name = "fedrep"
+    @classmethod
+    def check_config(cls, params: FedRepParams, config: Config) -> None:
+        """Check that some epochs are left for the body."""
+        super().check_config(params, config)
+        check_head_epochs(params.head_epochs, config.train.epochs)
 
     def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Train the head, then the body."""

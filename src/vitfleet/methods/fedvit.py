@@ -10,19 +10,39 @@ those of its samples that the model it trained names best.
 
 from __future__ import annotations
 
-from vitfleet.config.methods import FedVitConfig
+from pydantic import Field
+
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import Numbers, Tensors
 from vitfleet.methods import episodic_memory
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
+from vitfleet.methods.episodic_memory import MemoryParams
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody, check_head_epochs
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.surgery import TUNING_PREFIX, GradientIntegrator, GradientRotation, MostDissimilar
 
 
-class FedVit(SharedBody[FedVitConfig]):
+class FedVitParams(MemoryParams):
+    """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
+
+    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
+    k: int = Field(10, ge=1, description="stored tasks that are integrated: the most dissimilar ones")
+    rank_every: int = Field(1, ge=1, description="steps that a ranking of the stored tasks serves")
+    tune_epochs: int = Field(1, ge=0, description="epochs of fine tuning after an aggregation")
+
+
+@register_method("fedvit", FedVitParams)
+class FedVit(SharedBody[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 
-    name = "fedvit"
+    needs_tasks = True
+
+    @classmethod
+    def check_config(cls, params: FedVitParams, config: Config) -> None:
+        """Check that some epochs are left for the body."""
+        super().check_config(params, config)
+        check_head_epochs(params.head_epochs, config.train.epochs)
 
     def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
         """Fine-tune after the aggregation, train the head, train the body with integration, extract knowledge."""

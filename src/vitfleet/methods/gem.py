@@ -12,21 +12,25 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 import torch
+from pydantic import Field
 
-from vitfleet.config.methods import AGemConfig, GemConfig, MemoryTable
+from vitfleet.config.registry import register_method
 from vitfleet.message import Numbers, Tensors
 from vitfleet.methods import episodic_memory
 from vitfleet.methods.base import ClientJob
+from vitfleet.methods.episodic_memory import MemoryParams
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.surgery import GradientIntegrator
 
-Params = TypeVar("Params", bound=MemoryTable)
+Params = TypeVar("Params", bound=MemoryParams)
 
 
 class EpisodicMemoryMethod(SharedBody[Params]):
     """What the two have in common."""
+
+    needs_tasks = True
 
     #: Whether all memories give one reference gradient.
     together: ClassVar[bool]
@@ -53,10 +57,16 @@ class EpisodicMemoryMethod(SharedBody[Params]):
         return episodic_memory.imagine(client_metrics, channels, side, self.params, self.context.num_tasks)
 
 
-class Gem(EpisodicMemoryMethod[GemConfig]):
+class GemParams(MemoryParams):
+    """Gradient episodic memory: no step against the gradient of a stored task (GEM)."""
+
+    margin: float = Field(0.0, ge=0, description="least weight of each stored task once one is violated (GEM: 0.5)")
+
+
+@register_method("gem", GemParams)
+class Gem(EpisodicMemoryMethod[GemParams]):
     """One constraint a stored task."""
 
-    name = "gem"
     together = False
 
     def integrator(self) -> GradientIntegrator:
@@ -64,8 +74,12 @@ class Gem(EpisodicMemoryMethod[GemConfig]):
         return GradientIntegrator(self.params.check, self.params.margin)
 
 
-class AGem(EpisodicMemoryMethod[AGemConfig]):
+class AGemParams(MemoryParams):
+    """No step against the gradient of all stored tasks together (A-GEM)."""
+
+
+@register_method("a-gem", AGemParams)
+class AGem(EpisodicMemoryMethod[AGemParams]):
     """One constraint for all stored tasks together."""
 
-    name = "a-gem"
     together = True

@@ -5,24 +5,32 @@ The frozen rest is given to a client once, at its first contact; after that only
 
 from __future__ import annotations
 
+from pydantic import Field
 from torch import nn
 
-from vitfleet.config.methods import FedBiasConfig, FedFullConfig, FedHeadConfig, FedLoraConfig, FedPromptConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
 from vitfleet.methods.fedavg import WeightAveraging
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.anatomy import Selection
 
 
-class FedFull(WeightAveraging[FedFullConfig]):
+class FedFullParams(MethodParams):
+    """Tuning baseline: the whole model trains and travels."""
+
+
+@register_method("fed-full", FedFullParams)
+class FedFull(WeightAveraging[FedFullParams]):
     """The whole model: the reference without any limit on what a client can do."""
 
-    name = "fed-full"
+
+class FedHeadParams(MethodParams):
+    """Tuning baseline: only the head trains and travels."""
 
 
-class FedHead(WeightAveraging[FedHeadConfig]):
+@register_method("fed-head", FedHeadParams)
+class FedHead(WeightAveraging[FedHeadParams]):
     """Only the head."""
-
-    name = "fed-head"
 
     @property
     def trainable(self) -> Selection:
@@ -30,10 +38,13 @@ class FedHead(WeightAveraging[FedHeadConfig]):
         return self.anatomy.head
 
 
-class FedBias(WeightAveraging[FedBiasConfig]):
-    """Bias tuning: Ben Zaken et al., "BitFit", 2022."""
+class FedBiasParams(MethodParams):
+    """Tuning baseline: all biases and the head (BitFit)."""
 
-    name = "fed-bias"
+
+@register_method("fed-bias", FedBiasParams)
+class FedBias(WeightAveraging[FedBiasParams]):
+    """Bias tuning: Ben Zaken et al., "BitFit", 2022."""
 
     @property
     def trainable(self) -> Selection:
@@ -41,13 +52,19 @@ class FedBias(WeightAveraging[FedBiasConfig]):
         return self.anatomy.union(self.anatomy.biases, self.anatomy.head)
 
 
-class FedPrompt(WeightAveraging[FedPromptConfig]):
+class FedPromptParams(MethodParams):
+    """Tuning baseline: visual prompts and the head (VPT)."""
+
+    prompts: int = Field(10, ge=1, le=1000, description="prompt tokens (a layer, when deep)")
+    deep: bool = Field(True, description="prompts before every layer, or only before the first")
+
+
+@register_method("fed-prompt", FedPromptParams)
+class FedPrompt(WeightAveraging[FedPromptParams]):
     """Visual prompt tuning: Jia et al., 2022."""
 
-    name = "fed-prompt"
-
     @classmethod
-    def adapt_model(cls, params: FedPromptConfig, vit: nn.Module) -> None:
+    def adapt_model(cls, params: FedPromptParams, vit: nn.Module) -> None:
         """Add the prompts."""
         add_prompts(vit, params.prompts, params.deep)
 
@@ -57,13 +74,20 @@ class FedPrompt(WeightAveraging[FedPromptConfig]):
         return self.anatomy.union(self.anatomy.prompts, self.anatomy.head)
 
 
-class FedLora(WeightAveraging[FedLoraConfig]):
+class FedLoraParams(MethodParams):
+    """Tuning baseline: low-rank updates and the head (LoRA)."""
+
+    rank: int = Field(8, ge=1, le=1024, description="rank r of the updates")
+    alpha: float = Field(16.0, gt=0, description="the update is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(("q", "v"), strict=False, min_length=1, description="of q, k, v, proj, fc1, fc2")
+
+
+@register_method("fed-lora", FedLoraParams)
+class FedLora(WeightAveraging[FedLoraParams]):
     """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors are averaged one by one."""
 
-    name = "fed-lora"
-
     @classmethod
-    def adapt_model(cls, params: FedLoraConfig, vit: nn.Module) -> None:
+    def adapt_model(cls, params: FedLoraParams, vit: nn.Module) -> None:
         """Add the factors."""
         add_lora(vit, params.rank, params.alpha, params.targets)
 

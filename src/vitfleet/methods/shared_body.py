@@ -12,14 +12,15 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from vitfleet.config.base import Table
+from vitfleet.config.base import MethodParams
+from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
 from vitfleet.train.objective import Fit, FitResult
 
-Params = TypeVar("Params", bound=Table)
+Params = TypeVar("Params", bound=MethodParams)
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,13 @@ class SharedBody(Method[Params]):
     def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
         """Return the client's own model; the server's body under the first head before its first round."""
         return {**base, **server.tensors} if own is None else self.anatomy.whole.take(own.tensors)
+
+
+def check_head_epochs(head_epochs: int, epochs: int) -> None:
+    """Check that of a round's epochs some are left for the body."""
+    if head_epochs >= epochs:
+        raise ConfigError(
+            "method.head_epochs",
+            head_epochs,
+            f"must be below train.epochs = {epochs}, the rest of which trains the body",
+        )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from vitfleet.config.methods import StandaloneConfig
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
 from vitfleet.train.objective import Fit, Objective
 
 
-class Standalone(Method[StandaloneConfig]):
+class StandaloneParams(MethodParams):
+    """Every client trains alone; nothing travels but the initial model."""
+
+
+@register_method("standalone", StandaloneParams)
+class Standalone(Method[StandaloneParams]):
     """Nothing travels but the initial model, once."""
 
-    name = "standalone"
     has_global_model = False
 
     @property

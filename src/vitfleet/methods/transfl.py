@@ -9,12 +9,15 @@ a layer that nobody sent stays each client's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.methods import TransFLConfig
-from vitfleet.config.schema import AggregateConfig
+from vitfleet.config.base import AggregationParams, MethodParams
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
@@ -26,18 +29,36 @@ from vitfleet.methods.base import (
     Method,
     MethodContext,
     RejectedUpdateError,
+    check_layers,
     train_metrics,
 )
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.train.objective import Fit, Objective, Step
 
 
-class TransFL(Method[TransFLConfig]):
+class TransFLParams(MethodParams):
+    """Clients send only the k layers with the largest gradients (TransFL)."""
+
+    k: int = Field(3, ge=1, description="layers sent, 1 … the model's layers")
+    statistic: Literal["mean-abs", "rms"] = Field(
+        "mean-abs", description="what ranks a layer: the mean |gradient| (the paper's), or its root mean square"
+    )
+    always: tuple[Literal["embed", "norm", "head"], ...] = Field(
+        ("embed", "norm", "head"), strict=False, description="the parts besides layers that travel every round"
+    )
+
+
+@register_method("transfl", TransFLParams)
+class TransFL(Method[TransFLParams]):
     """Share the layers that learn most."""
 
-    name = "transfl"
+    @classmethod
+    def check_config(cls, params: TransFLParams, config: Config) -> None:
+        """Check k against the number of layers, where the configuration sets it."""
+        super().check_config(params, config)
+        check_layers("k", params.k, config.model.depth)
 
-    def __init__(self, params: TransFLConfig, context: MethodContext) -> None:
+    def __init__(self, params: TransFLParams, context: MethodContext) -> None:
         super().__init__(params, context)
         if params.k > self.anatomy.depth:
             raise ConfigError("method.k", params.k, f"must be between 1 and {self.anatomy.depth}, the model's layers")
@@ -111,7 +132,7 @@ def top(magnitudes: list[float], k: int) -> list[int]:
 class LayerMean(WeightedMean):
     """The weighted mean, noting which layers it moved."""
 
-    def __init__(self, server: State, config: AggregateConfig, anatomy: Anatomy, round: int) -> None:
+    def __init__(self, server: State, config: AggregationParams, anatomy: Anatomy, round: int) -> None:
         super().__init__(server, config)
         self.anatomy = anatomy
         self.round = round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import timm
@@ -13,6 +14,7 @@ from timm.models import adapt_input_conv
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from vitfleet.config.registry import MODELS, NoParams, register_model, validate_params
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.anatomy import is_plain_vit
@@ -24,6 +26,24 @@ PLAIN_PATCH = 4
 PLAIN_DEPTH = 4
 MOST_PATCHES = 4096  # attention costs their square: beyond this it is a mistake, not a model
 HALF = 0.5  # normalisation of models that do not say otherwise: 0…1 becomes −1…1
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """What a registered model is built for.
+
+    Attributes
+    ----------
+    config
+        The table ``model``.
+    classes, channels, data_side
+        The data's classes, colour channels and image side in pixels.
+    """
+
+    config: ModelConfig
+    classes: int
+    channels: int
+    data_side: int
 
 
 def build(
@@ -48,8 +68,10 @@ def build(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Address(seed, Purpose.INIT).torch_seed())
-        if config.name == PLAIN:
-            vit, side = _plain(config, classes, channels, data_side)
+        entry = MODELS.get(config.name)
+        if entry is not None:
+            params = validate_params(MODELS, config.name, config.params, "model.params")
+            vit, side = entry.target(params, ModelRequest(config, classes, channels, data_side))
         else:
             vit, side = _from_timm(config, classes, channels)
         if config.weights and config.weights != "hub":
@@ -70,17 +92,20 @@ def build(
     return net
 
 
-def _plain(config: ModelConfig, classes: int, channels: int, data_side: int) -> tuple[nn.Module, int]:
+@register_model(PLAIN)
+def plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module, int]:
+    """Build a plain ViT of the sizes in the table ``model``."""
+    config = request.config
     if config.weights == "hub":
         raise ConfigError("model.weights", "hub", "needs a timm name in model.name, such as vit_tiny_patch16_224")
-    side = config.image_size or data_side
+    side = config.image_size or request.data_side
     patch = config.patch_size or PLAIN_PATCH
     _check_patch(side, patch)
     vit = VisionTransformer(
         img_size=side,
         patch_size=patch,
-        in_chans=channels,
-        num_classes=classes,
+        in_chans=request.channels,
+        num_classes=request.classes,
         embed_dim=config.dim,
         depth=config.depth or PLAIN_DEPTH,
         num_heads=config.heads,

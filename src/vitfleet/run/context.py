@@ -10,13 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitfleet.config.schema import BufferedSchedule, Config, FilePartition, MachineConfig, TasksConfig
+from vitfleet.config.fleet import BufferedSchedule
+from vitfleet.config.schema import Config, MachineConfig, TasksConfig
 from vitfleet.costs.flops import NOTHING, CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.client_indices import ClientIndices, Partition
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.partition import partition_dataset
 from vitfleet.data.partition_io import save_partition
+from vitfleet.data.partitioners import FilePartition
 from vitfleet.data.sources import load as load_data
 from vitfleet.data.tasks import TaskStreams, assign_classes_to_tasks, make_task_streams
 from vitfleet.data.tasks_io import SUMMARY_FILE, load_task_streams, save_task_streams

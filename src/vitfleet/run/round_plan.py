@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitfleet.config.schema import BufferedSchedule, Config, DeviceName, FleetConfig
+from vitfleet.config.fleet import BufferedSchedule, DeviceName
+from vitfleet.config.schema import Config, FleetConfig
 from vitfleet.costs.flops import CostModel, message_size
 from vitfleet.costs.hardware_profiles import (
     HARDWARE_PROFILES,

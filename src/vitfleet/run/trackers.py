@@ -1,31 +1,35 @@
-"""Where a run's curves are shown: TensorBoard by default, Weights & Biases and MLflow where asked for.
+"""Experiment trackers: TensorBoard by default, Weights & Biases and MLflow where configured.
 
-All of them are told the same of every round, and nothing that the records do not hold.
+All of them receive the same scalars every round, and nothing that the records do not hold.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import Field
+
+from vitfleet.config.base import TrackerParams
+from vitfleet.config.registry import TRACKERS, register_tracker
 from vitfleet.config.schema import Config
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import identity
 from vitfleet.run.records import RoundRecord
 
 
 class Tracker(Protocol):
-    """Somebody who draws curves."""
+    """Shows a run's curves. A registered class is constructed as ``Tracker(params, config, folder, next_round)``."""
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Take a round's scalars."""
         ...
 
     def close(self) -> None:
-        """Be done."""
+        """Write what is buffered and close."""
         ...
 
 
@@ -54,34 +58,65 @@ def scalars_of(record: RoundRecord) -> dict[str, float]:
     return {name: value for name, value in scalars.items() if value is not None}
 
 
+class MissingPackageError(Exception):
+    """A tracker's own package is not installed."""
+
+
 class Trackers:
-    """A run's trackers together."""
+    """The trackers of a run."""
 
     def __init__(self, config: Config, folder: Path, next_round: int) -> None:
-        self._trackers = [
-            made
-            for name in config.machine.trackers
-            if (made := _TRACKERS[name](config, folder, next_round)) is not None
-        ]
+        made = (make_tracker(name, params, config, folder, next_round) for name, params in config.trackers.items())
+        self._trackers = [tracker for tracker in made if tracker is not None]
 
     def add(self, record: RoundRecord) -> None:
-        """Tell every tracker of a round."""
+        """Send a round's scalars to every tracker."""
         scalars = scalars_of(record)
         for tracker in self._trackers:
             tracker.add(scalars, record.round)
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all trackers."""
         for tracker in self._trackers:
             tracker.close()
 
 
+def make_tracker(name: str, params: TrackerParams, config: Config, folder: Path, next_round: int) -> Tracker | None:
+    """Start a tracker; ``None`` for one that is on by default and not installed.
+
+    Raises
+    ------
+    ConfigError
+        The tracker's package is not installed, or it does not start (no login, no connection).
+    """
+    entry = TRACKERS[name]
+    try:
+        tracker: Tracker = entry.target(params, config, folder, next_round)
+    except MissingPackageError as error:
+        if getattr(entry.target, "optional", False):
+            return None
+        raise ConfigError("trackers", name, f"is not installed; pip install 'vitfleet[{error}]'") from None
+    except UserError:
+        raise
+    except Exception as error:  # every tracker raises exceptions of its own
+        raise ConfigError(
+            "trackers", name, f"does not start ({error}); fix its own settings, or leave it out"
+        ) from error
+    return tracker
+
+
+@register_tracker("tensorboard", TrackerParams)
 class TensorBoard:
-    """Event files in the run's folder; on resume the steps after the checkpoint are taken back."""
+    """Event files in the run's folder; on resume the steps after the checkpoint are discarded."""
 
-    def __init__(self, folder: Path, next_round: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    #: On by default and an extra: a run without it is complete, because the records hold every scalar.
+    optional = True
 
+    def __init__(self, params: TrackerParams, config: Config, folder: Path, next_round: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingPackageError("sim") from None
         purge = next_round if next_round > 1 else None
         self._writer: Any = SummaryWriter(folder / "tensorboard", purge_step=purge)
 
@@ -95,12 +130,19 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A W&B run of the folder's name; where it goes is W&B's own settings' to say (``WANDB_MODE``, …)."""
+class WandbParams(TrackerParams):
+    """Weights & Biases."""
 
-    def __init__(self, module: Any, config: Config, folder: Path) -> None:
-        self._run = module.init(
-            project="vitfleet",
+    project: str = Field("vitfleet", description="the project that the run belongs to")
+
+
+@register_tracker("wandb", WandbParams)
+class WeightsAndBiases:
+    """A W&B run named after the folder; W&B's own settings (``WANDB_MODE``, …) decide where it goes."""
+
+    def __init__(self, params: WandbParams, config: Config, folder: Path, next_round: int) -> None:
+        self._run = _import("wandb").init(
+            project=params.project,
             name=folder.resolve().name,
             id=identity(folder),  # other folders may have the same name
             resume="allow",
@@ -109,7 +151,7 @@ class WeightsAndBiases:
         )
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log a step; one that is known already (a run that goes on) is left as it is."""
+        """Log a step; one that was logged before the run was resumed stays as it is."""
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
@@ -117,20 +159,27 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class MLflow:
-    """An MLflow run of the folder's name; where it goes is MLflow's own settings' to say (``MLFLOW_TRACKING_URI``)."""
+class MLflowParams(TrackerParams):
+    """MLflow."""
 
-    def __init__(self, module: Any, config: Config, folder: Path) -> None:
-        self._mlflow = module
-        module.set_experiment("vitfleet")
+    experiment: str = Field("vitfleet", description="the experiment that the run belongs to")
+
+
+@register_tracker("mlflow", MLflowParams)
+class MLflow:
+    """An MLflow run named after the folder; MLflow's own settings (``MLFLOW_TRACKING_URI``) decide where it goes."""
+
+    def __init__(self, params: MLflowParams, config: Config, folder: Path, next_round: int) -> None:
+        self._mlflow = _import("mlflow")
+        self._mlflow.set_experiment(params.experiment)
         started = folder / "mlflow-run"
-        if started.exists():  # a run that goes on
-            module.start_run(run_id=started.read_text())
+        if started.exists():  # a resumed run
+            self._mlflow.start_run(run_id=started.read_text())
         else:
-            run = module.start_run(run_name=folder.resolve().name)
+            run = self._mlflow.start_run(run_name=folder.resolve().name)
             write_atomically(started, run.info.run_id.encode())
-        module.log_params({"method": config.method.name, "data": config.data.name, "seed": config.seed})
-        module.log_dict(config.model_dump(mode="json"), "config.json")
+        self._mlflow.log_params({"method": config.method.name, "data": config.data.name, "seed": config.seed})
+        self._mlflow.log_dict(config.model_dump(mode="json"), "config.json")
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Log a step."""
@@ -141,28 +190,8 @@ class MLflow:
         self._mlflow.end_run()
 
 
-def _tensorboard(config: Config, folder: Path, next_round: int) -> Tracker | None:
+def _import(name: str) -> Any:
     try:
-        return TensorBoard(folder, next_round)
-    except ImportError:  # an extra, and on by default: the records hold everything the curves do
-        return None
-
-
-def _asked_for(name: str, kind: Callable[[Any, Config, Path], Tracker], config: Config, folder: Path) -> Tracker:
-    try:
-        module = importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError:
-        remedy = f"is not installed; pip install 'vitfleet[{name}]'"
-        raise ConfigError("machine.trackers", name, remedy) from None
-    try:
-        return kind(module, config, folder)
-    except Exception as error:  # whatever of its own it raises: no login, no connection
-        remedy = f"does not start ({error}); mend its own settings, or leave it out"
-        raise ConfigError("machine.trackers", name, remedy) from error
-
-
-_TRACKERS: Mapping[str, Callable[[Config, Path, int], Tracker | None]] = {
-    "tensorboard": _tensorboard,
-    "wandb": lambda config, folder, next_round: _asked_for("wandb", WeightsAndBiases, config, folder),
-    "mlflow": lambda config, folder, next_round: _asked_for("mlflow", MLflow, config, folder),
-}
+        raise MissingPackageError(name) from None

@@ -1,0 +1,88 @@
+"""Tables of the data: which images, how they are partitioned, tasks, augmentation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from vitfleet.config.base import PartitionParams, Table
+from vitfleet.config.registry import DATASETS, PARTITIONS, OneOf, validate_params
+
+
+class TasksConfig(Table):
+    """A stream of tasks: the classes are parted into tasks, and every client learns one task after the other."""
+
+    count: int = Field(10, ge=1, description="tasks; a table data.tasks makes a run one of task after task")
+    classes: int = Field(10, ge=1, description="classes of a task")
+    rounds_per_task: int = Field(
+        10, ge=1, description="rounds of a task; the schedule of the rate begins anew with each"
+    )
+    per_client: tuple[int, int] = Field(
+        (2, 5), strict=False, description="least and most classes of a task that a client holds"
+    )
+    share: tuple[float, float] = Field(
+        (0.05, 0.1), strict=False, description="least and largest share of a class's images that a client holds"
+    )
+    split: Literal["random", "listed"] = Field(
+        "random", description="whether classes are put into tasks at random or as the data lists them"
+    )
+    order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
+    incremental: Literal["task", "class"] = Field(
+        "task", description="whether an image's task is known, or its class is looked for among all"
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> TasksConfig:
+        for key, (least, most), limit in (("per_client", self.per_client, self.classes), ("share", self.share, 1)):
+            if not 0 < least <= most <= limit:
+                raise ValueError(
+                    f"data.tasks.{key} = [{least}, {most}]: must be the least and the most, above 0 and at most {limit}"
+                )
+        return self
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all tasks together."""
+        return self.count * self.rounds_per_task
+
+    def task_index(self, round: int) -> int:
+        """Return how many tasks lie behind a client in a round (both of them counted as everywhere: rounds from 1)."""
+        return (round - 1) // self.rounds_per_task
+
+
+class AugmentConfig(Table):
+    """What is done to a training image, on the device, batched. All off by default."""
+
+    crop: float = Field(0.0, ge=0, le=0.5, description="random shift, as a share of the image's side")
+    flip: bool = Field(False, description="mirror half of the images")
+    brightness: float = Field(0.0, ge=0, lt=1, description="scale brightness by 1 ± this")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is drawn at all."""
+        return self.crop > 0 or self.flip or self.brightness > 0
+
+
+class DataConfig(Table):
+    """Which images, and how they are partitioned among the clients."""
+
+    model_config = ConfigDict(defer_build=True)  # until the registries are complete
+
+    name: str = Field("digits", description="a known set, or a name for your own (then set data.path)")
+    path: str | None = Field(None, description="your own image folder or parquet file or folder")
+    dir: str | None = Field(None, description="where named sets lie; --data-dir and VITFLEET_DATA set it")
+    test_share: float = Field(0.2, gt=0, lt=1, description="held out where a set has no test split")
+    max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
+    limit: int | None = Field(None, ge=1, description="use only this many training images (and a fifth of it to test)")
+    partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(
+        default_factory=lambda: PARTITIONS.make_params("dirichlet")
+    )
+    tasks: TasksConfig | None = None
+    augment: AugmentConfig = AugmentConfig()
+    params: dict[str, Any] = Field({}, description="parameters of a registered data set that has any")
+
+    @model_validator(mode="after")
+    def _params_fit(self) -> DataConfig:
+        validate_params(DATASETS, self.name, self.params, "data.params")
+        return self
