@@ -84,7 +84,7 @@ def main() -> None:
             for client, (own, memory) in enumerate(zip(weights, memories, strict=True))
         ]
         started = time.perf_counter()
-        trainer.fit_together(group)
+        trainer.fit_cohort(group)
         if machine.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -162,7 +162,7 @@ def test_the_count_of_every_round_is_what_torch_counts_while_it_trains(
     keys = [f"method.{key}={value}" for key, value in table.items()]
     config = tiny_config(*keys, *TASKS, "rounds=8", "train.epochs=2", "train.batch_size=8", *FEW)
     really: list[int] = []
-    train = Trainer.fit_together
+    train = Trainer.fit_cohort
 
     def spy(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         assert len(group) == 1
@@ -172,7 +172,7 @@ def test_the_count_of_every_round_is_what_torch_counts_while_it_trains(
         really.append(counter.get_total_flops())
         return fitted
 
-    monkeypatch.setattr(Trainer, "fit_together", spy)
+    monkeypatch.setattr(Trainer, "fit_cohort", spy)
     context = open_run(config, tmp_path)
     first: dict[int, float] = {}
     last: dict[int, float] = {}

@@ -178,13 +178,13 @@ def test_later_trainings_of_a_job_have_later_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places: list[RngContext] = []
-    fit = Trainer.fit_together
+    fit = Trainer.fit_cohort
 
     def note(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
-        places.extend(one.place for one in group)
+        places.extend(one.rng for one in group)
         return fit(self, group)
 
-    monkeypatch.setattr(Trainer, "fit_together", note)
+    monkeypatch.setattr(Trainer, "fit_cohort", note)
     method = Thrice(FedAvgParams(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
     down = Message(tiny_net.initial_weights())

@@ -104,7 +104,7 @@ def test_a_run_stopped_after_a_round_ends_as_if_it_had_not_been(
 def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
     """Interrupt the at-th training of this process."""
     count = 0
-    fit = Trainer.fit_together
+    fit = Trainer.fit_cohort
 
     def interrupted(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         nonlocal count
@@ -113,7 +113,7 @@ def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
             raise KeyboardInterrupt
         return fit(self, group)
 
-    patch.setattr(Trainer, "fit_together", interrupted)
+    patch.setattr(Trainer, "fit_cohort", interrupted)
 
 
 @METHODS
@@ -202,12 +202,12 @@ WILD = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, epochs=
 
 
 def let_one_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
-    fit = Trainer.fit_together
+    fit = Trainer.fit_cohort
 
     def train(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
-        return fit(replace(self, config=config) if group[0].place.client == client else self, group)
+        return fit(replace(self, config=config) if group[0].rng.client == client else self, group)
 
-    patch.setattr(Trainer, "fit_together", train)
+    patch.setattr(Trainer, "fit_cohort", train)
 
 
 def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_on(

@@ -53,9 +53,9 @@ def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std))
     group = assign(fits, make_shard)
-    together = trainer.fit_together(group)
+    together = trainer.fit_cohort(group)
     for one, fitted in zip(group, together, strict=True):
-        alone = trainer.fit(one.fit, one.shard, one.place)
+        alone = trainer.fit(one.fit, one.shard, one.rng)
         close(fitted.weights, alone.weights)
         close(fitted.observed, alone.observed)
         torch.testing.assert_close(fitted.loss, alone.loss, rtol=1e-5, atol=1e-6)
@@ -307,13 +307,13 @@ def test_what_does_not_fit_into_memory_is_halved(
         return fit(self, group)
 
     monkeypatch.setattr(Trainer, "_fit", cramped)
-    found = trainer.fit_together(group)
+    found = trainer.fit_cohort(group)
     assert tried == [4, 2, 2]
     for one, fitted in zip(group, found, strict=True):
-        close(fitted.weights, trainer.fit(one.fit, one.shard, one.place).weights)
+        close(fitted.weights, trainer.fit(one.fit, one.shard, one.rng).weights)
     monkeypatch.setattr(trainer.memory_budget, "most", lambda wanted, device: min(wanted, 1))
     tried.clear()
-    trainer.fit_together(group)
+    trainer.fit_cohort(group)
     assert tried == [1, 1, 1, 1]  # no more than there is room for
 
 

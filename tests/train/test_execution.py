@@ -18,7 +18,7 @@ from vitfleet.train.trainer import Trainer
 
 def train(trainer: Trainer, net: Net, make_shard: MakeShard, clients: int) -> None:
     fit = Fit(net.initial_weights(), Objective(net.anatomy.head), 1)
-    trainer.fit_together([ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)])
+    trainer.fit_cohort([ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)])
 
 
 def test_execution_summary_of_eager_training(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:

@@ -51,8 +51,8 @@ def test_another_group_takes_the_place_of_the_one_before(
     for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps an epoch, then five
         fit = Fit(tiny_net.initial_weights(), objective, 2)
         group = [ClientFit(fit, make_shard(0, end), RngContext(7, round, client)) for client, end in enumerate(ends)]
-        answers = graphed.fit_together(group)
-        same(answers, plain.fit_together(group))
+        answers = graphed.fit_cohort(group)
+        same(answers, plain.fit_cohort(group))
         handed += [(one.weights["head.weight"], one.weights["head.weight"].clone()) for one in answers]
     assert len(captured) == 1, "an epoch may be of any length"
     assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
@@ -114,13 +114,13 @@ def test_captured_step_is_not_replayed_under_another_configuration(
     fit = Fit(weights, Objective(tiny_net.anatomy.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
     change = OTHER_SETTINGS[setting]
-    same(graphed.fit_together(group), eager.fit_together(group))
+    same(graphed.fit_cohort(group), eager.fit_cohort(group))
     other = change(graphed)
     assert other.runners is graphed.runners
     changed = change(eager)
-    same(other.fit_together(group), changed.fit_together(group))
+    same(other.fit_cohort(group), changed.fit_cohort(group))
     assert len(captured) == 2
-    same(graphed.fit_together(group), eager.fit_together(group))
+    same(graphed.fit_cohort(group), eager.fit_cohort(group))
     assert len(captured) == 2, "both captures are kept, and each serves its own configuration"
 
 
@@ -136,8 +136,8 @@ def test_captured_step_serves_another_learning_rate(
     graphed = with_machine(eager, graphs=True)
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 3, 0))]
-    same(graphed.fit_together(group), eager.fit_together(group))
-    same(with_train(graphed, **keys).fit_together(group), with_train(eager, **keys).fit_together(group))
+    same(graphed.fit_cohort(group), eager.fit_cohort(group))
+    same(with_train(graphed, **keys).fit_cohort(group), with_train(eager, **keys).fit_cohort(group))
     assert len(captured) == 1
 
 
@@ -149,7 +149,7 @@ def test_captured_step_is_not_replayed_on_other_labels(
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
     for images in (tiny_images, replace(tiny_images, labels=tiny_images.labels.flip(0))):
         group = [ClientFit(fit, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
-        same(graphed.fit_together(group), eager.fit_together(group))
+        same(graphed.fit_cohort(group), eager.fit_cohort(group))
     assert len(captured) == 2
 
 
@@ -169,7 +169,7 @@ def test_nobody_is_written_into_what_was_given(
         fit = Fit(weights, objective, 1, constants)
         group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(clients)]
         before = [{name: one.clone() for name, one in tensors.items()} for tensors in given]
-        same(graphed.fit_together(group), plain.fit_together(group))
+        same(graphed.fit_cohort(group), plain.fit_cohort(group))
         for now, then in zip(given, before, strict=True):
             assert all(torch.equal(now[name], then[name]) for name in then)
     assert len(captured) == 1
@@ -190,7 +190,7 @@ def test_a_captured_step_serves_memories_that_are_a_little_smaller(
         weights = tiny_net.initial_weights()
         fits = [Fit(weights, objective, 1, memory=remember(tiny_images, one)) for one in sizes]
         group = [ClientFit(fit, make_shard(client, 20), RngContext(7, 1, client)) for client, fit in enumerate(fits)]
-        same(graphed.fit_together(group), plain.fit_together(group))
+        same(graphed.fit_cohort(group), plain.fit_cohort(group))
         return len(captured)
 
     assert train((18, 12, 6), (17, 9, 2)) == 1  # computed as 24, 16, 8
@@ -209,8 +209,8 @@ def test_who_has_no_more_steps_is_left_out_of_them(
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
     sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are laid ready in two parts
     group = [ClientFit(fit, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)]
-    found = graphed.fit_together(group)
-    same(found, [plain.fit(one.fit, one.shard, one.place) for one in group])
+    found = graphed.fit_cohort(group)
+    same(found, [plain.fit(one.fit, one.shard, one.rng) for one in group])
     assert [one.steps for one in found] == [2 * size for size in sizes]
     assert {kind.clients for kind in captured[0].captured} == {7, 6, 4, 3, 2, 1}, "there is none for five"
 

@@ -145,7 +145,7 @@ def training_memory(
             cohort.restart(None, train.lr)
             ready = ledger.live
             for _ in range(2):
-                cohort.advance(batch, torch.empty((), dtype=torch.long), refresh=True, everybody=True)
+                cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, all_active=True)
     return MemoryUsage(received + copied, trained, ready - copied, max(0, ledger.peak - ready - trained))
 
 

@@ -54,7 +54,7 @@ def run_rounds(context: RunContext, listener: Listener, progress: Progress = NO_
             record = run_round(context, round, progress)
             seconds = time.perf_counter() - started
             records.append(record.line())
-            timings.append(json.dumps({"round": round, "seconds": seconds, "warm_up_seconds": warmup.taken()}))
+            timings.append(json.dumps({"round": round, "seconds": seconds, "warm_up_seconds": warmup.pop_seconds()}))
             trackers.add(record)
             if _checkpoint_due(config, round):
                 context.processes.barrier()  # until nobody reads the checkpoint before

@@ -84,14 +84,14 @@ class Cohort:
         self.optimizer.restart(rate)
         torch._foreach_zero_([self.loss, *self.counted.values()])
 
-    def advance(self, batch: Batch, epoch: Tensor, refresh: bool, everybody: bool) -> None:
+    def take_step(self, batch: Batch, epoch: Tensor, refresh: bool, all_active: bool) -> None:
         """Take one step.
 
         Parameters
         ----------
         refresh
             Whether to choose anew among the memory's parts.
-        everybody
+        all_active
             Whether all of the clients have this step; else, who has it is looked up on the device.
         """
         objective, constants = self.objective, self.given.constants
@@ -117,7 +117,7 @@ class Cohort:
                     self.counted[name] += count * batch.active
             if self.engine.config.clip is not None:
                 applied = _clipped(applied, self.engine.config.clip, self.many)
-            self.optimizer.step(applied, None if everybody else batch.active)
+            self.optimizer.step(applied, None if all_active else batch.active)
             self.loss += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
 
     def results(self, group: Sequence[ClientFit], steps: Sequence[int], again: bool) -> list[FitResult]:

@@ -25,7 +25,7 @@ class Participant(Generic[Outcome]):
 
     work: Generator[Fit, FitResult, Outcome]
     shard: Shard
-    place: RngContext
+    rng: RngContext
 
 
 def run_participant(
@@ -50,14 +50,14 @@ def run_cohort(halves: Sequence[Participant[Outcome]], trainer: Trainer) -> list
     for place in range(len(halves)):
         go_on(place, None)
     while waiting:
-        wanted = [(place, ClientFit(fit, halves[place].shard, halves[place].place)) for place, fit in waiting.items()]
+        wanted = [(place, ClientFit(fit, halves[place].shard, halves[place].rng)) for place, fit in waiting.items()]
         waiting.clear()
         for group in group_fits(wanted, trainer):
-            found = trainer.fit_together([one for _, one in group])
+            found = trainer.fit_cohort([one for _, one in group])
             for (place, one), fitted in zip(group, found, strict=True):
                 # Later trainings of the same round draw from later epochs: no two share their numbers.
                 half = halves[place]
-                half.place = replace(half.place, first_epoch=half.place.first_epoch + one.fit.epochs)
+                half.rng = replace(half.rng, first_epoch=half.rng.first_epoch + one.fit.epochs)
                 go_on(place, fitted)
     return [outcomes[place] for place in range(len(halves))]
 

@@ -35,7 +35,7 @@ class ClientFit:
 
     fit: Fit
     shard: Shard
-    place: RngContext
+    rng: RngContext
 
     def __len__(self) -> int:
         return len(self.shard) if self.fit.features is None else len(self.fit.features)

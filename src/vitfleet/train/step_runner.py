@@ -100,8 +100,8 @@ class EagerRunner:
                 self.some = cohort.first(kind.clients)
             batch = epoch_batches.batch(place, kind.clients if cohort.many else None)
             with self._first(batch) if cohort.engine.compiled else nullcontext():
-                self.some.advance(
-                    batch, now, kind.refresh, everybody=kind.clients == epoch_batches.active_clients[place]
+                self.some.take_step(
+                    batch, now, kind.refresh, all_active=kind.clients == epoch_batches.active_clients[place]
                 )
 
     def _first(self, batch: Batch) -> AbstractContextManager[None]:
@@ -202,7 +202,7 @@ class CudaGraphRunner:
         batch = self.tables.map(lambda table: table.index_select(0, self.cursor).squeeze(0))
         if self.cohort.many:
             batch = batch.map(lambda one: one[: kind.clients])
-        self.cohort.first(kind.clients).advance(batch, self.now, kind.refresh, everybody=False)
+        self.cohort.first(kind.clients).take_step(batch, self.now, kind.refresh, all_active=False)
         self.cursor += 1
 
 

@@ -73,9 +73,9 @@ class Trainer:
 
         Who has no samples trains nothing: the weights come back as they were.
         """
-        return self.fit_together([ClientFit(fit, shard, place)])[0]
+        return self.fit_cohort([ClientFit(fit, shard, place)])[0]
 
-    def fit_together(self, group: Sequence[ClientFit]) -> list[FitResult]:
+    def fit_cohort(self, group: Sequence[ClientFit]) -> list[FitResult]:
         """Run the trainings of several clients at once; they have the same objective, and all have samples."""
         # The largest first: those who still have steps are then the first few, and a step can leave the others out.
         order = sorted(range(len(group)), key=lambda place: -len(group[place]))
@@ -104,7 +104,7 @@ class Trainer:
 
     def _fit(self, group: Sequence[ClientFit]) -> list[FitResult]:
         first = group[0].fit
-        rate = learning_rate(self.config, group[0].place.round, self.rounds)
+        rate = learning_rate(self.config, group[0].rng.round, self.rounds)
         given = stack_inputs(group, self.net)
         if not len(group[0]):
             return self.runners.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
@@ -135,10 +135,10 @@ class Trainer:
         kept = self.net.num_kept_patches(self.config.mask_ratio) if images else 0
         draws = [
             draw_epoch(
-                one.place.seed,
-                one.place.round,
-                one.place.client,
-                one.place.first_epoch + epoch,
+                one.rng.seed,
+                one.rng.round,
+                one.rng.client,
+                one.rng.first_epoch + epoch,
                 samples=len(one),
                 image_size=one.shard.images.image_size,
                 # Features are what is left of images that were augmented and masked already.

@@ -38,7 +38,7 @@ class WarmupTimer:
         self._ready.add(kind)
         return self.making(what)
 
-    def taken(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
