@@ -14,7 +14,7 @@ from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.methods.peft import FedLoraParams, FedPromptParams
-from vitfleet.models.adapters import LowRankLinear, Target
+from vitfleet.models.adapters import LoraTarget, LowRankLinear
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.run.context import open_run
@@ -107,7 +107,7 @@ def test_low_rank_factors_start_as_the_model_they_are_added_to() -> None:
 def test_a_low_rank_layer_is_the_linear_layer_with_its_weights_updated() -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(6, 12)
-    targets = {"q": Target("", 0, 3), "v": Target("", 2, 3)}
+    targets = {"q": LoraTarget("", 0, 3), "v": LoraTarget("", 2, 3)}
     layer = LowRankLinear(linear, rank=2, scale=0.5, targets=targets)
     factors = dict(layer.named_parameters())
     for name in ("q", "v"):

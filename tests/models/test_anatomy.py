@@ -1,4 +1,4 @@
-"""Every weight belongs to one part, and the papers' parameter counts follow from the parts."""
+"""Anatomy: every weight belongs to one part, and the parts have the papers' numbers of parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vitfleet.models.zoo import build
 
 MIB = 2**20
 
-# One small model a family, at 32 pixels where the family takes an image size.
+# One small model per family, at 32 pixels if the family has an image size.
 FAMILIES = {
     "vit": ModelConfig(dim=16, depth=3, heads=2),
     "vit of timm": ModelConfig(name="vit_tiny_patch16_224", image_size=32, patch_size=4, depth=2),
@@ -60,7 +60,7 @@ def parts(anatomy: Anatomy) -> list[Selection]:
     return [anatomy.embed, *anatomy.blocks, anatomy.norm, anatomy.head]
 
 
-def test_transfl_counts() -> None:
+def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
     net = build(load_config("transfl-cifar10").model, classes=10, channels=3, data_side=32, seed=0)
     anatomy = net.anatomy
     assert [anatomy.count_parameters(block) for block in anatomy.blocks] == [789_760] * 6
@@ -71,7 +71,7 @@ def test_transfl_counts() -> None:
     assert round(4 * anatomy.count_parameters(three) / MIB, 4) == 9.1621
 
 
-def test_fedvit_counts() -> None:
+def test_count_parameters_gives_the_sizes_of_the_fedvit_paper() -> None:
     config = load_config("fedavg-cifar100").model
     anatomy = build(config, classes=100, channels=3, data_side=32, seed=0).anatomy
     assert (config.dim, anatomy.depth, config.heads) == (192, 6, 12)
@@ -85,7 +85,7 @@ def test_every_weight_belongs_to_exactly_one_part(family: tuple[str, Net]) -> No
     assert owners == Counter(list(anatomy.shapes))
 
 
-def test_nothing_of_the_model_is_left_out(family: tuple[str, Net]) -> None:
+def test_anatomy_holds_every_floating_point_weight(family: tuple[str, Net]) -> None:
     _, net = family
     vit = net.module.vit
     assert {name: p.shape for name, p in vit.named_parameters()}.items() <= net.anatomy.shapes.items()
@@ -94,19 +94,19 @@ def test_nothing_of_the_model_is_left_out(family: tuple[str, Net]) -> None:
     assert set(net.anatomy.shapes) == floating
 
 
-def test_blocks_are_the_transformer_layers_in_order(family: tuple[str, Net]) -> None:
+def test_blocks_are_the_transformer_blocks_in_order(family: tuple[str, Net]) -> None:
     name, net = family
     anatomy = net.anatomy
     assert all(anatomy.blocks)
     assert anatomy.depth == DEPTHS.get(name, anatomy.depth)
     attention = [sum("attn" in weight for weight in block) > 0 for block in anatomy.blocks]
     assert all(attention) or name == "levit"
-    order = {weight: place for place, weight in enumerate(anatomy.shapes)}
+    order = {weight: position for position, weight in enumerate(anatomy.shapes)}
     firsts = [order[block.names[0]] for block in anatomy.blocks]
     assert firsts == sorted(firsts)
 
 
-def test_the_head_is_what_depends_on_the_classes(family: tuple[str, Net]) -> None:
+def test_only_the_head_depends_on_the_number_of_classes(family: tuple[str, Net]) -> None:
     name, net = family
     wider = build(FAMILIES[name], classes=7, channels=3, data_side=32, seed=0).anatomy
     differing = {weight for weight, shape in net.anatomy.shapes.items() if wider.shapes[weight] != shape}
@@ -115,7 +115,7 @@ def test_the_head_is_what_depends_on_the_classes(family: tuple[str, Net]) -> Non
     assert wider.body == net.anatomy.body
 
 
-def test_the_embedding_is_what_depends_on_the_colours(family: tuple[str, Net]) -> None:
+def test_only_the_embedding_depends_on_the_number_of_channels(family: tuple[str, Net]) -> None:
     name, net = family
     grey = build(FAMILIES[name], classes=5, channels=1, data_side=32, seed=0).anatomy
     differing = {weight for weight, shape in net.anatomy.shapes.items() if grey.shapes[weight] != shape}
@@ -123,7 +123,7 @@ def test_the_embedding_is_what_depends_on_the_colours(family: tuple[str, Net]) -
     assert differing <= set(net.anatomy.embed)
 
 
-def test_running_statistics_travel_but_do_not_train() -> None:
+def test_running_statistics_are_weights_but_not_trainable() -> None:
     anatomy = build(FAMILIES["levit"], classes=5, channels=3, data_side=32, seed=0).anatomy
     statistics = {name for name in anatomy.shapes if name.endswith(("running_mean", "running_var"))}
     assert statistics
@@ -132,13 +132,13 @@ def test_running_statistics_travel_but_do_not_train() -> None:
     assert not any(name.endswith("num_batches_tracked") for name in anatomy.whole)
 
 
-def test_both_heads_of_a_distilled_model_are_its_head() -> None:
+def test_head_of_a_distilled_model_is_both_heads() -> None:
     anatomy = build(FAMILIES["deit, distilled"], classes=5, channels=3, data_side=32, seed=0).anatomy
     assert set(anatomy.head) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
     assert "dist_token" in anatomy.embed
 
 
-def test_what_has_no_blocks_is_refused() -> None:
+def test_dissect_rejects_a_model_without_blocks() -> None:
     class Convolutions(nn.Module):
         def get_classifier(self) -> nn.Module:
             return self
@@ -150,7 +150,7 @@ def test_what_has_no_blocks_is_refused() -> None:
 # Selections
 
 
-def test_body_head_and_others_split_the_model(anatomy: Anatomy) -> None:
+def test_body_head_and_non_blocks_split_the_model(anatomy: Anatomy) -> None:
     assert set(anatomy.body) | set(anatomy.head) == set(anatomy.whole) == set(anatomy.shapes)
     assert not set(anatomy.body) & set(anatomy.head)
     assert set(anatomy.non_blocks) == set(anatomy.whole) - {name for block in anatomy.blocks for name in block}
@@ -159,29 +159,29 @@ def test_body_head_and_others_split_the_model(anatomy: Anatomy) -> None:
 
 
 @given(data=st.data())
-def test_join_is_a_union_in_the_models_order(anatomy: Anatomy, data: st.DataObject) -> None:
+def test_union_keeps_the_models_order(anatomy: Anatomy, data: st.DataObject) -> None:
     everything = list(anatomy.shapes)
     subsets = st.lists(st.sampled_from(everything)).map(anatomy.select)
-    one, other, third = data.draw(subsets), data.draw(subsets), data.draw(subsets)
-    both = anatomy.union(one, other)
-    assert set(both) == set(one) | set(other)
+    first, second, third = data.draw(subsets), data.draw(subsets), data.draw(subsets)
+    both = anatomy.union(first, second)
+    assert set(both) == set(first) | set(second)
     assert list(both) == [name for name in everything if name in set(both)]
-    assert both == anatomy.union(other, one)
-    assert anatomy.union(both, third) == anatomy.union(one, anatomy.union(other, third))
-    assert anatomy.union(one, one) == one
-    assert anatomy.count_parameters(both) + anatomy.count_parameters(anatomy.select(set(one) & set(other))) == (
-        anatomy.count_parameters(one) + anatomy.count_parameters(other)
+    assert both == anatomy.union(second, first)
+    assert anatomy.union(both, third) == anatomy.union(first, anatomy.union(second, third))
+    assert anatomy.union(first, first) == first
+    assert anatomy.count_parameters(both) + anatomy.count_parameters(anatomy.select(set(first) & set(second))) == (
+        anatomy.count_parameters(first) + anatomy.count_parameters(second)
     )
 
 
-def test_choosing_forgets_order_repetition_and_strangers(anatomy: Anatomy) -> None:
+def test_select_ignores_order_repetition_and_unknown_names(anatomy: Anatomy) -> None:
     assert anatomy.select(["head.bias", "cls_token", "head.bias", "no such weight"]).names == (
         "cls_token",
         "head.bias",
     )
 
 
-def test_a_selection_takes_its_tensors(anatomy: Anatomy) -> None:
+def test_take_returns_the_selected_tensors(anatomy: Anatomy) -> None:
     tensors = {name: torch.zeros(shape) for name, shape in anatomy.shapes.items()}
     taken = anatomy.head.take(tensors)
     assert list(taken) == ["head.weight", "head.bias"]
@@ -190,7 +190,7 @@ def test_a_selection_takes_its_tensors(anatomy: Anatomy) -> None:
         anatomy.head.take({})
 
 
-def test_a_selection_is_a_collection(anatomy: Anatomy) -> None:
+def test_selection_is_a_hashable_collection(anatomy: Anatomy) -> None:
     assert "head.bias" in anatomy.head
     assert "cls_token" not in anatomy.head
     assert len(anatomy.head) == 2

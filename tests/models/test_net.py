@@ -1,4 +1,4 @@
-"""A net is a pure function of its weights, and of a masked image it sees the kept patches only."""
+"""Net: a pure function of its weights; dropped patches are never embedded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
-from vitfleet.models.functional_vit import mix
 from vitfleet.models.net import Net
+from vitfleet.models.stacked_ops import attention
 from vitfleet.models.zoo import build
 
-# Every way in which timm's plain ViTs treat the tokens before the patches and what they pool.
+# All variants of prefix tokens and pooling in timm's plain ViTs.
 MASKABLE = {
     "class token": ModelConfig(dim=32, depth=2, heads=2),
     "class token of timm": ModelConfig(name="vit_tiny_patch16_224", image_size=32, patch_size=4, depth=2),
@@ -30,7 +30,7 @@ MASKABLE = {
     "average of patches": ModelConfig(name="vit_base_patch16_siglip_gap_224", image_size=48, depth=1),
     "attention pooling": ModelConfig(name="vit_base_patch16_siglip_224", image_size=48, depth=1),
     "norm before the blocks": ModelConfig(name="vit_base_patch32_clip_224", image_size=96, depth=1),
-    "cait: the class token has layers of its own": ModelConfig(
+    "cait: separate blocks for the class token": ModelConfig(
         name="cait_xxs24_224", image_size=32, patch_size=4, depth=2
     ),
 }
@@ -56,8 +56,8 @@ def images(net: Net, seed: int = 0) -> Tensor:
     return torch.randn(BATCH, 3, net.image_size, net.image_size, generator=generator, dtype=torch.float64)
 
 
-def lively(net: Net, seed: int = 0) -> dict[str, Tensor]:
-    """Return weights far from timm's initial ones, which are so small that mistakes could hide; in float64."""
+def perturbed_weights(net: Net, seed: int = 0) -> dict[str, Tensor]:
+    """Return float64 weights far from timm's initial ones, which are so small that they could hide errors."""
     generator = torch.Generator().manual_seed(seed)
 
     def change(name: str, tensor: Tensor) -> Tensor:
@@ -67,21 +67,21 @@ def lively(net: Net, seed: int = 0) -> dict[str, Tensor]:
     return {name: change(name, tensor) for name, tensor in net.initial_weights().items()}
 
 
-def timms(net: Net, weights: dict[str, Tensor]) -> Any:
+def timm_model(net: Net, weights: dict[str, Tensor]) -> Any:
     """Return a copy of the net's timm model that holds these weights."""
     vit = copy.deepcopy(net.module.vit).double()
     vit.load_state_dict({**vit.state_dict(), **weights})
     return vit.eval()
 
 
-def some_patches(net: Net, kept: int, seed: int = 0) -> Tensor:
+def random_keep(net: Net, kept: int, seed: int = 0) -> Tensor:
     noise = torch.rand(BATCH, net.num_patches, generator=torch.Generator().manual_seed(seed))
     return noise.argsort(dim=1)[:, :kept]
 
 
-def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
-    """Embed everything with timm's own modules, then throw away what is not kept."""
-    patches: Tensor = vit.patch_embed(pictures)
+def reference_logits(vit: Any, inputs: Tensor, keep: Tensor) -> Tensor:
+    """Embed all patches with timm's modules, then remove those that are not kept."""
+    patches: Tensor = vit.patch_embed(inputs)
     if hasattr(vit, "blocks_token_only"):
         placed = patches + vit.pos_embed
         rows = [image[kept] for image, kept in zip(placed, keep, strict=True)]
@@ -89,18 +89,18 @@ def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
         token = vit.cls_token.expand(len(tokens), -1, -1)
         for block in vit.blocks_token_only:
             token = block(tokens, token)
-        answer: Tensor = vit.head(vit.norm(token)[:, 0])
-        return answer
+        cait_logits: Tensor = vit.head(vit.norm(token)[:, 0])
+        return cait_logits
     prefix = [
         getattr(vit, name) for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
     ]
-    without = vit.pos_embed.shape[1] == patches.shape[1]  # the prefix has no positions of its own
-    placed = patches + (vit.pos_embed if without else vit.pos_embed[:, -patches.shape[1] :])
+    patches_only = vit.pos_embed.shape[1] == patches.shape[1]  # the prefix tokens have no positions
+    placed = patches + (vit.pos_embed if patches_only else vit.pos_embed[:, -patches.shape[1] :])
     rows = [torch.stack([image[i] for i in kept]) for image, kept in zip(placed, keep.tolist(), strict=True)]
     tokens = torch.stack(rows)
     if prefix:
         head = torch.cat(prefix, dim=1)
-        if not without:
+        if not patches_only:
             head = head + vit.pos_embed[:, : head.shape[1]]
         tokens = torch.cat([head.expand(len(tokens), -1, -1), tokens], dim=1)
     tokens = vit.norm(vit.blocks(vit.norm_pre(tokens)))
@@ -108,8 +108,8 @@ def by_hand(vit: Any, pictures: Tensor, keep: Tensor) -> Tensor:
     return logits
 
 
-def close(left: Tensor, correct: Tensor) -> None:
-    torch.testing.assert_close(left, correct, rtol=1e-8, atol=1e-8)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.fixture(scope="module", params=MASKABLE)
@@ -125,97 +125,98 @@ def small() -> Net:
 # Token dropping
 
 
-def test_a_masked_image_is_its_kept_patches(maskable: Net) -> None:
-    weights = lively(maskable)
-    keep = some_patches(maskable, max(2, maskable.num_patches // 3))
-    expected = by_hand(timms(maskable, weights), images(maskable), keep)
-    close(maskable(weights, images(maskable), keep), expected)
+def test_net_with_keep_equals_timm_on_the_kept_patches(maskable: Net) -> None:
+    weights = perturbed_weights(maskable)
+    keep = random_keep(maskable, max(2, maskable.num_patches // 3))
+    expected = reference_logits(timm_model(maskable, weights), images(maskable), keep)
+    assert_close(maskable(weights, images(maskable), keep), expected)
 
 
-def test_keeping_everything_in_any_order_is_the_plain_pass(maskable: Net) -> None:
-    weights = lively(maskable)
+def test_keeping_all_patches_in_any_order_equals_the_unmasked_pass(maskable: Net) -> None:
+    weights = perturbed_weights(maskable)
     plain = maskable(weights, images(maskable))
     for seed in range(3):
-        close(maskable(weights, images(maskable), some_patches(maskable, maskable.num_patches, seed)), plain)
+        assert_close(maskable(weights, images(maskable), random_keep(maskable, maskable.num_patches, seed)), plain)
     assert (plain - plain.mean(0)).abs().max() > 1e-3  # the images do matter
 
 
 @pytest.mark.parametrize("name", [*MASKABLE, *OTHERS])
-def test_the_plain_pass_is_timms(name: str) -> None:
+def test_net_without_keep_equals_timm(name: str) -> None:
     net = make({**MASKABLE, **OTHERS}[name])
     net.module.double()  # for the constants of some families
-    weights = lively(net)
+    weights = perturbed_weights(net)
     with torch.no_grad():
-        close(net(weights, images(net)), timms(net, weights)(images(net)))
+        assert_close(net(weights, images(net)), timm_model(net, weights)(images(net)))
 
 
-def test_attention_written_out_is_attention(small: Net) -> None:
+def test_unfused_attention_equals_fused_attention(small: Net) -> None:
     images = torch.rand(2, 3, small.image_size, small.image_size)
     weights = small.initial_weights()
     assert torch.allclose(small(weights, images), small.with_unfused_attention()(weights, images), atol=1e-5)
 
 
-def test_attention_written_out_in_bfloat16_is_attention_but_for_the_rounding() -> None:
+def test_unfused_attention_in_bfloat16_differs_by_rounding_only() -> None:
     rng = torch.Generator().manual_seed(3)
     exact = [torch.randn(2, 3, 17, 8, generator=rng, requires_grad=True) for _ in range(3)]
-    rough = [one.detach().bfloat16().requires_grad_() for one in exact]
+    rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
     q, k, v = exact
-    wanted, found = F.scaled_dot_product_attention(q, k, v), mix(*rough)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(wanted, found.float(), atol=0.03)
-    ahead = torch.randn(wanted.shape, generator=rng)
-    for one, other in zip(
-        torch.autograd.grad(wanted, exact, ahead), torch.autograd.grad(found, rough, ahead.bfloat16()), strict=True
-    ):
-        assert torch.linalg.vector_norm(one - other.float()) < 0.02 * torch.linalg.vector_norm(one)
+    expected, actual = F.scaled_dot_product_attention(q, k, v), attention(*rounded)
+    assert actual.dtype == torch.bfloat16
+    assert torch.allclose(expected, actual.float(), atol=0.03)
+    grad_output = torch.randn(expected.shape, generator=rng)
+    exact_grads = torch.autograd.grad(expected, exact, grad_output)
+    rounded_grads = torch.autograd.grad(actual, rounded, grad_output.bfloat16())
+    for exact_grad, rounded_grad in zip(exact_grads, rounded_grads, strict=True):
+        difference = torch.linalg.vector_norm(exact_grad - rounded_grad.float())
+        assert difference < 0.02 * torch.linalg.vector_norm(exact_grad)
 
 
-def test_dropped_patches_are_never_seen(small: Net) -> None:
-    weights = lively(small)
-    pictures = images(small)
+def test_dropped_patches_do_not_influence_the_logits(small: Net) -> None:
+    weights = perturbed_weights(small)
+    inputs = images(small)
     keep = torch.tensor([[9, 0, 63]] * BATCH)
-    before = small(weights, pictures, keep)
-    painted = torch.full_like(pictures, torch.nan)
+    before = small(weights, inputs, keep)
+    painted = torch.full_like(inputs, torch.nan)
     for patch in (9, 0, 63):
         row, column = 4 * (patch // 8), 4 * (patch % 8)
-        painted[:, :, row : row + 4, column : column + 4] = pictures[:, :, row : row + 4, column : column + 4]
+        painted[:, :, row : row + 4, column : column + 4] = inputs[:, :, row : row + 4, column : column + 4]
     assert torch.equal(small(weights, painted, keep), before)
 
 
-def test_each_image_has_its_own_mask(small: Net) -> None:
-    weights = lively(small)
-    keep = some_patches(small, 7)
+def test_keep_is_applied_per_image(small: Net) -> None:
+    weights = perturbed_weights(small)
+    keep = random_keep(small, 7)
     together = small(weights, images(small), keep)
     for i in range(BATCH):
-        close(small(weights, images(small)[i : i + 1], keep[i : i + 1]), together[i : i + 1])
+        assert_close(small(weights, images(small)[i : i + 1], keep[i : i + 1]), together[i : i + 1])
 
 
-def test_positions_stay_with_their_patches(small: Net) -> None:
-    weights = lively(small)
-    flat = torch.ones(1, 3, 32, 32, dtype=torch.float64)  # all patches look the same, only their places differ
-    one = small(weights, flat, torch.tensor([[0, 1]]))
-    other = small(weights, flat, torch.tensor([[62, 63]]))
-    assert (one - other).abs().max() > 1e-3
+def test_kept_patches_keep_their_positions(small: Net) -> None:
+    weights = perturbed_weights(small)
+    flat = torch.ones(1, 3, 32, 32, dtype=torch.float64)  # all patches are equal, only their positions differ
+    first = small(weights, flat, torch.tensor([[0, 1]]))
+    last = small(weights, flat, torch.tensor([[62, 63]]))
+    assert (first - last).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
     ("ratio", "kept"), [(0.0, 196), (0.25, 147), (0.5, 98), (0.6, 78), (0.75, 49), (0.9, 19), (0.999, 1)]
 )
-def test_how_many_patches_are_kept(ratio: float, kept: int) -> None:
+def test_num_kept_patches_follows_the_mask_ratio(ratio: float, kept: int) -> None:
     net = make(ModelConfig(image_size=224, patch_size=16, dim=8, depth=1, heads=1))
     assert net.num_patches == 196
     assert net.num_kept_patches(ratio) == kept
 
 
 @given(ratio=st.floats(0, 1, exclude_max=True))
-def test_at_least_one_patch_is_kept(small: Net, ratio: float) -> None:
+def test_num_kept_patches_is_at_least_one(small: Net, ratio: float) -> None:
     kept = small.num_kept_patches(ratio)
     assert 1 <= kept <= 64
     assert kept == 1 or abs(kept - 64 * (1 - ratio)) <= 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_families_say_that_they_cannot_drop_tokens(name: str) -> None:
+def test_num_kept_patches_rejects_a_mask_for_families_without_token_dropping(name: str) -> None:
     net = make(OTHERS[name])
     assert net.num_patches == 0
     assert net.num_kept_patches(0) == 0
@@ -224,65 +225,65 @@ def test_other_families_say_that_they_cannot_drop_tokens(name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-# Purity
+# Pure function
 
 
 @pytest.mark.parametrize("name", [*MASKABLE, *OTHERS])
-def test_weights_are_an_argument(name: str) -> None:
+def test_net_is_a_pure_function_of_its_weights(name: str) -> None:
     net = make({**MASKABLE, **OTHERS}[name])
     net.module.double()  # for the constants of some families
-    own = {key: tensor.clone() for key, tensor in net.module.vit.state_dict().items()}
-    first, second = lively(net, 1), lively(net, 2)
+    before = {key: tensor.clone() for key, tensor in net.module.vit.state_dict().items()}
+    first, second = perturbed_weights(net, 1), perturbed_weights(net, 2)
     copies = {key: tensor.clone() for key, tensor in first.items()}
-    pictures = images(net)
+    inputs = images(net)
     with torch.no_grad():
-        one = net(first, pictures)
-        other = net(second, pictures)
-        again = net(first, pictures)
-    assert one.shape == (BATCH, 5)
-    assert torch.isfinite(one).all()
-    assert not torch.equal(one, other)
-    assert torch.equal(one, again)
+        first_logits = net(first, inputs)
+        second_logits = net(second, inputs)
+        repeated = net(first, inputs)
+    assert first_logits.shape == (BATCH, 5)
+    assert torch.isfinite(first_logits).all()
+    assert not torch.equal(first_logits, second_logits)
+    assert torch.equal(first_logits, repeated)
     assert all(torch.equal(first[key], copies[key]) for key in copies)
     after = net.module.vit.state_dict()
-    assert all(torch.equal(after[key], own[key]) for key in own)
+    assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_two_nets_of_one_architecture_are_one_function(small: Net) -> None:
+def test_nets_of_one_architecture_are_the_same_function(small: Net) -> None:
     other = make(MASKABLE["class token"], seed=9)
-    weights = lively(small)
+    weights = perturbed_weights(small)
     assert torch.equal(small(weights, images(small)), other(weights, images(small)))
 
 
-def test_running_statistics_are_written_to_the_given_weights_only() -> None:
+def test_running_statistics_are_updated_in_the_given_weights_only() -> None:
     net = make(OTHERS["levit"])
     net.module.train()
     weights = net.initial_weights()
-    own = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
+    before = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
     net(weights, images(net).float())
-    assert not torch.equal(weights["stem.conv1.bn.running_mean"], own["stem.conv1.bn.running_mean"])
-    assert all(torch.equal(tensor, own[key]) for key, tensor in net.initial_weights().items())
+    assert not torch.equal(weights["stem.conv1.bn.running_mean"], before["stem.conv1.bn.running_mean"])
+    assert all(torch.equal(tensor, before[key]) for key, tensor in net.initial_weights().items())
 
 
 @pytest.mark.parametrize("name", ["class token", "class and distillation token", *OTHERS])
-def test_training_draws_nothing_of_its_own(name: str) -> None:
-    """All randomness is addressed: a family's drop-out or stochastic depth would be drawn from elsewhere."""
+def test_training_mode_uses_no_global_randomness(name: str) -> None:
+    """A family's dropout or stochastic depth would draw from the global generator, not from an address."""
     net = make({**MASKABLE, **OTHERS}[name])
     net.module.train()
-    answers = []
+    logits = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         weights = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
-        answers.append(net(weights, images(net).float()))
-    assert torch.equal(*answers)
+        logits.append(net(weights, images(net).float()))
+    assert torch.equal(*logits)
 
 
-def test_gradients_reach_the_given_weights(maskable: Net) -> None:
-    weights = {name: tensor.requires_grad_() for name, tensor in lively(maskable).items()}
-    keep = some_patches(maskable, 2)
+def test_every_given_weight_has_a_gradient(maskable: Net) -> None:
+    weights = {name: tensor.requires_grad_() for name, tensor in perturbed_weights(maskable).items()}
+    keep = random_keep(maskable, 2)
     net_loss = maskable(weights, images(maskable), keep).square().sum()
-    used = torch.autograd.grad(net_loss, list(weights.values()), allow_unused=True)
-    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in used)
+    gradients = torch.autograd.grad(net_loss, list(weights.values()), allow_unused=True)
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients)
     assert all(not p.requires_grad and p.grad is None for p in maskable.module.parameters())
 
 

@@ -2,4 +2,4 @@
 
 from vitfleet.models.compat import ensure_torchvision
 
-ensure_torchvision()  # before anything here imports timm
+ensure_torchvision()  # before any module of this package imports timm

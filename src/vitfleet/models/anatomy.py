@@ -1,8 +1,8 @@
-"""The parts of a vision transformer, by name, whatever its family.
+"""The named parts of a vision transformer, the same for every model family.
 
-A method selects, splits and freezes by part (embedding, block i, norm, head); which parameters that means
-in one family or another is known here and nowhere else. What trains, what travels, its bytes and its
-parameter counts all follow from a :class:`Selection`.
+A method selects, splits and freezes by part (embedding, block i, norm, head). Only this module maps the parts to the
+parameters of each family. A :class:`Selection` of weights determines what trains and what is sent, with its size in
+bytes and its number of parameters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from vitfleet.message import Tensors
 
-# The attribute under which timm's families keep their transformer layers.
+# Attributes in which timm's model families keep their transformer blocks.
 _BLOCK_LISTS = {"blocks", "blocks_token_only"}
 _NORMS = {"norm", "fc_norm"}
-# What tuning names its additions by: see vitfleet.models.adapters.
-PROMPTS = "prompts"
-LORA = "lora_"
+# Names of the weights that vitfleet.models.adapters adds.
+PROMPTS_NAME = "prompts"
+LORA_PREFIX = "lora_"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A choice of a model's weights, in the model's own order."""
+    """Names of some of a model's weights, in the model's order."""
 
     names: tuple[str, ...]
 
@@ -46,13 +46,21 @@ class Selection:
         return name in self.names
 
     def take(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return the chosen ones of these tensors."""
+        """Return the selected tensors."""
         return {name: tensors[name] for name in self.names}
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One block's self-attention: the weights of its query-key-value and output projections, and its heads."""
+class AttentionProjections:
+    """The self-attention of one block.
+
+    Attributes
+    ----------
+    qkv, projection
+        Names of the weights of the query-key-value and of the output projection.
+    heads
+        Number of heads.
+    """
 
     qkv: str
     projection: str
@@ -61,25 +69,25 @@ class Attention:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Which weights belong to which part.
+    """The weights of a model, by part.
 
     Attributes
     ----------
     shapes
-        Every weight of the model, in order: parameters, and the buffers that are averaged with them
-        (running statistics of families with batch norm).
+        Shape of every weight, in the model's order: parameters, and the buffers that are averaged with them (running
+        statistics of families with batch norm).
     parameters
-        The weights that can train.
+        Names of the weights that can be trained.
     embed, blocks, norm, head
-        The parts. What lies between two blocks (a patch merging, a stage's norm) belongs to the one before.
+        The parts. A module between two blocks (a patch merging, a norm) belongs to the block before it.
     biases
-        Every bias outside the head.
+        All biases outside the head.
     prompts, lora
-        What tuning added to the model, if anything: prompt tokens, low-rank factors. They belong to no part.
+        Prompt tokens and low-rank factors, if they were added to the model. They belong to no part.
     attention
-        The projections of each block's self-attention; empty in families that keep them otherwise.
-    tokens
-        Whether it is a plain ViT, whose patches can be dropped and whose blocks can be left out.
+        The self-attention of each block; empty for families with other attention modules.
+    is_plain_vit
+        Whether it is a plain ViT, whose patches can be dropped and whose blocks can be skipped.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -91,28 +99,28 @@ class Anatomy:
     biases: Selection
     prompts: Selection
     lora: Selection
-    attention: tuple[Attention, ...]
+    attention: tuple[AttentionProjections, ...]
     is_plain_vit: bool
 
     @property
     def depth(self) -> int:
-        """Number of transformer layers."""
+        """Number of transformer blocks."""
         return len(self.blocks)
 
     @property
     def whole(self) -> Selection:
-        """The whole model."""
+        """All weights."""
         return self.select(self.shapes)
 
     @property
     def body(self) -> Selection:
-        """Everything but the head."""
+        """All weights except the head."""
         head = set(self.head)
         return self.select(name for name in self.shapes if name not in head)
 
     @property
     def non_blocks(self) -> Selection:
-        """Everything but the blocks."""
+        """All weights except the blocks."""
         return self.union(self.embed, self.norm, self.head)
 
     def union(self, *parts: Selection) -> Selection:
@@ -120,72 +128,80 @@ class Anatomy:
         return self.select(name for part in parts for name in part)
 
     def select(self, names: Iterable[str]) -> Selection:
-        """Return these weights as a selection, in the model's order."""
-        wanted = set(names)
-        return Selection(tuple(name for name in self.shapes if name in wanted))
+        """Return the selection of these weights; names that the model does not have are ignored."""
+        selected = set(names)
+        return Selection(tuple(name for name in self.shapes if name in selected))
 
     def trainable(self, selection: Selection) -> Selection:
-        """Return those of a selection that an optimiser can train (buffers only travel)."""
+        """Return the weights of a selection that an optimiser can train, without buffers."""
         return Selection(tuple(name for name in selection if name in self.parameters))
 
     def count_parameters(self, selection: Selection) -> int:
-        """Count the parameters of a selection."""
+        """Return the number of trainable parameters in a selection."""
         return sum(prod(self.shapes[name]) for name in self.trainable(selection))
 
 
 def dissect(vit: nn.Module) -> Anatomy:
-    """Find the parts of a timm vision transformer."""
+    """Find the parts of a timm vision transformer.
+
+    Raises
+    ------
+    TypeError
+        If the model has no transformer blocks in a known place.
+    """
     weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
-    parameters = frozenset(name for name, _ in vit.named_parameters())
     block_paths = find_blocks(vit)
     if not block_paths:
-        raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet knows how to find")
-    classifier = vit.get_classifier()  # type: ignore[operator]
-    heads = set(classifier) if isinstance(classifier, tuple) else {classifier}
-    head_paths = {path for path, module in vit.named_modules() if module in heads}
-
-    blocks: list[list[str]] = [[] for _ in block_paths]
-    embed: list[str] = []
-    norm: list[str] = []
-    head: list[str] = []
-    prompts: list[str] = []
-    lora: list[str] = []
-    latest: int | None = None
-    for name in weights:
-        block = next((i for i, path in enumerate(block_paths) if name.startswith(f"{path}.")), None)
-        leaf = name.split(".")[-1]
-        if leaf == PROMPTS:
-            prompts.append(name)
-        elif leaf.startswith(LORA):
-            lora.append(name)
-        elif block is not None:
-            latest = block
-            blocks[block].append(name)
-        elif any(name.startswith(f"{path}.") for path in head_paths):
-            head.append(name)
-        elif name.split(".")[0] in _NORMS:
-            norm.append(name)
-        elif latest is None:
-            embed.append(name)
-        else:
-            blocks[latest].append(name)
+        raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")
+    parts = _sort_by_part(list(weights), block_paths, _find_heads(vit))
+    head = set(parts["head"])
     return Anatomy(
         shapes={name: tensor.shape for name, tensor in weights.items()},
-        parameters=parameters,
-        embed=Selection(tuple(embed)),
-        blocks=tuple(Selection(tuple(names)) for names in blocks),
-        norm=Selection(tuple(norm)),
-        head=Selection(tuple(head)),
+        parameters=frozenset(name for name, _ in vit.named_parameters()),
+        embed=Selection(tuple(parts["embed"])),
+        blocks=tuple(Selection(tuple(parts[path])) for path in block_paths),
+        norm=Selection(tuple(parts["norm"])),
+        head=Selection(tuple(parts["head"])),
         biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
-        prompts=Selection(tuple(prompts)),
-        lora=Selection(tuple(lora)),
-        attention=_attention(vit, block_paths, weights),
+        prompts=Selection(tuple(parts["prompts"])),
+        lora=Selection(tuple(parts["lora"])),
+        attention=_find_attention(vit, block_paths, weights),
         is_plain_vit=is_plain_vit(vit),
     )
 
 
+def _find_heads(vit: Any) -> list[str]:
+    """Return the module paths of the classifier; a distilled model has two."""
+    classifier = vit.get_classifier()
+    heads = set(classifier) if isinstance(classifier, tuple) else {classifier}
+    return [path for path, module in vit.named_modules() if module in heads]
+
+
+def _sort_by_part(names: Iterable[str], block_paths: list[str], head_paths: list[str]) -> dict[str, list[str]]:
+    """Return the names of the weights by part; the key of a block is its module path."""
+    parts: dict[str, list[str]] = {part: [] for part in ("embed", "norm", "head", "prompts", "lora", *block_paths)}
+    previous_block: str | None = None
+    for name in names:
+        block = next((path for path in block_paths if name.startswith(f"{path}.")), None)
+        leaf = name.split(".")[-1]
+        if leaf == PROMPTS_NAME:
+            part = "prompts"
+        elif leaf.startswith(LORA_PREFIX):
+            part = "lora"
+        elif block is not None:
+            part = previous_block = block
+        elif any(name.startswith(f"{path}.") for path in head_paths):
+            part = "head"
+        elif name.split(".")[0] in _NORMS:
+            part = "norm"
+        else:
+            part = previous_block or "embed"
+        parts[part].append(name)
+    return parts
+
+
 def find_blocks(vit: nn.Module) -> list[str]:
-    """Return the paths of a model's transformer layers, in order."""
+    """Return the module paths of a model's transformer blocks, in order."""
     return [
         f"{path}.{child}"
         for path, module in vit.named_modules()
@@ -195,24 +211,24 @@ def find_blocks(vit: nn.Module) -> list[str]:
 
 
 def is_plain_vit(vit: Any) -> bool:
-    """Whether a model is a plain ViT: one sequence of tokens, with positions, through blocks of the usual kind."""
+    """Whether a model is a plain ViT: one token sequence with position embeddings through standard blocks."""
     return (
         isinstance(vit, VisionTransformer | VisionTransformerDistilled)
         and vit.pos_embed is not None
         and (vit.attn_pool is not None or vit.global_pool in ("token", "avg"))
-        and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches see each other
+        and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches overlap
         and all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in (vit.norm_pre, vit.norm, vit.fc_norm))
         and isinstance(vit.patch_embed.norm, nn.Identity | nn.LayerNorm)
-        and all(_is_usual(block) for block in vit.blocks)
+        and all(_is_standard_block(block) for block in vit.blocks)
     )
 
 
 def can_drop_tokens(vit: Any) -> bool:
-    """Whether a model may be given some of an image's patches: a plain ViT, or a CaiT."""
+    """Whether a model can run on some of an image's patches: a plain ViT or a CaiT."""
     return is_plain_vit(vit) or (isinstance(vit, Cait) and isinstance(vit.patch_embed, PatchEmbed))
 
 
-def _is_usual(block: Any) -> bool:
+def _is_standard_block(block: Any) -> bool:
     if type(block) is not Block or type(block.attn) is not SelfAttention or type(block.mlp) is not Mlp:
         return False
     attention, mlp = block.attn, block.mlp
@@ -225,13 +241,13 @@ def _is_usual(block: Any) -> bool:
     )
 
 
-def _attention(vit: nn.Module, block_paths: list[str], weights: Tensors) -> tuple[Attention, ...]:
-    found = []
+def _find_attention(vit: nn.Module, block_paths: list[str], weights: Tensors) -> tuple[AttentionProjections, ...]:
+    attention = []
     for path in block_paths:
         heads = getattr(getattr(vit.get_submodule(path), "attn", None), "num_heads", None)
         qkv, projection = f"{path}.attn.qkv.weight", f"{path}.attn.proj.weight"
         if not isinstance(heads, int) or qkv not in weights or projection not in weights:
             return ()
-        found.append(Attention(qkv, projection, heads))
-    # A map of layers by heads needs the same heads in every layer; hierarchical families have not.
-    return tuple(found) if len({one.heads for one in found}) == 1 else ()
+        attention.append(AttentionProjections(qkv, projection, heads))
+    # A map of blocks by heads needs equally many heads in every block, which hierarchical families do not have.
+    return tuple(attention) if len({block.heads for block in attention}) == 1 else ()

@@ -18,7 +18,7 @@ from vitfleet.config.registry import MODELS, NoParams, register_model, validate_
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.anatomy import is_plain_vit
-from vitfleet.models.net import Net, as_net
+from vitfleet.models.net import Net, wrap_timm_model
 from vitfleet.randomness import Address, Purpose
 
 PLAIN = "vit"
@@ -82,7 +82,7 @@ def build(
     mean = tuple(pretrained.get("mean", (HALF,) * 3))[:channels]
     std = tuple(pretrained.get("std", (HALF,) * 3))[:channels]
     try:
-        net = as_net(vit.requires_grad_(False), side, mean, std)
+        net = wrap_timm_model(vit.requires_grad_(False), side, mean, std)
     except (TypeError, AttributeError) as error:
         raise ConfigError(
             "model.name", config.name, f"is not a vision transformer whose layers vitfleet can find ({error})"

@@ -57,7 +57,7 @@ class StepEngine:
         vit = self.net.module.vit
         machine = self.machine
         return replace(
-            self.net, functional=FunctionalViT(vit, machine.compile, functional.fused, short=machine.kernels)
+            self.net, functional=FunctionalViT(vit, machine.compile, functional.fused_attention, machine.kernels)
         )
 
     def forward(

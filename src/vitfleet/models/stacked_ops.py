@@ -1,0 +1,82 @@
+"""Tensor operations whose weights are shared by all clients or have a leading axis of clients.
+
+With a shared weight the inputs of all clients pass through it as one batch. With one weight per client the operation
+is one batched product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``inputs · weightᵀ + bias``; weight and bias are shared or per client, independently."""
+    if weight.dim() == 2:
+        if bias is None or bias.dim() == 1:
+            return F.linear(inputs, weight, bias)
+        outputs = F.linear(inputs, weight)
+    else:
+        rows = inputs.flatten(1, -2)
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+        product: Tensor = _BatchedProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
+        outputs = product.reshape(*inputs.shape[:-1], weight.shape[-2])
+    return outputs if bias is None else outputs + broadcast_channels(bias, outputs).to(outputs.dtype)
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """``rows · weightᵀ`` per client, with a weight gradient in the memory layout of the weight.
+
+    Autograd would return it transposed, but a fused optimiser reads memory linearly.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(rows, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        needs_rows, needs_weight = ctx.needs_input_grad
+        return (
+            torch.bmm(grad_output, weight) if needs_rows else None,
+            torch.bmm(grad_output.mT, rows) if needs_weight else None,
+        )
+
+
+def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise the last axis; weight and bias are shared or per client."""
+    if weight.dim() == 1 and (bias is None or bias.dim() == 1):
+        return F.layer_norm(inputs, weight.shape, weight, bias, eps)
+    normed = F.layer_norm(inputs, weight.shape[-1:], eps=eps) * broadcast_channels(weight, inputs)
+    return normed if bias is None else normed + broadcast_channels(bias, inputs)
+
+
+def broadcast_channels(vector: Tensor, inputs: Tensor) -> Tensor:
+    """Return a per-channel weight in a shape that broadcasts over inputs; per client, over that client's inputs."""
+    return vector if vector.dim() == 1 else vector.view(vector.shape[0], *(1,) * (inputs.dim() - 2), -1)
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return scaled dot-product attention without a fused kernel; all ``[batch, heads, tokens, head_dim]``."""
+    scores: Tensor = (queries * queries.shape[-1] ** -0.5) @ keys.mT
+    return scores.softmax(dim=-1) @ values
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """Cut images into patches, row by row: ``[…, patches, channels · patch_size²]``."""
+    *lead, channels, height, width = images.shape
+    grid = images.reshape(-1, channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    return grid.permute(0, 2, 4, 1, 3, 5).reshape(*lead, -1, channels * patch_size * patch_size)
+
+
+def insert_prompts(tokens: Tensor, prompts: Tensor, num_prefix_tokens: int, num_replaced: int) -> Tensor:
+    """Insert prompts after the prefix tokens, in the place of the ``num_replaced`` prompts of the previous block."""
+    rows = (prompts if prompts.dim() == 2 else prompts.unsqueeze(1)).expand(*tokens.shape[:-2], -1, -1)
+    return torch.cat([tokens[..., :num_prefix_tokens, :], rows, tokens[..., num_prefix_tokens + num_replaced :, :]], -2)
