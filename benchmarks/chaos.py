@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vitfleet.config import load_config, read_config
@@ -29,9 +29,9 @@ from vitfleet.data.sources import load
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.certificates import make_certs
 from vitfleet.flower.processes import free_port
-from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
+from vitfleet.run.setup import open_run
 
 RngContext = tuple[int, int]  # round, client
 
@@ -158,11 +158,6 @@ class Restricted(FleetWrapper[Fleet]):
                 yield Reply(request.client, None, failure="left out")
             else:
                 yield from self.inner.train([request])
-
-
-class Nobody:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -307,8 +302,7 @@ def restrict(config: Config, folder: Path, without: set[RngContext]) -> None:
     """Run a configuration in one process without some replies."""
     inline = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "inline", "names": ()})})
     context = open_run(inline, folder)
-    context.fleet = Restricted(context.fleet, without)
-    run_rounds(context, Nobody())
+    run_rounds(replace(context, fleet=Restricted(context.fleet, without)))
 
 
 def used(record: RoundRecord) -> list[object]:

@@ -52,10 +52,9 @@ LARGE = ["rounds=2", "model.name=vit_base_patch16_224", "data.limit=24", "train.
 COMMON = ["data.partition.kind=iid", "eval.every=1000", "eval.batch_size=4", "machine.device=cpu", "machine.threads=1"]
 
 
-class Lines:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        failures = [entry.failure for entry in record.clients if entry.failure]
-        print(f"round {record.round}: {seconds:.1f} s {failures or ''}", flush=True)
+def print_round(record: RoundRecord, seconds: float) -> None:
+    failures = [entry.failure for entry in record.clients if entry.failure]
+    print(f"round {record.round}: {seconds:.1f} s {failures or ''}", flush=True)
 
 
 class Peaks:
@@ -112,7 +111,7 @@ def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
         devices = join(out, names, endpoint, certs)
         try:
             create(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
-            follow(endpoint, out / "run", start_run(endpoint, out / "run"), Lines())
+            follow(endpoint, out / "run", start_run(endpoint, out / "run"), print_round)
         finally:
             for device in devices:
                 stop(device)

@@ -17,7 +17,8 @@ import numpy as np
 
 from vitfleet.config.load import validate
 from vitfleet.report.write import write_report
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, summarize
+from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
+from vitfleet.run.summary import write_summary
 
 METHODS = (
     "standalone",
@@ -61,7 +62,7 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
             bytes = 10**7 * round
             record = RoundRecord(round, 1e-3, 1 / round, accuracy, entries, bytes, bytes, virtual_seconds=600.0 * round)
             file.write(record.line() + "\n")
-    summarize(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
+    write_summary(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
 
 
 def main() -> None:

@@ -22,19 +22,21 @@ from pathlib import Path
 import psutil
 
 from vitfleet.config import load_config
-from vitfleet.run.context import open_run
+from vitfleet.run.callbacks import Callback
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 
 
 @dataclass
-class Stopwatch:
-    """Notes when each round, its records and checkpoint included, is done, and the memory held then."""
+class Stopwatch(Callback):
+    """Records when each round ends, and the resident memory then."""
 
     moments: list[float] = field(default_factory=lambda: [time.perf_counter()])
     resident: list[int] = field(default_factory=list)
 
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
         self.moments.append(time.perf_counter())
         self.resident.append(psutil.Process().memory_info().rss)
 
@@ -46,7 +48,7 @@ def play(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
     config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
     context = open_run(config, Path(tempfile.mkdtemp()))
     watch = Stopwatch()
-    run_rounds(context, watch)
+    run_rounds(context, callbacks=[watch])
     return watch
 
 

@@ -31,10 +31,13 @@ from vitfleet.config import load_config
 from vitfleet.data.images import Shard
 from vitfleet.fleet import inline
 from vitfleet.methods.base import ClientJob
+from vitfleet.run.callbacks import Callback
 from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 from vitfleet.train.cohort_driver import Participant, run_cohort
 from vitfleet.train.cohort_inputs import RngContext
 
@@ -43,14 +46,14 @@ Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
 
 
 @dataclass
-class Stopwatch:
+class Stopwatch(Callback):
     """Notes when each round is done and how many samples it trained, and sums what its parts took."""
 
     moments: list[float] = field(default_factory=lambda: [time.perf_counter()])
     samples: list[int] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
         self.moments.append(time.perf_counter())
         told = [entry.numbers.get("samples") for entry in record.clients]
         self.samples.append(sum(one for one in told if isinstance(one, int)))
@@ -77,6 +80,7 @@ def step_rate(context: RunContext) -> float:
     config, method, machine = context.config, context.method, context.machine
     clients, batch = config.fleet.per_round, config.train.batch_size
     images = context.data.train
+    server = context.initial_server_state()
 
     def seconds(steps: int) -> float:
         halves = []
@@ -84,7 +88,7 @@ def step_rate(context: RunContext) -> float:
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
             job = ClientJob(
-                1, client, method.client_message(context.server, 1, client, None), context.base.tensors, None, shard
+                1, client, method.client_message(server, 1, client, None), context.base.tensors, None, shard
             )
             halves.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
         _wait(machine.device)
@@ -116,7 +120,7 @@ def main() -> None:
     inline.run_cohort = watch.timed("training", inline.run_cohort)
     Checkpoints.wait = watch.timed("the last checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = watch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
-    run_rounds(context, watch)
+    run_rounds(context, callbacks=[watch])
     inline.run_cohort = run_cohort
 
     rounds = [after - before for before, after in zip(watch.moments, watch.moments[1:], strict=False)][:-1]

@@ -28,6 +28,9 @@ from vitfleet.message import State, Tensors
 from vitfleet.methods import Method, MethodContext
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
+from vitfleet.run.callbacks import Callback
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.state import RunState
 from vitfleet.train.machine import Machine
 from vitfleet.train.trainer import Trainer, preprocess_for
 
@@ -56,6 +59,17 @@ MakeFleet: TypeAlias = Callable[..., InlineFleet]
 MakeShard: TypeAlias = Callable[[int, int], Shard]
 MakeConfig: TypeAlias = Callable[..., Config]
 Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class InterruptAfter(Callback):
+    """Interrupts a run when the record of a round is written and its checkpoint is not."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+        if record.round == self.round:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from vitfleet.config.load import validate
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, TaskRecord, summarize
+from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, TaskRecord
+from vitfleet.run.summary import write_summary
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6
@@ -56,7 +57,7 @@ def make_run(tmp_path: Path) -> MakeRun:
                 file.write(replace(record, task=learned).line() + "\n")
         if played == rounds:
             continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
-            summarize(folder, config, ClientCosts(100, 50, 1.0, 3.0), continual if tasks else None)
+            write_summary(folder, config, ClientCosts(100, 50, 1.0, 3.0), {"continual": continual} if tasks else None)
         return folder
 
     return make

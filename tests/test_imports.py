@@ -29,7 +29,7 @@ MAY_KNOW = {
     "methods": _BELOW_METHODS,
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
     "costs": {*_BELOW_METHODS, "methods"},
-    "run": {*_BELOW_RUN, "flower"},
+    "run": _BELOW_RUN,
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
     "flower": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
     "cli": {*_BELOW_CLI, "flower"},

@@ -14,8 +14,9 @@ from problem import Problem, RunSpec, Stopwatch, arguments
 
 from vitfleet.config.schema import Config
 from vitfleet.fleet.distributed import join_process_group
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 
 
 def config_of(run_spec: RunSpec, machine: dict[str, object]) -> Config:
@@ -61,14 +62,15 @@ def main() -> None:
         made = tempfile.mkdtemp(dir=folder) if processes.is_first else ""
         run = Path(processes.broadcast(made.encode()).decode())
         context = open_run(config_of(run_spec, machine), run, processes=processes)
+        state = load_state(context)
         watch = Stopwatch(problem)
         watch.start()
         for round in range(1, run_spec.rounds + 1):
-            record = run_round(context, round)
+            state, record = run_round(context, state, round)
             assert [entry.client for entry in record.clients] == problem.chosen[round - 1]
             watch.lap()
         if processes.is_first:
-            watch.finish(dict(context.method.model_weights(context.server, context.base.tensors, None)))
+            watch.finish(dict(context.method.model_weights(state.server, context.base.tensors, None)))
 
 
 if __name__ == "__main__":

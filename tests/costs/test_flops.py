@@ -18,8 +18,9 @@ from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.costs.flops import Flops, client_flops, typical_client
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 from vitfleet.train.cohort_inputs import ClientFit
 from vitfleet.train.objective import FitResult
 from vitfleet.train.trainer import Trainer
@@ -122,7 +123,7 @@ def test_a_rehearsal_asks_and_sends_as_the_client_does(name: str, tiny_config: M
     of_tasks = ["data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}", "rounds=5"]
     tasks = of_tasks if name in {"gem", "a-gem", "fedvit"} else []
     context = open_run(tiny_config(*tasks, f"method.name={name}", "train.epochs=2", *keys.get(name, [])), tmp_path)
-    record = run_round(context, 1)
+    _, record = run_round(context, load_state(context), 1)
     for entry in record.clients:
         labels = context.labels(entry.client, 1)
         dry_run_result = context.cost_model.dry_run(1, entry.client, labels)
@@ -174,11 +175,12 @@ def test_the_count_of_every_round_is_what_torch_counts_while_it_trains(
 
     monkeypatch.setattr(Trainer, "fit_cohort", spy)
     context = open_run(config, tmp_path)
+    state = load_state(context)
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for round in range(1, 9):
         really.clear()
-        record = run_round(context, round)
+        state, record = run_round(context, state, round)
         counted = sum(entry.gflops or 0.0 for entry in record.clients)
         # Not counted: what choosing and turning gradients takes, whose size is that of the weights, not of the samples.
         assert counted == pytest.approx(sum(really) / 1e9, rel=0.02)

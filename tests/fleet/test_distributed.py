@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Command, MakeConfig
+from conftest import Command, InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.fleet.distributed import assign_ranks
-from vitfleet.run.context import open_run
 from vitfleet.run.folder import create
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.records import read_records
+from vitfleet.run.setup import open_run
 
 CASES = {
     "fedavg": ["method.name=fedavg"],
@@ -36,28 +36,14 @@ from pathlib import Path
 from vitfleet.config.load import read_config
 from vitfleet.fleet.distributed import join_process_group
 from vitfleet.run.loop import run_rounds, follow
-from vitfleet.run.context import open_run
-
-class Deaf:
-    def round_done(self, record, seconds): pass
+from vitfleet.run.setup import open_run
 
 with join_process_group() as processes:
     assert processes.size == 2
     for folder in map(Path, sys.argv[1:]):
         context = open_run(read_config(folder / "config.json"), folder, processes=processes)
-        run_rounds(context, Deaf()) if processes.is_first else follow(context)
+        run_rounds(context) if processes.is_first else follow(context)
 """
-
-
-class Until:
-    """Stops a run after a round."""
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        if record.round == self.last:
-            raise KeyboardInterrupt
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +72,7 @@ def test_two_ranks_write_what_one_writes(tiny_config: MakeConfig, tmp_path: Path
     assert not done.returncode, done.stderr[-3000:]
     for name, config in configs.items():
         alone = tmp_path / f"{name}-1"
-        run_rounds(open_run(config, alone), Until(99))
+        run_rounds(open_run(config, alone))
         assert written(together[name]) == written(alone), name
     failures = [entry.failure for record in read_records(together["diverging"]) for entry in record.clients]
     assert all(failures)
@@ -96,13 +82,13 @@ def test_two_ranks_write_what_one_writes(tiny_config: MakeConfig, tmp_path: Path
 def test_a_run_of_one_rank_goes_on_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(*CASES["eftvit"])
     whole, parted = (begin(config, tmp_path / name) for name in ("whole", "parted"))
-    run_rounds(open_run(config, whole), Until(99))
+    run_rounds(open_run(config, whole))
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_run(config, parted), Until(1))
+        run_rounds(open_run(config, parted), callbacks=[InterruptAfter(2)])
     done = torchrun("-m", "vitfleet", "resume", str(parted))
     assert not done.returncode, done.stderr[-3000:]
     assert "2 processes" in done.stdout
-    assert done.stdout.count("going on after round 1") == 1
+    assert done.stdout.count("resuming after round 1") == 1
     assert written(parted) == written(whole)
 
 

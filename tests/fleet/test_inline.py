@@ -20,18 +20,14 @@ from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round, run_rounds
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.context import load_state
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import thread_limit
 from vitfleet.train.objective import Fit, FitResult, Objective
 from vitfleet.train.trainer import Trainer
-
-
-class Nobody:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
 
 
 @dataclass
@@ -73,18 +69,17 @@ def test_clients_that_are_trained_side_by_side_are_as_if_alone(
     """With three threads for three of them, each has one."""
     config = tiny_config(f"method.name={name}", *SIDE_BY_SIDE[name], "data.augment.flip=true")
     with thread_limit(1):
-        sessions = []
+        runs = []
         for where, how in (("alone", {"threads": 1}), ("beside", {"threads": 3, "workers": 3})):
             machine = config.machine.model_copy(update=how)
             context = open_run(config.model_copy(update={"machine": machine}), tmp_path / where)
-            sessions.append(context)
-            run_rounds(context, Nobody())
+            runs.append((run_rounds(context).state, context.fleet))
             assert context.trainer.machine.workers == how.get("workers", 1)
             assert torch.get_num_threads() == how["threads"], "as many as before"
-    alone, beside = sessions
+    (alone, alone_fleet), (beside, beside_fleet) = runs
     same(alone.server, beside.server)
     for client in range(config.fleet.clients):
-        same(alone.fleet.client_state(client) or State(), beside.fleet.client_state(client) or State())
+        same(alone_fleet.client_state(client) or State(), beside_fleet.client_state(client) or State())
     lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("alone", "beside")]
     assert lines[0] == lines[1]
 
@@ -117,10 +112,13 @@ def test_a_fleet_that_answers_in_any_order_gives_the_same_bits(
     straight = open_run(config, tmp_path / "straight")
     shuffled = open_run(config, tmp_path / "shuffled")
     fleet = Shuffled(shuffled.fleet, random.Random(3))
-    shuffled.fleet = fleet
+    shuffled = replace(shuffled, fleet=fleet)
+    state, other = load_state(straight), load_state(shuffled)
     for round in range(1, 4):
-        assert run_round(straight, round).line() == run_round(shuffled, round).line()
-        same(straight.server, shuffled.server)
+        state, record = run_round(straight, state, round)
+        other, other_record = run_round(shuffled, other, round)
+        assert record.line() == other_record.line()
+        same(state.server, other.server)
     for client in range(config.fleet.clients):
         same(straight.fleet.client_state(client) or State(), shuffled.fleet.client_state(client) or State())
     assert fleet.moved

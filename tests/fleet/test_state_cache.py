@@ -10,15 +10,10 @@ import torch
 from conftest import MakeConfig
 from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State
-from vitfleet.run import context as sessions
+from vitfleet.run import setup
 from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_rounds
-
-
-class Nobody:
-    def round_done(self, record: object, seconds: float) -> None:
-        pass
+from vitfleet.run.setup import open_run
 
 
 def state(value: float, numbers: int = 10) -> State:
@@ -64,9 +59,9 @@ def test_a_run_is_the_same_and_reads_nothing_back(
     monkeypatch.setattr(Checkpoints, "client", note)
     lines, counts = [], []
     for room in (0, 1 << 30):
-        monkeypatch.setattr(sessions, "gpu_memory_bytes", lambda device, room=room: room)
+        monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device, room=room: room)
         read.clear()
-        run_rounds(open_run(config, tmp_path / str(room)), Nobody())
+        run_rounds(open_run(config, tmp_path / str(room)))
         lines.append((tmp_path / str(room) / "records.jsonl").read_bytes())
         counts.append(len(read))
     assert lines[0] == lines[1]

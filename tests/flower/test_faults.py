@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUn
 from hypothesis import given
 from hypothesis import strategies as st
 from loopback import ClientUpdate, Devices, LoopbackGrid, deal
-from test_flower_fleet import OVERRIDES, Nobody, flower, same
+from test_flower_fleet import OVERRIDES, flower, same
 
 from chaos import Restricted
 from conftest import MakeConfig
@@ -32,11 +32,14 @@ from vitfleet.flower.codec import (
     unpack_reply,
     unpack_train_request,
 )
-from vitfleet.flower.fleet import EXAM, Clock, FlowerFleet, looking_often
+from vitfleet.flower.fleet import EXAM, Clock, FlowerFleet, fleet_factory, looking_often
 from vitfleet.message import Message as Content
-from vitfleet.run.context import RunContext, open_run
-from vitfleet.run.loop import run_round, run_rounds
+from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 from vitfleet.wire import encode
 
 ROUNDS, CLIENTS = 5, 4
@@ -58,17 +61,15 @@ class Patience:
 
 def open_fleet(config: Config, folder: Path, answer: ClientUpdate | None = None) -> RunContext:
     devices = Devices(config, folder.parent / "data", folder.parent / "state")
-    context = open_run(config, folder, grid=devices.grid(answer))
+    context = open_run(config, folder, make_fleet=fleet_factory(devices.grid(answer)))
     assert isinstance(context.fleet, FlowerFleet)
     context.fleet.clock = Patience().clock()
     return context
 
 
-def restricted(config: Config, folder: Path, without: set[tuple[int, int]]) -> RunContext:
+def restricted(config: Config, folder: Path, without: set[tuple[int, int]]) -> RunState:
     context = open_run(config, folder)
-    context.fleet = Restricted(context.fleet, without)
-    run_rounds(context, Nobody())
-    return context
+    return run_rounds(replace(context, fleet=Restricted(context.fleet, without))).state
 
 
 def failures(folder: Path) -> dict[tuple[int, int], str]:
@@ -128,8 +129,7 @@ def test_a_run_with_faults_is_the_run_without_those_replies(name: str, tiny_conf
         return honest if fault is None else fault[1](honest)
 
     context = open_fleet(on_devices, tmp_path / "faulty", answer)
-    run_rounds(context, Nobody())
-    assert same(context, restricted(config, tmp_path / "honest", set(FAULTS)))
+    assert same(run_rounds(context).state, restricted(config, tmp_path / "honest", set(FAULTS)))
     said = failures(tmp_path / "faulty")
     assert set(said) == set(FAULTS)
     for place, (expected, _) in FAULTS.items():
@@ -152,11 +152,10 @@ def test_a_server_killed_within_a_round_goes_on_as_if_it_had_not_been(
         return devices.answer(client, message)
 
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_fleet(flower(config), tmp_path / "flower", killed), Nobody())
+        run_rounds(open_fleet(flower(config), tmp_path / "flower", killed))
     context = open_fleet(flower(config), tmp_path / "flower")
-    assert context.round == 2
-    run_rounds(context, Nobody())
-    assert same(context, restricted(config, tmp_path / "inline", set()))
+    assert load_state(context).round == 2
+    assert same(run_rounds(context).state, restricted(config, tmp_path / "inline", set()))
     assert (tmp_path / "flower/records.jsonl").read_bytes() == (tmp_path / "inline/records.jsonl").read_bytes()
 
 
@@ -164,16 +163,17 @@ def test_a_device_that_lost_what_it_kept_says_so_and_is_a_newcomer(tiny_config: 
     config = flower(tiny_config(*EVERYBODY, "method.name=eftvit", *OVERRIDES["eftvit"]))
     deal(config, tmp_path / "data")
     context = open_fleet(config, tmp_path / "run")
-    run_round(context, 1)
+    state, _ = run_round(context, load_state(context), 1)
     shutil.rmtree(tmp_path / "state" / "2")
-    lost = run_round(context, 2).clients[2]
+    state, record = run_round(context, state, 2)
+    lost = record.clients[2]
     assert lost.failure is not None
     assert "lost its state after round 1" in lost.failure
-    assert 2 not in context.last_seen
-    back = run_round(context, 3)
+    assert 2 not in state.last_seen
+    state, back = run_round(context, state, 3)
     assert [entry.failure for entry in back.clients] == [None] * CLIENTS
     assert back.clients[2].down_bytes > back.clients[1].down_bytes  # a newcomer is given the base again
-    assert context.last_seen[2] == 3
+    assert state.last_seen[2] == 3
 
 
 def test_who_is_not_connected_is_left_out_and_may_come_later(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -184,11 +184,12 @@ def test_who_is_not_connected_is_left_out_and_may_come_later(tiny_config: MakeCo
     grid = context.fleet.grid
     assert isinstance(grid, LoopbackGrid)
     grid.away = {"1"}
-    record = run_round(context, 1)
+    state, record = run_round(context, load_state(context), 1)
     assert [entry.failure for entry in record.clients] == [None, "it is not connected", None, None]
     assert record.clients[1].down_bytes > 0  # what it would have been sent is known all the same
     grid.away = set()
-    assert all(entry.failure is None for entry in run_round(context, 2).clients)
+    _, record = run_round(context, state, 2)
+    assert all(entry.failure is None for entry in record.clients)
 
 
 def test_nobody_waits_for_more_than_were_wanted(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -201,10 +202,10 @@ def test_nobody_waits_for_more_than_were_wanted(tiny_config: MakeConfig, tmp_pat
     context = open_fleet(
         config, tmp_path / "run", lambda client, message: None if client in slow else devices.answer(client, message)
     )
-    record = run_round(context, 1)
+    state, record = run_round(context, load_state(context), 1)
     reason = "not waited for: enough were faster"
     assert [entry.failure for entry in record.clients] == [reason, None, None, reason]
-    assert set(context.last_seen) == {1, 2}
+    assert set(state.last_seen) == {1, 2}
 
 
 def test_a_round_with_too_few_replies_changes_nothing(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -215,16 +216,17 @@ def test_a_round_with_too_few_replies_changes_nothing(tiny_config: MakeConfig, t
     context = open_fleet(
         config, tmp_path / "run", lambda client, message: None if client in silent else devices.answer(client, message)
     )
-    before = context.server
-    record = run_round(context, 1)
-    assert context.server is before
-    assert not context.last_seen
+    before = load_state(context)
+    state, record = run_round(context, before, 1)
+    assert state.server is before.server
+    assert not state.last_seen
     assert record.loss is None
     assert all(entry.failure for entry in record.clients)
     assert "fleet.min_replies = 3" in (record.clients[0].failure or "")
     silent.clear()
-    assert run_round(context, 2).loss is not None
-    assert context.server is not before
+    state, record = run_round(context, state, 2)
+    assert record.loss is not None
+    assert state.server is not before.server
 
 
 def test_nodes_without_a_registered_name_are_asked_for_it(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_nodes_without_a_registered_name_are_asked_for_it(tiny_config: MakeConfi
     context = open_fleet(config, tmp_path / "run", answer)
     assert isinstance(context.fleet, FlowerFleet)
     context.fleet.grid = LoopbackGrid(answer, [""] * CLIENTS)
-    record = run_round(context, 1)
+    _, record = run_round(context, load_state(context), 1)
     assert [entry.failure for entry in record.clients] == [None, None, None, "it is not connected"]
 
 
@@ -262,8 +264,9 @@ def test_a_report_that_is_not_all_there_at_the_deadline_is_late(tiny_config: Mak
     context = open_fleet(config, tmp_path / "run", answer)
     assert isinstance(context.fleet, FlowerFleet)
     context.fleet.clock = patience.clock()
+    state = load_state(context)
     for reason in ("Flower: it went away", "no reply within fleet.deadline_s = 600"):
-        record = run_round(context, context.round + 1)
+        state, record = run_round(context, state, state.round + 1)
         assert [entry.failure for entry in record.clients] == [None, reason, None, None]
 
 
@@ -294,7 +297,8 @@ def test_a_device_says_what_its_owner_must_mend(tiny_config: MakeConfig, tmp_pat
     shutil.rmtree(tmp_path / "data" / "1")
     (tmp_path / "data" / "3").rename(tmp_path / "data" / "1")
     context = open_fleet(config, tmp_path / "run")
-    failures = [entry.failure for entry in run_round(context, 1).clients]
+    _, record = run_round(context, load_state(context), 1)
+    failures = [entry.failure for entry in record.clients]
     assert failures[:3] == [None, None, None]
     assert "no such file or folder" in (failures[3] or "")
 
@@ -375,17 +379,17 @@ def test_who_misses_an_exam_has_no_marks_and_the_run_goes_on(tiny_config: MakeCo
         return devices.answer(client, message)
 
     context = open_fleet(config, tmp_path / "run", answer)
-    summary = run_rounds(context, Nobody())
-    for learned in context.learned:
+    result = run_rounds(context)
+    for learned in result.state.task_records:
         assert learned.failures["1"].startswith("no reply within")
         assert "9 of 3 images" in learned.failures["2"]
         assert set(learned.failures) == {"1", "2"}
         assert learned.matrix[1] == learned.matrix[2] == [None, None]
         assert None not in learned.matrix[0]
-    assert 0 < summary["continual"]["average_accuracy"] <= 100
+    assert 0 < result.summary["continual"]["average_accuracy"] <= 100
     # What was recorded is read back when a server starts again.
     again = open_fleet(config, tmp_path / "run", answer)
-    assert again.learned == context.learned
+    assert load_state(again).task_records == result.state.task_records
 
 
 @pytest.mark.parametrize(
@@ -415,6 +419,6 @@ def test_marks_travel() -> None:
 def test_a_reply_that_is_refused_leaves_the_client_as_it_was(tiny_config: MakeConfig, tmp_path: Path) -> None:
     """In one process as on devices: the round never happened for it."""
     context = open_run(tiny_config("method.name=fedper", "aggregate.max_norm=1e-9"), tmp_path / "run")
-    summary = run_rounds(context, Nobody())
+    summary = run_rounds(context).summary
     assert summary["total"]["failures"] == summary["total"]["participations"] > 0
     assert all(context.fleet.client_state(client) is None for client in range(context.config.fleet.clients))

@@ -12,9 +12,10 @@ from loopback import ClientUpdate, Devices, deal
 from conftest import MakeConfig
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
-from vitfleet.run.context import RunContext, open_run
+from vitfleet.flower.fleet import fleet_factory
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 
 OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "fedbfpt": ("method.local_layers=2",),
@@ -28,25 +29,19 @@ TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1
 TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # what they do has no meaning without tasks
 
 
-class Nobody:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
-
-
 def flower(config: Config) -> Config:
     return config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
 
 
-def play(config: Config, folder: Path, answer: ClientUpdate | None = None) -> RunContext:
+def play(config: Config, folder: Path, answer: ClientUpdate | None = None) -> RunState:
     """Play a run on devices in this process; their images and states lie beside the run's folder."""
     devices = Devices(config, folder.parent / "data", folder.parent / "state")
-    context = open_run(config, folder, grid=devices.grid(answer))
-    run_rounds(context, Nobody())
-    return context
+    context = open_run(config, folder, make_fleet=fleet_factory(devices.grid(answer)))
+    return run_rounds(context).state
 
 
-def same(context: RunContext, other: RunContext) -> bool:
-    mine, others = context.server, other.server
+def same(state: RunState, other: RunState) -> bool:
+    mine, others = state.server, other.server
     return (
         mine.tensors.keys() == others.tensors.keys()
         and all(torch.equal(mine.tensors[name], others.tensors[name]) for name in mine.tensors)
@@ -86,10 +81,8 @@ def test_any_method_learns_tasks_on_devices(
 
 def equal_to_one_process(config: Config, tmp_path: Path) -> None:
     deal(config, tmp_path / "data")
-    inline = open_run(config, tmp_path / "inline")
-    run_rounds(inline, Nobody())
-    context = play(flower(config), tmp_path / "flower")
-    assert same(inline, context)
+    inline = run_rounds(open_run(config, tmp_path / "inline")).state
+    assert same(inline, play(flower(config), tmp_path / "flower"))
     lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("inline", "flower")]
     assert lines[0] == lines[1]
     assert b'"failure":null' in lines[0]

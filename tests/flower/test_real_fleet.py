@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos import Nobody, server_state
+from chaos import server_state
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.assignment import assign_images
@@ -20,9 +20,9 @@ from vitfleet.data.sources import load
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.processes import Endpoint, client_command, environment, free_port, open_endpoint, start_run, stop
 from vitfleet.flower.server import follow
-from vitfleet.run.context import open_run
 from vitfleet.run.folder import create
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.setup import open_run
 
 NAMES = ("garden", "kitchen")
 TWO = ("rounds=2", "fleet.clients=2", "fleet.per_round=2", "eval.clients=0")
@@ -116,12 +116,12 @@ def test_devices_are_as_good_as_one_process(
             folder = tmp_path / f"flower-{name}"
             deal(config, NAMES, tmp_path / "data")  # tasks are dealt in their own way
             create(on_devices(config), folder, name, ["test"]).release()
-            follow(site.endpoint, folder, start_run(site.endpoint, folder), Nobody())
+            follow(site.endpoint, folder, start_run(site.endpoint, folder))
         assert unknown.wait(60) != 0
         assert "Failed to activate SuperNode" in site.said("stranger")
         only_devices_come_in(site)
     for name, config in configs.items():
-        run_rounds(open_run(config, tmp_path / f"inline-{name}"), Nobody())
+        run_rounds(open_run(config, tmp_path / f"inline-{name}"))
         inline, flower = (tmp_path / f"{where}-{name}" for where in ("inline", "flower"))
         assert (inline / "records.jsonl").read_bytes() == (flower / "records.jsonl").read_bytes()
         assert server_state(inline) == server_state(flower)

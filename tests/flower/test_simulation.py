@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from chaos import Nobody, server_state
+from chaos import server_state
 from conftest import MakeConfig
 from vitfleet.flower.processes import Endpoint, await_health, connection, environment, free_port, start_run, stop
 from vitfleet.flower.server import follow
-from vitfleet.run.context import open_run
 from vitfleet.run.folder import create
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.setup import open_run
 
 OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0", "method.name=transfl", "method.k=1")
 
@@ -34,9 +34,9 @@ def test_a_simulation_is_as_good_as_one_process(tiny_config: MakeConfig, tmp_pat
     try:
         await_health(endpoint, port, link)
         size = "num-supernodes=3 client-resources-num-cpus=1"
-        follow(endpoint, folder, start_run(endpoint, folder, "--federation-config", size), Nobody())
+        follow(endpoint, folder, start_run(endpoint, folder, "--federation-config", size))
     finally:
         stop(link)
-    run_rounds(open_run(config, tmp_path / "inline"), Nobody())
+    run_rounds(open_run(config, tmp_path / "inline"))
     assert (tmp_path / "inline" / "records.jsonl").read_bytes() == (folder / "records.jsonl").read_bytes()
     assert server_state(tmp_path / "inline") == server_state(folder)

@@ -17,16 +17,17 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.user_config import UserConfig
 from loopback import LoopbackGrid, deal
-from test_flower_fleet import Nobody, flower, same
+from test_flower_fleet import flower, same
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.flower.client_app import train
+from vitfleet.flower.fleet import fleet_factory
 from vitfleet.flower.worker import WorkerError, ask
-from vitfleet.run.context import open_run
 from vitfleet.run.folder import create
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
+from vitfleet.run.setup import open_run
 
 PATIENCE = 60.0
 
@@ -92,11 +93,10 @@ class Asked:
 def play(config: Config, asked: Asked) -> None:
     """Play a run in one process and through the worker: it must be the same, bit for bit."""
     deal(config, asked.folder / "data")
-    inline = open_run(config, asked.folder / "inline")
-    run_rounds(inline, Nobody())
-    context = open_run(flower(config), asked.folder / "flower", grid=LoopbackGrid(asked.answer, ["0"]))
-    run_rounds(context, Nobody())
-    assert same(inline, context)
+    inline = run_rounds(open_run(config, asked.folder / "inline")).state
+    make_fleet = fleet_factory(LoopbackGrid(asked.answer, ["0"]))
+    context = open_run(flower(config), asked.folder / "flower", make_fleet=make_fleet)
+    assert same(inline, run_rounds(context).state)
     lines = [(asked.folder / where / "records.jsonl").read_bytes() for where in ("inline", "flower")]
     assert lines[0] == lines[1]
 
@@ -145,7 +145,8 @@ def test_a_worker_sees_that_its_images_have_changed(
 
     deal(config, tmp_path / "data")
     asked = Asked(tmp_path, owner.pid, lose_one)
-    run_rounds(open_run(flower(config), tmp_path / "flower", grid=LoopbackGrid(asked.answer, ["0"])), Nobody())
+    make_fleet = fleet_factory(LoopbackGrid(asked.answer, ["0"]))
+    run_rounds(open_run(flower(config), tmp_path / "flower", make_fleet=make_fleet))
     samples = [int(str(record.clients[0].numbers["samples"])) for record in read_records(tmp_path / "flower")]
     assert samples[1] == samples[0] - 1
     assert len(set(asked.seen)) == 1
@@ -196,9 +197,8 @@ def test_a_simulated_device_answers_without_a_worker(tiny_config: MakeConfig, tm
         return train(message, context).content
 
     names = [str(client) for client in range(config.fleet.clients)]
-    context = open_run(flower(config), folder, grid=LoopbackGrid(answer, names))
-    run_rounds(context, Nobody())
-    inline = open_run(config, tmp_path / "inline")
-    run_rounds(inline, Nobody())
-    assert same(inline, context)
+    context = open_run(flower(config), folder, make_fleet=fleet_factory(LoopbackGrid(answer, names)))
+    state = run_rounds(context).state
+    inline = run_rounds(open_run(config, tmp_path / "inline")).state
+    assert same(inline, state)
     assert not workers()

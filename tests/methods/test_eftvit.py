@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import MakeConfig
+from conftest import InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.data.features import Features, FeatureSet, quantize
@@ -23,9 +23,11 @@ from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.run.context import RunContext, open_run
-from vitfleet.run.loop import run_round, run_rounds
+from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 from vitfleet.wire import encoded_size
 
 CPU = torch.device("cpu")
@@ -83,8 +85,12 @@ def test_until_and_onward_are_the_model() -> None:
         assert torch.equal(net.forward_from(weights, features, block), net(weights, images, keep))
 
 
-def play(context: RunContext, rounds: int) -> list[RoundRecord]:
-    return [run_round(context, round) for round in range(1, rounds + 1)]
+def play(context: RunContext, rounds: int) -> tuple[State, list[RoundRecord]]:
+    state, records = load_state(context), []
+    for round in range(1, rounds + 1):
+        state, record = run_round(context, state, round)
+        records.append(record)
+    return state.server, records
 
 
 def test_the_frozen_global_module_is_bit_identical_after_client_training(
@@ -93,7 +99,7 @@ def test_the_frozen_global_module_is_bit_identical_after_client_training(
     context = open_run(eftvit_config(), tmp_path)
     method = context.method
     assert isinstance(method, EftVit)
-    down = method.client_message(context.server, 1, 0, None)
+    down = method.client_message(load_state(context).server, 1, 0, None)
     before = {name: tensor.clone() for name, tensor in down.tensors.items()}
     client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     reply = next(context.fleet.train([Request(1, client, down)]))
@@ -118,15 +124,14 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     context = open_run(config, tmp_path)
     client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     index = torch.from_numpy(context.partition.train.for_client(client))
-    reply = next(
-        context.fleet.train([Request(1, client, context.method.client_message(context.server, 1, client, None))])
-    )
+    server = load_state(context).server
+    reply = next(context.fleet.train([Request(1, client, context.method.client_message(server, 1, client, None))]))
     assert reply.message is not None
     labels = reply.message.tensors["labels"]
     counts = torch.bincount(labels.long())
     assert len(set(counts[counts > 0].tolist())) == 1
     images = context.trainer.preprocess(context.data.train.images[index])
-    made = context.net.forward_to({**context.base.tensors, **context.server.tensors}, images, None, 1)
+    made = context.net.forward_to({**context.base.tensors, **server.tensors}, images, None, 1)
     sent = Features(reply.message.tensors["features"], labels, reply.message.tensors.get("scales")).dequantize(
         torch.arange(len(labels))
     )
@@ -140,15 +145,15 @@ def test_the_store_keeps_each_clients_latest_and_the_server_trains_on_all(
     eftvit_config: MakeConfig, tmp_path: Path
 ) -> None:
     context = open_run(eftvit_config(), tmp_path)
-    before = dict(context.server.tensors)
-    first, second = play(context, 2)
+    before = dict(load_state(context).server.tensors)
+    server, (first, second) = play(context, 2)
     seen = {entry.client for record in (first, second) for entry in record.clients if entry.numbers["samples"]}
-    assert set(context.server.parts) == {f"features-{client:06d}" for client in seen}
-    assert all(not torch.equal(context.server.tensors[name], before[name]) for name in ("head.weight", "norm.weight"))
+    assert set(server.parts) == {f"features-{client:06d}" for client in seen}
+    assert all(not torch.equal(server.tensors[name], before[name]) for name in ("head.weight", "norm.weight"))
 
     only = open_run(eftvit_config("method.store=latest-round"), tmp_path / "latest")
-    _, last = play(only, 2)
-    assert set(only.server.parts) == {f"features-{e.client:06d}" for e in last.clients if e.numbers["samples"]}
+    server, (_, last) = play(only, 2)
+    assert set(server.parts) == {f"features-{e.client:06d}" for e in last.clients if e.numbers["samples"]}
 
 
 def test_the_servers_training_does_not_depend_on_where_its_store_lies(
@@ -157,8 +162,8 @@ def test_the_servers_training_does_not_depend_on_where_its_store_lies(
     states = []
     for place in ("device", "host"):
         context = open_run(eftvit_config(f"method.store_on={place}", "method.values=int8"), tmp_path / place)
-        play(context, 2)
-        states.append(context.server.tensors)
+        server, _ = play(context, 2)
+        states.append(server.tensors)
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
 
@@ -190,12 +195,12 @@ def test_every_client_counts_the_same_or_every_sample() -> None:
 
 def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(eftvit_config("method.store_on=disk", "rounds=2"), tmp_path)
-    run_rounds(context, StopAfter(99))
+    server = run_rounds(context).state.server
     partition_io = context.checkpoints.latest
     assert partition_io is not None
     assert partition_io.parts
     for key, name in partition_io.parts.items():
-        part = context.server.parts[key].tensors["features"]
+        part = server.parts[key].tensors["features"]
         path = str(tmp_path / "checkpoint" / name)
         # The tensor's memory is the file: Linux lists it among the process's mappings.
         start = part.untyped_storage().data_ptr()
@@ -252,25 +257,12 @@ def test_a_refused_message_is_named_and_counted_and_the_round_goes_on(
                 yield reply
 
     monkeypatch.setattr(context.fleet, "train", poisoned)
-    record = run_round(context, 1)
+    state, record = run_round(context, load_state(context), 1)
     failures = [entry.failure for entry in record.clients]
     assert failures[0] == "its labels are not all between 0 and 9"
     assert failures[1:] == [None, None]
-    assert f"features-{record.clients[0].client:06d}" not in context.server.parts
-    assert len(context.server.parts) == 2
-
-
-class StopError(Exception):
-    pass
-
-
-class StopAfter:
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        if record.round == self.round:
-            raise StopError
+    assert f"features-{record.clients[0].client:06d}" not in state.server.parts
+    assert len(state.server.parts) == 2
 
 
 @pytest.mark.parametrize("store_on", ["device", "host", "disk"])
@@ -280,11 +272,11 @@ def test_store_and_local_modules_survive_a_restart_bit_for_bit(
     config = eftvit_config("rounds=4", f"method.store_on={store_on}")
     (tmp_path / "whole").mkdir()
     (tmp_path / "parted").mkdir()
-    run_rounds(open_run(config, tmp_path / "whole"), StopAfter(99))
+    run_rounds(open_run(config, tmp_path / "whole"))
     for stop in (1, 2, 3):
-        with pytest.raises(StopError):
-            run_rounds(open_run(config, tmp_path / "parted"), StopAfter(stop))
-    run_rounds(open_run(config, tmp_path / "parted"), StopAfter(99))
+        with pytest.raises(KeyboardInterrupt):
+            run_rounds(open_run(config, tmp_path / "parted"), callbacks=[InterruptAfter(stop)])
+    run_rounds(open_run(config, tmp_path / "parted"))
     left, correct = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("whole", "parted"))
     assert left == correct
     manifests = [json.loads((tmp_path / n / "checkpoint" / "checkpoint.json").read_text()) for n in ("whole", "parted")]
@@ -313,12 +305,12 @@ def test_accuracy_is_the_mean_over_clients_and_unseen_clients_share_one_model(
     eftvit_config: MakeConfig, tmp_path: Path
 ) -> None:
     context = open_run(eftvit_config("fleet.clients=6", "fleet.per_round=2"), tmp_path)
-    record = run_round(context, 1)
+    state, record = run_round(context, load_state(context), 1)
     assert record.accuracy is not None
     assert record.accuracy.models == 6
     by_hand = [
         context.evaluator.evaluate(
-            context.method.model_weights(context.server, context.base.tensors, context.fleet.client_state(client))
+            context.method.model_weights(state.server, context.base.tensors, context.fleet.client_state(client))
         )
         for client in range(6)
     ]

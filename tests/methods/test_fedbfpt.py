@@ -13,8 +13,9 @@ from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.methods import MethodContext
 from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, schedule
 from vitfleet.models.zoo import build
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 
 
 def spans(rounds: int, local_layers: int) -> list[int]:
@@ -73,12 +74,12 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
 def test_only_the_turns_layer_and_the_head_move(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("method.name=fedbfpt", "method.local_layers=2", "model.depth=3", "rounds=4")
     context = open_run(config, tmp_path)
-    anatomy = context.net.anatomy
+    state, anatomy = load_state(context), context.net.anatomy
     for round, layer in ((1, 0), (2, 0), (3, 1), (4, 1)):
-        before = dict(context.server.tensors)
-        record = run_round(context, round)
+        before = dict(state.server.tensors)
+        state, record = run_round(context, state, round)
         assert all(entry.numbers["layer"] == layer for entry in record.clients)
-        moved = {name for name in before if not torch.equal(before[name], context.server.tensors[name])}
+        moved = {name for name in before if not torch.equal(before[name], state.server.tensors[name])}
         may = {*anatomy.blocks[layer], *anatomy.head}
         assert moved <= may
         assert len(moved) >= len(may) - 1  # the keys' bias has no gradient by nature

@@ -17,8 +17,9 @@ from vitfleet.methods.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LoraTarget, LowRankLinear
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 
 CLASSES = 100
 HEAD = 768 * CLASSES + CLASSES
@@ -62,9 +63,10 @@ def test_trainable_parameters_of_vit_b_16_equal_the_formula(table: dict[str, obj
 def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(tiny_config(f"method.name={name}"), tmp_path)
     trains = set(context.method.trainable)
-    before = dict(context.method.model_weights(context.server, context.base.tensors, None))
-    first = run_round(context, 1)
-    after = context.method.model_weights(context.server, context.base.tensors, None)
+    state = load_state(context)
+    before = dict(context.method.model_weights(state.server, context.base.tensors, None))
+    state, first = run_round(context, state, 1)
+    after = context.method.model_weights(state.server, context.base.tensors, None)
     assert set(after) == set(context.net.anatomy.whole)
     for weight in after:
         if weight not in trains:
@@ -72,12 +74,13 @@ def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig
     moved = [weight for weight in trains if not torch.equal(after[weight], before[weight])]
     # Biases of the keys get no gradient by nature; everything else that trains has moved.
     assert len(moved) >= len(trains) - 1
-    assert set(context.server.tensors) == trains
+    assert set(state.server.tensors) == trains
 
     # A client seen before is sent what is tuned and nothing else.
     seen = {entry.client: entry for entry in first.clients}
     for round in (2, 3):
-        for entry in run_round(context, round).clients:
+        state, record = run_round(context, state, round)
+        for entry in record.clients:
             if entry.client in seen and name != "fed-full":
                 assert entry.down_bytes < seen[entry.client].down_bytes
                 assert entry.down_bytes == pytest.approx(entry.up_bytes, abs=200)

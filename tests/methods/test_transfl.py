@@ -24,8 +24,9 @@ from vitfleet.methods.transfl import GradientMagnitude, TransFL, TransFLParams, 
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
 from vitfleet.randomness import Address, Purpose
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 from vitfleet.train.cohort_driver import run_participant
 from vitfleet.train.cohort_inputs import RngContext
 from vitfleet.train.machine import Machine
@@ -238,7 +239,7 @@ def test_the_papers_message_sizes() -> None:
 
 def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(tiny_config("method.name=transfl", "method.k=1"), tmp_path)
-    record = run_round(context, 1)
+    _, record = run_round(context, load_state(context), 1)
     for entry in record.clients:
         gradients, layers = entry.numbers["gradients"], entry.numbers["layers"]
         assert isinstance(gradients, list)

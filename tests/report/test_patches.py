@@ -9,7 +9,7 @@ from conftest import MakeConfig
 from vitfleet.data.batches import make_epoch_batches
 from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.report.patches import contact_sheet, draw_patches
-from vitfleet.run.context import open_run
+from vitfleet.run.setup import open_run
 
 
 def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:

@@ -59,6 +59,6 @@ def test_a_learned_task_is_announced() -> None:
     console = Console(file=io.StringIO(), width=160)
     learned = TaskRecord(2, [[0.5]], None, average_accuracy=0.625, forgetting=0.04)
     record = RoundRecord(4, 0.1, 1.0, Accuracy(None, None, 0, 0.7), [], 0, 0, learned)
-    RoundDisplay(console, rounds=10, done=0).round_done(record, 1.0)
+    RoundDisplay(console, rounds=10, done=0).show_round(record, 1.0)
     assert isinstance(console.file, io.StringIO)
     assert "task 2 learned: average accuracy 62.5%, forgetting 4.0%" in console.file.getvalue()

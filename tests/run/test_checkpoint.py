@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,23 @@ import pytest
 import torch
 
 from vitfleet import files
+from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
 from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.in_flight import InFlight
+from vitfleet.run.state import RunState
+
+
+def run_state(
+    round: int, last_seen: Mapping[int, int], totals: tuple[int, int] = (0, 0), stop_reason: str | None = None
+) -> RunState:
+    return RunState(state(round), round, *totals, last_seen=last_seen, stop_reason=stop_reason)
 
 
 def state(value: float) -> State:
-    return State({"w": torch.full((3,), value), "b": torch.tensor(value)}, {"told": [1, 2], "value": value})
+    return State({"w": torch.full((3,), value), "b": torch.tensor(value)}, {"list": [1, 2], "value": value})
 
 
 def assert_state(found: State, value: float) -> None:
@@ -31,13 +42,13 @@ def assert_state(found: State, value: float) -> None:
 
 
 def commit_first(checkpoints: Checkpoints) -> None:
-    checkpoints.commit(1, state(1), {0: state(10), 3: state(13)}, {0: 1, 3: 1}, (100, 40), (7, 8))
+    checkpoints.commit(run_state(1, {0: 1, 3: 1}, (7, 8)), {0: state(10), 3: state(13)}, (100, 40))
     checkpoints.wait()
 
 
 def commit_second(checkpoints: Checkpoints) -> None:
     changed = {0: None, 3: state(23), 5: state(25)}
-    checkpoints.commit(2, state(2), changed, {0: 1, 3: 2, 5: 2}, (200, 80), (14, 16))
+    checkpoints.commit(run_state(2, {0: 1, 3: 2, 5: 2}, (14, 16), "no progress"), changed, (200, 80))
     checkpoints.wait()
 
 
@@ -46,6 +57,7 @@ def assert_first(checkpoints: Checkpoints) -> None:
     assert latest is not None
     assert (latest.round, latest.records_length, latest.timings_length) == (1, 100, 40)
     assert (latest.total_up_bytes, latest.total_down_bytes, latest.last_seen) == (7, 8, {0: 1, 3: 1})
+    assert latest.stop_reason is None
     assert_state(checkpoints.read(latest.server), 1)
     assert set(latest.clients) == {0, 3}
     assert_state(checkpoints.read(latest.clients[0]), 10)
@@ -57,6 +69,7 @@ def assert_second(checkpoints: Checkpoints) -> None:
     assert latest is not None
     assert (latest.round, latest.records_length, latest.timings_length) == (2, 200, 80)
     assert (latest.total_up_bytes, latest.total_down_bytes, latest.last_seen) == (14, 16, {0: 1, 3: 2, 5: 2})
+    assert latest.stop_reason == "no progress"
     assert_state(checkpoints.read(latest.server), 2)
     assert set(latest.clients) == {3, 5}
     assert_state(checkpoints.read(latest.clients[3]), 23)
@@ -87,7 +100,7 @@ def test_a_client_that_did_not_change_is_not_written_again(tmp_path: Path) -> No
     assert checkpoints.latest is not None
     before = checkpoints.folder / checkpoints.latest.clients[0]
     stamp = before.stat().st_mtime_ns, before.stat().st_ino
-    checkpoints.commit(2, state(2), {3: state(23)}, {}, (0, 0), (0, 0))
+    checkpoints.commit(run_state(2, {}), {3: state(23)}, (0, 0))
     checkpoints.wait()
     assert (before.stat().st_mtime_ns, before.stat().st_ino) == stamp
     again = Checkpoints(tmp_path)
@@ -107,10 +120,39 @@ def test_files_that_no_manifest_names_are_swept(tmp_path: Path) -> None:
 def test_one_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
-    partition_io = checkpoints.folder / "checkpoint.json"
-    partition_io.write_text(partition_io.read_text().replace('"version": 1', '"version": 999'))
-    with pytest.raises(UserError, match="999"):
-        Checkpoints(tmp_path)
+    manifest = checkpoints.folder / "checkpoint.json"
+    for version in (1, 999):
+        tree = {**json.loads(manifest.read_text()), "version": version}
+        manifest.write_text(json.dumps(tree))
+        with pytest.raises(UserError, match=f"another version of vitfleet .format {version}.; start a new run"):
+            Checkpoints(tmp_path)
+
+
+def test_load_returns_the_committed_state(tmp_path: Path) -> None:
+    flights = (ClientInFlight(2.5, 3, 1, -1, 0.5), ClientInFlight(4.0, 1, 0, 2, 0.0))
+    in_flight = InFlight(1.5, flights, {0: State({"w": torch.zeros(1)}), 1: State({"w": torch.ones(1)})})
+    server = replace(state(4), parts={"features-000001": state(5)})
+    committed = RunState(server, 2, 7, 8, {0: 1, 3: 2}, in_flight=in_flight, stop_reason="no progress")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.load(torch.device("cpu")) is None
+    checkpoints.commit(committed, {}, (0, 0))
+    checkpoints.wait()
+    again = Checkpoints(tmp_path)
+    loaded = again.load(torch.device("cpu"))
+    assert loaded is not None
+    assert_state(loaded.server, 4)
+    assert_state(loaded.server.parts["features-000001"], 5)
+    assert set(loaded.server.parts) == {"features-000001"}
+    assert loaded.in_flight == in_flight
+    assert replace(loaded, server=server, in_flight=in_flight) == committed
+    # Parts and past states that did not change are not written again.
+    before = again.latest
+    again.commit(replace(loaded, round=3), {}, (0, 0))
+    again.wait()
+    assert before is not None
+    assert again.latest is not None
+    changed = {key for key, name in again.latest.parts.items() if name != before.parts[key]}
+    assert changed == {"flights"}
 
 
 class Crash(BaseException):
@@ -240,7 +282,7 @@ def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
         files.write_durably(path, data)
 
     monkeypatch.setattr(checkpoint, "write_durably", held_up)
-    checkpoints.commit(2, state(2), {0: None, 3: state(23)}, {}, (0, 0), (0, 0))
+    checkpoints.commit(run_state(2, {}), {0: None, 3: state(23)}, (0, 0))
     assert_first(checkpoints)
     assert checkpoints.client(0) is None
     found = checkpoints.client(3)
@@ -264,7 +306,7 @@ def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_durably", full)
-    checkpoints.commit(2, state(2), {}, {}, (0, 0), (0, 0))
+    checkpoints.commit(run_state(2, {}), {}, (0, 0))
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)
     assert_first(Checkpoints(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from conftest import InterruptAfter
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.data.tasks import TaskStreams
@@ -17,10 +19,13 @@ from vitfleet.errors import UserError
 from vitfleet.fleet.base import ClientTask
 from vitfleet.methods.episodic_memory import read
 from vitfleet.run.compare import ComparedRun, begin, shards_differ
-from vitfleet.run.context import RunContext, open_run
-from vitfleet.run.continual import Rows, as_matrix, as_rows, evaluate_clients, figures
-from vitfleet.run.loop import run_round, run_rounds
-from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import read_records
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 
 TINY = (
     "data.tasks.rounds_per_task=2",
@@ -41,13 +46,6 @@ def tiny(*overrides: str) -> Config:
     return load_config("fedvit-digits", [*TINY, *overrides])
 
 
-class Nobody:
-    """Hears of rounds and says nothing."""
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
-
-
 # The figures
 
 
@@ -60,32 +58,32 @@ def test_figures_of_a_matrix_by_hand() -> None:
     # After task 1, 2, 3: accuracy on task 1, 2, 3; beside it the next, which is not learned yet.
     matrix = np.array([[[0.9, 0.4, nan], [0.7, 0.8, 0.6], [0.8, 0.5, 1.0]]])
     initial = row(0.5, 0.5, 0.5)
-    accuracy, forgetting, backward, forward = figures(matrix, initial)
+    accuracy, forgetting, backward, forward = compute_metrics(matrix, initial)
     assert accuracy == pytest.approx((0.8 + 0.5 + 1.0) / 3)
     # The first was once 0.9 and is 0.8, the second was 0.8 and is 0.5.
     assert forgetting == pytest.approx((0.1 + 0.3) / 2)
     assert backward == pytest.approx((0.8 - 0.9 + 0.5 - 0.8) / 2)
     assert forward == pytest.approx((0.4 - 0.5 + 0.6 - 0.5) / 2)
-    accuracy, forgetting, *_ = figures(matrix[:, :2], initial)
+    accuracy, forgetting, *_ = compute_metrics(matrix[:, :2], initial)
     assert accuracy == pytest.approx(0.75)
     assert forgetting == pytest.approx(0.2)
-    accuracy, *others = figures(matrix[:, :1], initial)
+    accuracy, *others = compute_metrics(matrix[:, :1], initial)
     assert accuracy == pytest.approx(0.9)
     assert others == [None, None, None]
 
 
 def test_forgetting_is_measured_against_the_best_ever_after_learning_and_may_be_negative() -> None:
     better = np.array([[[0.5, 1.0], [0.6, 0.7]]])
-    assert figures(better, row(0, 0))[1] == pytest.approx(-0.1)
+    assert compute_metrics(better, row(0, 0))[1] == pytest.approx(-0.1)
     # The best is in the middle; what was guessed before a task was learned does not count.
     middle = np.array([[[0.5, 0.99, 0], [0.8, 0.6, 0], [0.7, 0.6, 0.9]]])
-    assert figures(middle, row(0, 0, 0))[1] == pytest.approx((0.1 + 0.0) / 2)
+    assert compute_metrics(middle, row(0, 0, 0))[1] == pytest.approx((0.1 + 0.0) / 2)
 
 
 def test_figures_are_means_over_clients_of_what_was_measured() -> None:
     nan = np.nan
     matrix = np.array([[[0.9, nan], [0.5, 0.7]], [[nan, nan], [nan, 0.4]]])
-    accuracy, forgetting, backward, forward = figures(matrix, np.full((2, 2), 0.5))
+    accuracy, forgetting, backward, forward = compute_metrics(matrix, np.full((2, 2), 0.5))
     assert accuracy == pytest.approx((0.6 + 0.4) / 2)
     assert forgetting == pytest.approx(0.4)
     assert backward == pytest.approx(-0.4)
@@ -98,7 +96,7 @@ def test_rows_become_a_matrix() -> None:
     matrix = as_matrix([after_one, after_two], 3)
     assert matrix.shape == (2, 2, 3)
     np.testing.assert_array_equal(matrix[0], [[0.1, np.nan, np.nan], [0.4, 0.5, 0.6]])
-    np.testing.assert_array_equal(as_rows(after_one, 2)[1], [0.2, 0.3])
+    np.testing.assert_array_equal(as_array(after_one, 2)[1], [0.2, 0.3])
 
 
 # The run
@@ -109,20 +107,26 @@ def streams_of(context: RunContext) -> TaskStreams:
     return context.partition
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A finished run."""
+
+    context: RunContext
+    state: RunState
+
+
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
-    """Return a FedViT session over five tasks, at its end."""
-    folder = tmp_path_factory.mktemp("fedvit")
-    context = open_run(tiny(), folder)
-    run_rounds(context, Nobody())
-    return context
+def fedvit(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Return a finished FedViT run over five tasks."""
+    context = open_run(tiny(), tmp_path_factory.mktemp("fedvit"))
+    return Finished(context, run_rounds(context).state)
 
 
-def test_what_is_recorded_at_the_end_of_each_task(played: RunContext) -> None:
-    records = list(read_records(played.folder))
+def test_what_is_recorded_at_the_end_of_each_task(fedvit: Finished) -> None:
+    records = list(read_records(fedvit.context.folder))
     assert [record.round for record in records if record.task] == [2, 4, 6, 8, 10]
     learned = [record.task for record in records if record.task]
-    assert learned == played.learned
+    assert tuple(learned) == fedvit.state.task_records
     assert [one.task for one in learned] == [1, 2, 3, 4, 5]
     assert [[len(row) for row in one.matrix] for one in learned] == [[m] * 4 for m in (2, 3, 4, 5, 5)]
     assert [one.initial is None for one in learned] == [False, True, True, True, True]
@@ -130,9 +134,9 @@ def test_what_is_recorded_at_the_end_of_each_task(played: RunContext) -> None:
     assert all(one.forgetting is not None and one.forward_transfer is not None for one in learned[1:])
 
 
-def test_the_summary_is_in_percent_and_follows_from_the_records(played: RunContext) -> None:
-    summary = json.loads((played.folder / "summary.json").read_text())["continual"]
-    last = played.learned[-1]
+def test_the_summary_is_in_percent_and_follows_from_the_records(fedvit: Finished) -> None:
+    summary = json.loads((fedvit.context.folder / "summary.json").read_text())["continual"]
+    last = fedvit.state.task_records[-1]
     assert last.average_accuracy is not None
     assert summary["average_accuracy"] == pytest.approx(100 * last.average_accuracy)
     assert summary["forgetting"] == summary["by_task"]["forgetting"][-1]
@@ -143,64 +147,74 @@ def test_the_summary_is_in_percent_and_follows_from_the_records(played: RunConte
     assert summary["steps"]["unsolved"] == 0
 
 
-def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(played: RunContext) -> None:
+def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(fedvit: Finished) -> None:
     """Count again, image by image and one at a time, among the classes of the image's task."""
-    assert played.evaluator.class_tasks is not None
+    assert fedvit.context.evaluator.class_tasks is not None
     for client in range(4):
-        state = played.fleet.client_state(client)
+        state = fedvit.context.fleet.client_state(client)
         assert state is not None
-        weights = {name: state.tensors[name] for name in played.net.anatomy.shapes}
+        weights = {name: state.tensors[name] for name in fedvit.context.net.anatomy.shapes}
         for task_index in (0, 3):
-            index = played.evaluator.test_indices(client, task_index)
+            index = fedvit.context.evaluator.test_indices(client, task_index)
             correct = 0
             for image in index.tolist():
-                pixels, label = played.data.test.images[image : image + 1], int(played.data.test.labels[image])
-                logits = played.net(weights, played.trainer.preprocess(pixels))[0]
-                rivals = torch.nonzero(played.evaluator.class_tasks == played.evaluator.class_tasks[label]).flatten()
+                pixels, label = (
+                    fedvit.context.data.test.images[image : image + 1],
+                    int(fedvit.context.data.test.labels[image]),
+                )
+                logits = fedvit.context.net(weights, fedvit.context.trainer.preprocess(pixels))[0]
+                rivals = torch.nonzero(
+                    fedvit.context.evaluator.class_tasks == fedvit.context.evaluator.class_tasks[label]
+                ).flatten()
                 correct += int(rivals[logits[rivals].argmax()]) == label
-            assert played.learned[-1].matrix[client][task_index] == pytest.approx(correct / len(index))
+            assert fedvit.state.task_records[-1].matrix[client][task_index] == pytest.approx(correct / len(index))
 
 
-def test_both_ways_to_try_a_model_out_agree(played: RunContext) -> None:
-    model = played.method.model_weights(played.server, played.base.tensors, played.fleet.client_state(1))
-    one_by_one = [played.evaluator.evaluate_clients(model, [ClientTask(1, task_index)])[0] for task_index in range(3)]
-    assert (
-        played.evaluator.evaluate_clients(model, [ClientTask(1, task_index) for task_index in range(3)]) == one_by_one
+def test_both_ways_to_try_a_model_out_agree(fedvit: Finished) -> None:
+    model = fedvit.context.method.model_weights(
+        fedvit.state.server, fedvit.context.base.tensors, fedvit.context.fleet.client_state(1)
     )
-    rows, failures = evaluate_clients(played, played.server, 3, played.last_seen)
+    one_by_one = [
+        fedvit.context.evaluator.evaluate_clients(model, [ClientTask(1, task_index)])[0] for task_index in range(3)
+    ]
+    assert (
+        fedvit.context.evaluator.evaluate_clients(model, [ClientTask(1, task_index) for task_index in range(3)])
+        == one_by_one
+    )
+    rows, failures = evaluate_clients(fedvit.context, fedvit.state.server, 3, fedvit.state.last_seen)
     assert rows[1] == [evaluation.correct / evaluation.tested for evaluation in one_by_one]
     assert failures == {}
 
 
-def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(played: RunContext) -> None:
+def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(fedvit: Finished) -> None:
     asked: dict[int, set[int]] = {}
-    for record in read_records(played.folder):
+    for record in read_records(fedvit.context.folder):
         for entry in record.clients:
             asked.setdefault(entry.client, set()).add((record.round - 1) // 2)
     for client, num_tasks in asked.items():
-        state = played.fleet.client_state(client)
+        state = fedvit.context.fleet.client_state(client)
         assert state is not None
         known = read(state.tensors)
         assert set(known) == num_tasks
         for task_index, stored in known.items():
-            task = streams_of(played).task_order[client, task_index]
-            assert played.evaluator.class_tasks is not None
-            assert set(played.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
+            task = streams_of(fedvit.context).task_order[client, task_index]
+            assert fedvit.context.evaluator.class_tasks is not None
+            assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "gem", "a-gem", "standalone", "transfl", "eftvit"])
-def test_every_method_learns_tasks_of_the_same_deal(method: str, played: RunContext, tmp_path: Path) -> None:
+def test_every_method_learns_tasks_of_the_same_deal(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
     context = open_run(config, tmp_path)
-    summary = run_rounds(context, Nobody())
+    summary = run_rounds(context).summary
     assert summary["rounds"] == 4
     assert 0 <= summary["continual"]["average_accuracy"] <= 100
     assert len(summary["continual"]["matrix"]) == 2
     assert summary["accuracy"]["global"] is None
     # What a client holds of a task depends on the seed alone, not on the method or the number of tasks.
     for client in range(4):
-        mine, theirs = streams_of(context), streams_of(played)
+        mine, theirs = streams_of(context), streams_of(fedvit.context)
         there = theirs.task_order[client].tolist().index(int(mine.task_order[client, 0]))
         assert np.array_equal(mine.train.for_client(client), theirs.train.for_client(client, there))
 
@@ -212,12 +226,12 @@ def test_where_tasks_are_not_known_any_class_can_win(tmp_path: Path) -> None:
     assert context.evaluator.class_tasks is None
     initial, _ = context.evaluator.evaluate(context.net.initial_weights())
     assert float(initial.mean()) < 0.3, "a tenth is guessed, not a half"
-    assert run_rounds(context, Nobody())["continual"]["average_accuracy"] > 0
+    assert run_rounds(context).summary["continual"]["average_accuracy"] > 0
 
 
 def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
     config = tiny("train.schedule=cosine", "data.tasks.count=2", "data.tasks.rounds_per_task=3")
-    run_rounds(open_run(config, tmp_path), Nobody())
+    run_rounds(open_run(config, tmp_path))
     rates = [record.lr for record in read_records(tmp_path)]
     assert rates[:3] == rates[3:]
     assert rates[0] > rates[1] > rates[2]
@@ -227,19 +241,21 @@ def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, the ranking, the rotation: lifted over the clients."""
     keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
+    state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
-        one, other = run_round(alone, round), run_round(together, round)
-        told = [[entry.numbers.get("integrated") for entry in record.clients] for record in (one, other)]
-        assert told[0] == told[1]
-    assert any(told[0])
-    for name, tensor in alone.server.tensors.items():
-        torch.testing.assert_close(together.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
+        state, record = run_round(alone, state, round)
+        other, other_record = run_round(together, other, round)
+        counts = [[entry.numbers.get("integrated") for entry in entries.clients] for entries in (record, other_record)]
+        assert counts[0] == counts[1]
+    assert any(counts[0])
+    for name, tensor in state.server.tensors.items():
+        torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
 def test_what_a_client_costs_is_known(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
-    costs = open_run(config, tmp_path).costs()
+    costs = open_run(config, tmp_path).client_costs({})
     assert costs.trainable_params == costs.params
     assert costs.train_gflops > costs.forward_gflops > 0
 
@@ -264,35 +280,25 @@ def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
     assert not shards_differ(path)
 
 
-class Stops:
-    """Interrupts a run after some round."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        if record.round == self.round:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("method", ["fedvit", "a-gem"])
 def test_stopped_in_the_middle_of_task_three_it_goes_on_bit_for_bit(
-    method: str, played: RunContext, tmp_path: Path
+    method: str, fedvit: Finished, tmp_path: Path
 ) -> None:
     overrides = () if method == "fedvit" else (f"method.name={method}",)
     keys = TINY if method == "fedvit" else WITHOUT_HEAD_EPOCHS
     config = load_config("fedvit-digits", [*keys, *overrides])
     if method == "fedvit":
-        straight = played.folder
+        straight = fedvit.context.folder
     else:
         straight = tmp_path / "straight"
-        run_rounds(open_run(config, straight), Nobody())
+        run_rounds(open_run(config, straight))
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_run(config, stopped), Stops(5))
+        run_rounds(open_run(config, stopped), callbacks=[InterruptAfter(6)])
     resumed = open_run(config, stopped)
-    assert (resumed.round, len(resumed.learned)) == (5, 2)
-    run_rounds(resumed, Nobody())
+    state = load_state(resumed)
+    assert (state.round, len(state.task_records)) == (5, 2)
+    run_rounds(resumed, state)
     names = ["records.jsonl", *(str(path.relative_to(straight)) for path in straight.glob("checkpoint/*.safetensors"))]
     assert len(names) > 4, "memories and heads are among them"
     for name in names:

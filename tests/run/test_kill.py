@@ -23,9 +23,8 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.cli import main
-from vitfleet.run.context import open_run
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.setup import open_run
 
 # Every run is a process of its own, forked from one that has imported already what takes a command seconds.
 FORKS = multiprocessing.get_context("forkserver")
@@ -125,13 +124,6 @@ MakeRunner: TypeAlias = Callable[..., Runner]
 Undisturbed: TypeAlias = Callable[..., Path]
 
 
-class Nobody:
-    """Hears of rounds and says nothing."""
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
-
-
 @pytest.fixture
 def runner(tiny_overrides: tuple[str, ...], tmp_path: Path) -> MakeRunner:
     def make(name: str, *overrides: str, pause: float = 0.0) -> Runner:
@@ -148,7 +140,7 @@ def undisturbed(tiny_config: MakeConfig, tmp_path: Path) -> Undisturbed:
     def play(*overrides: str) -> Path:
         folder = tmp_path / "undisturbed"
         folder.mkdir()
-        run_rounds(open_run(tiny_config(*overrides), folder), Nobody())
+        run_rounds(open_run(tiny_config(*overrides), folder))
         return folder
 
     return play

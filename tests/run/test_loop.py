@@ -14,15 +14,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from conftest import MakeConfig
+from conftest import InterruptAfter, MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State
 from vitfleet.progress import Advance
-from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.callbacks import Callback
+from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
 from vitfleet.train.cohort_inputs import ClientFit
 from vitfleet.train.objective import FitResult
 from vitfleet.train.optim import learning_rate
@@ -30,24 +33,23 @@ from vitfleet.train.trainer import Trainer
 from vitfleet.wire import decode
 
 
-class Heard:
-    """Notes the rounds it hears of, and stops the run after one of them."""
-
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.rounds: list[int] = []
-        self.stop_after = stop_after
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        self.rounds.append(record.round)
-        if record.round == self.stop_after:
-            raise KeyboardInterrupt
-
-
-def play(config: Config, folder: Path, stop_after: int | None = None) -> RunContext:
+def play(config: Config, folder: Path, interrupt_after: int | None = None) -> tuple[RunContext, RunState]:
+    """Run a configuration, if wanted only until the record of a round is written."""
     folder.mkdir(exist_ok=True)
     context = open_run(config, folder)
-    run_rounds(context, Heard(stop_after))
-    return context
+    callbacks = [] if interrupt_after is None else [InterruptAfter(interrupt_after)]
+    return context, run_rounds(context, callbacks=callbacks).state
+
+
+class Rounds(Callback):
+    """Lists the rounds that are run."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+        assert state.round == record.round
+        self.rounds.append(record.round)
 
 
 def written(folder: Path) -> Mapping[str, bytes]:
@@ -84,20 +86,22 @@ def test_one_seed_writes_the_same_bytes_and_another_does_not(
 
 @METHODS
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("stop_after", [1, 2, 3])
-def test_a_run_stopped_after_a_round_ends_as_if_it_had_not_been(
-    method: str, every: int, stop_after: int, tiny_config: MakeConfig, tmp_path: Path
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_a_run_interrupted_before_a_checkpoint_ends_like_an_undisturbed_one(
+    method: str, every: int, interrupted: int, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(*named(method), f"machine.checkpoint_every={every}")
     play(config, tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
-        play(config, tmp_path / "stopped", stop_after)
-    resumed = open_run(config, tmp_path / "stopped")
-    kept = stop_after if stop_after == 3 else stop_after - stop_after % every
-    assert resumed.round == kept
-    listener = Heard()
-    run_rounds(resumed, listener)
-    assert listener.rounds == list(range(kept + 1, 4))
+        play(config, tmp_path / "stopped", interrupted)
+    assert len(list(read_records(tmp_path / "stopped"))) == interrupted
+    context = open_run(config, tmp_path / "stopped")
+    state = load_state(context)
+    assert state.round == interrupted - 1 - (interrupted - 1) % every
+    assert state.last_seen.keys() == state.client_metrics.keys()
+    repeated = Rounds()
+    run_rounds(context, state, [repeated])
+    assert repeated.rounds == list(range(state.round + 1, 4))
     assert written(tmp_path / "stopped") == written(tmp_path / "undisturbed")
 
 
@@ -141,7 +145,7 @@ def test_a_finished_run_played_again_stays_as_it_is(tiny_config: MakeConfig, tmp
 
 def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.warmup_rounds=1")
-    context = play(config, tmp_path / "run")
+    context, _ = play(config, tmp_path / "run")
     records = list(read_records(tmp_path / "run"))
     up = down = 0
     for round, record in enumerate(records, start=1):
@@ -163,11 +167,11 @@ def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) 
 
 
 def test_the_model_is_the_servers_and_says_what_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context = play(tiny_config(), tmp_path / "run")
+    context, state = play(tiny_config(), tmp_path / "run")
     path = tmp_path / "run" / "model.safetensors"
     tensors = load_file(path)
     assert set(tensors) == set(context.net.anatomy.shapes)
-    assert all(torch.equal(tensors[name], context.server.tensors[name]) for name in tensors)
+    assert all(torch.equal(tensors[name], state.server.tensors[name]) for name in tensors)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     about = json.loads(metadata["vitfleet"]) if "vitfleet" in metadata else metadata
@@ -215,7 +219,7 @@ def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_
 ) -> None:
     config = tiny_config("data.partition.kind=iid", "fleet.per_round=6")
     let_one_diverge(monkeypatch, 4, WILD)
-    context = play(config, tmp_path / "run")
+    context, state = play(config, tmp_path / "run")
     for record in read_records(tmp_path / "run"):
         (bad,) = (entry for entry in record.clients if entry.failure is not None)
         assert bad.client == 4
@@ -224,9 +228,9 @@ def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_
         assert record.loss is not None
         assert math.isfinite(record.loss)
         assert record.accuracy is not None
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in context.server.tensors.values())
-    assert 4 not in context.last_seen
-    summary = run_rounds(context, Heard())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.server.tensors.values())
+    assert 4 not in state.last_seen
+    summary = run_rounds(context).summary
     assert (summary["total"]["failures"], summary["total"]["participations"]) == (3, 18)
 
 
@@ -236,12 +240,12 @@ def test_the_others_mean_is_as_if_it_had_not_been_asked(
     config = tiny_config("data.partition.kind=iid", "fleet.per_round=6", "rounds=1")
     with monkeypatch.context() as patch:
         let_one_diverge(patch, 4, WILD)
-        diverged = play(config, tmp_path / "diverged").server
+        _, diverged = play(config, tmp_path / "diverged")
     (tmp_path / "alone").mkdir()
     context = open_run(config, tmp_path / "alone")
     monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: [0, 1, 2, 3, 5])
-    run_rounds(context, Heard())
-    assert all(torch.equal(diverged.tensors[name], tensor) for name, tensor in context.server.tensors.items())
+    alone = run_rounds(context).state.server
+    assert all(torch.equal(diverged.server.tensors[name], tensor) for name, tensor in alone.tensors.items())
 
 
 @METHODS
@@ -262,10 +266,10 @@ def test_a_client_whose_last_step_blew_up_is_refused_too(
     """One step: its loss was still finite when it was taken, only the weights are not."""
     one_step = TrainConfig(optimizer="sgd", momentum=0, lr=1e38, weight_decay=1e4, batch_size=1000)
     let_one_diverge(monkeypatch, 4, one_step)
-    context = play(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
+    _, state = play(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
     failed = {entry.client for record in read_records(tmp_path / "run") for entry in record.clients if entry.failure}
     assert failed == {4}
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in context.server.tensors.values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state.server.tensors.values())
 
 
 def test_a_model_that_overflows_in_evaluation_is_recorded_not_a_crash(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -280,7 +284,7 @@ def test_empty_clients_are_asked_and_say_nothing(method: str, tiny_config: MakeC
     config = tiny_config(
         *named(method), "data.partition.beta=0.001", "fleet.clients=100", "fleet.per_round=2", "rounds=8"
     )
-    context = play(config, tmp_path / "run")
+    context, _ = play(config, tmp_path / "run")
     sizes = context.partition.train.sizes()
     assert (sizes == 0).sum() > 50
     records = list(read_records(tmp_path / "run"))
@@ -305,9 +309,9 @@ def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
     context = open_run(config, tmp_path / "run")
     empty = [client for client in range(100) if len(context.partition.train.for_client(client)) == 0][:3]
     monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: empty)
-    run_rounds(context, Heard())
+    server = run_rounds(context).state.server
     initial = context.net.initial_weights()
-    assert all(torch.equal(context.server.tensors[name], initial[name]) for name in initial)
+    assert all(torch.equal(server.tensors[name], initial[name]) for name in initial)
 
 
 def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
@@ -315,7 +319,7 @@ def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
 ) -> None:
     config = tiny_config("machine.threads=null", "machine.device=auto", "machine.precision=auto")
     with pytest.raises(KeyboardInterrupt):
-        play(config, tmp_path / "run", stop_after=1)
+        play(config, tmp_path / "run", interrupt_after=1)
     before = json.loads((tmp_path / "run" / "machine.json").read_text())
     assert (before["device"], before["precision"], before["threads"]) == ("cpu", "fp32", torch.get_num_threads())
     changed = {**before, "threads": before["threads"] + 1, "precision": "bf16"}
@@ -329,12 +333,12 @@ def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
 
 
 def test_states_of_clients_are_not_held_once_a_checkpoint_has_them(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context = play(tiny_config("method.name=standalone"), tmp_path / "run")
+    context, _ = play(tiny_config("method.name=standalone"), tmp_path / "run")
     assert isinstance(context.fleet, InlineFleet)
     assert not context.fleet.changed_states()
-    partition_io = context.checkpoints.latest
-    assert partition_io is not None
-    for client, name in partition_io.clients.items():
+    manifest = context.checkpoints.latest
+    assert manifest is not None
+    for client, name in manifest.clients.items():
         own = context.fleet.client_state(client)
         assert own is not None
         written = decode(State, (tmp_path / "run" / "checkpoint" / name).read_bytes())
@@ -358,7 +362,7 @@ def test_all_long_work_of_a_round_shows_how_far_it_is(tiny_config: MakeConfig, t
     def shown(name: str, *overrides: str) -> dict[str, int]:
         progress = Shown()
         context = open_run(tiny_config("rounds=1", f"method.name={name}", *overrides), tmp_path / name)
-        run_rounds(context, Heard(), progress)
+        run_rounds(context, progress=progress)
         return progress.done
 
     assert shown("fedavg") == {"round 1: clients": 3, "round 1: evaluation": 1}

@@ -18,8 +18,8 @@ from vitfleet.run.records import (
     RoundRecord,
     read_records,
     read_seconds,
-    summarize,
 )
+from vitfleet.run.summary import write_summary
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**60)
@@ -147,7 +147,7 @@ def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeCo
         record(4, evaluated(0.8), correct=7),
     )
     (tmp_path / "timings.jsonl").write_text('{"round": 1, "seconds": 1.5}\n{"round": 2, "seconds": 2.25}\n')
-    summary = summarize(tmp_path, tiny_config("seed=5"), costs=ClientCosts(1000, 600, 0.5, 1.5))
+    summary = write_summary(tmp_path, tiny_config("seed=5"), costs=ClientCosts(1000, 600, 0.5, 1.5))
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert (summary["method"], summary["seed"], summary["rounds"]) == ("fedavg", 5, 4)
     accuracy = summary["accuracy"]
@@ -170,12 +170,12 @@ def test_local_accuracy_is_the_mean_of_each_clients_latest(tmp_path: Path, tiny_
     nothing_to_test = ClientRecord(4, 1, 1, {}, 0, 0)
     assert nothing_to_test.accuracy is None
     write(tmp_path, RoundRecord(3, 0.1, 1.0, evaluated(0.5), [nothing_to_test], 1, 1))
-    accuracy = summarize(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
+    accuracy = write_summary(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
     assert accuracy["local"] == pytest.approx((0.6 + 1.0 + 0.8) / 3)
     assert accuracy["local_clients"] == 3
 
 
 def test_a_summary_without_any_evaluation_says_so(tmp_path: Path, tiny_config: MakeConfig) -> None:
     write(tmp_path, record(1))
-    accuracy = summarize(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
+    accuracy = write_summary(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
     assert (accuracy["global"], accuracy["local"], accuracy["best"]) == (None, None, None)

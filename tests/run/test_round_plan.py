@@ -9,37 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import MakeConfig
+from conftest import InterruptAfter, MakeConfig
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
 from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
-from vitfleet.run.context import RunContext, open_run
+from vitfleet.run.in_flight import InFlight
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records
-from vitfleet.run.round_plan import ClientPlan, InFlight, apply_staleness
+from vitfleet.run.round_plan import ClientPlan, apply_staleness
+from vitfleet.run.setup import open_run
 
 MIX = "fleet.devices={agx=1, nx=2, nano=2, pi4-2gb=1}"
 BUFFERED = ("fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3", "fleet.clients=8", "fleet.per_round=3")
 
 
-class Until:
-    """Stops a run after one of its rounds."""
-
-    def __init__(self, last: int | None = None) -> None:
-        self.last = last
-
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        if record.round == self.last:
-            raise KeyboardInterrupt
-
-
-def play(config: Config, folder: Path, stop_after: int | None = None) -> RunContext:
+def play(config: Config, folder: Path, interrupt_after: int | None = None) -> None:
     folder.mkdir(exist_ok=True)
-    context = open_run(config, folder)
-    run_rounds(context, Until(stop_after))
-    return context
+    callbacks = [] if interrupt_after is None else [InterruptAfter(interrupt_after)]
+    run_rounds(open_run(config, folder), callbacks=callbacks)
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -112,7 +101,7 @@ def test_over_selection_asks_more_and_takes_the_first(tiny_config: MakeConfig, t
 def test_who_has_too_little_memory_is_flagged_not_trained(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.context.round_memory", lambda *_: _Huge())
+    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _Huge())
     play(tiny_config("fleet.devices={agx=1, pi4-2gb=1}"), tmp_path)
     step_kinds = json.loads((tmp_path / "devices.json").read_text())
     small = {client for client, name in enumerate(step_kinds["clients"]) if name == "pi4-2gb"}
@@ -145,21 +134,21 @@ def test_buffered_rounds_overlap_and_survive_a_stop(method: str, tiny_config: Ma
         if (entry.began or 0) < (earlier.virtual_seconds or 0)
     ]
     assert overlapping
-    for stop in (1, 3):
-        folder = tmp_path / f"stopped-{stop}"
+    for interrupted in (2, 4):
+        folder = tmp_path / f"interrupted-{interrupted}"
         with pytest.raises(KeyboardInterrupt):
-            play(config, folder, stop)
-        run_rounds(open_run(config, folder), Until())
+            play(config, folder, interrupted)
+        play(config, folder)
         assert written(folder) == written(tmp_path / "undisturbed")
 
 
 def test_too_few_devices_with_memory_enough_for_a_buffer(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.context.round_memory", lambda *_: _Huge())
+    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _Huge())
     context = open_run(tiny_config("fleet.devices={agx=1, pi4-2gb=1}", *BUFFERED), tmp_path)
-    with pytest.raises(UserError, match="only 4 clients have memory enough"):
-        run_rounds(context, Until())
+    with pytest.raises(UserError, match="only 4 clients have enough memory"):
+        run_rounds(context)
 
 
 def test_a_stale_change_counts_less_and_starts_from_the_servers_weights() -> None:

@@ -9,16 +9,11 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.errors import ConfigError
-from vitfleet.run.context import open_run
 from vitfleet.run.folder import identity
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
+from vitfleet.run.setup import open_run
 from vitfleet.run.trackers import Trackers, scalars_of
-
-
-class Deaf:
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
-        pass
 
 
 def test_what_is_drawn_of_a_round_is_what_the_record_knows() -> None:
@@ -66,7 +61,7 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
 ) -> None:
     wandb, mlflow = trackers
     config = tiny_config("rounds=2", "trackers={tensorboard={}, wandb={}, mlflow={}}")
-    run_rounds(open_run(config, tmp_path), Deaf())
+    run_rounds(open_run(config, tmp_path))
 
     assert [name for name, _, _ in wandb.calls] == ["init", "log", "log", "finish"]
     begun = wandb.calls[0][2]
@@ -118,6 +113,6 @@ def test_without_tensorboard_a_run_is_otherwise_the_same(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    run_rounds(open_run(tiny_config("rounds=1"), tmp_path), Deaf())
+    run_rounds(open_run(tiny_config("rounds=1"), tmp_path))
     assert (tmp_path / "summary.json").exists()
     assert not (tmp_path / "tensorboard").exists()

@@ -18,8 +18,9 @@ from vitfleet.message import Tensors
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.run.context import open_run
-from vitfleet.run.loop import run_round
+from vitfleet.run.context import load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
 from vitfleet.train.cohort_driver import group_fits
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
@@ -258,7 +259,7 @@ def test_every_method_comes_out_the_same(method: str, tiny_config: MakeConfig, t
             "train.lr=0.05",
         )
         context = open_run(config, tmp_path / str(cohort))
-        record = run_round(context, 1)
+        state, record = run_round(context, load_state(context), 1)
         assert not [entry.failure for entry in record.clients if entry.failure]
         owns = {
             f"{client}.{name}": tensor
@@ -266,8 +267,8 @@ def test_every_method_comes_out_the_same(method: str, tiny_config: MakeConfig, t
             if (own := context.fleet.client_state(client))
             for name, tensor in own.tensors.items()
         }
-        features = {f"{key}.{n}": t for key, part in context.server.parts.items() for n, t in part.tensors.items()}
-        outcomes.append({**context.server.tensors, **owns, **features})
+        features = {f"{key}.{n}": t for key, part in state.server.parts.items() for n, t in part.tensors.items()}
+        outcomes.append({**state.server.tensors, **owns, **features})
     close(outcomes[1], outcomes[0])
 
 

@@ -14,10 +14,10 @@ import torch
 from conftest import MakeConfig, MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
-from vitfleet.run import context as sessions
-from vitfleet.run.context import open_run
+from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
+from vitfleet.run.setup import open_run
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
 from vitfleet.train.machine import Machine, set_up_machine
 from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
@@ -224,11 +224,6 @@ def test_so_many_clients_compute_a_step() -> None:
     assert clients_per_step([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"
 
 
-class Nobody:
-    def round_done(self, record: object, seconds: float) -> None:
-        pass
-
-
 @pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
 def test_what_clients_keep_survives_those_who_train_after_them(
     keys: tuple[str, ...],
@@ -248,11 +243,11 @@ def test_what_clients_keep_survives_those_who_train_after_them(
     )
     config = tiny_config(*some, "machine.workers=1", *keys)
     losses = []
-    monkeypatch.setattr(sessions, "gpu_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
     for graphs in (False, True):
         how = partial(_set_up, set_up_machine, graphs)
-        monkeypatch.setattr(sessions, "set_up_machine", how)
-        run_rounds(open_run(config, tmp_path / str(graphs)), Nobody())
+        monkeypatch.setattr(setup, "set_up_machine", how)
+        run_rounds(open_run(config, tmp_path / str(graphs)))
         told = [entry.numbers["loss"] for record in read_records(tmp_path / str(graphs)) for entry in record.clients]
         losses.append(told)
     assert captured

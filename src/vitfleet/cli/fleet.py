@@ -164,7 +164,7 @@ def _serve(held: RunFolder, endpoint: Endpoint) -> None:
     try:
         done = sum(1 for _ in read_records(folder))
         with RoundDisplay(console, config.rounds, done) as display:
-            serve(endpoint, folder, names, display, ready, display)
+            serve(endpoint, folder, names, display.show_round, ready, display)
     except KeyboardInterrupt:
         say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None

@@ -29,7 +29,9 @@ from vitfleet.cli.base import (
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
+    from vitfleet.run.context import RunContext
     from vitfleet.run.folder import RunFolder
+    from vitfleet.run.state import RunState
 
 DEFAULT_COMPARISON = ("digits", "transfl-digits", "eftvit-digits")
 
@@ -67,7 +69,7 @@ def run(
     for_machines(as_json)
     config = configure(source, override, seed, data_dir)
     folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
-    summary = _play(folder, fresh=True)
+    summary = _train(folder, is_new=True)
     if as_json:
         print(json.dumps({"folder": str(folder.path), **summary}))
     _show(summary, folder)
@@ -151,8 +153,8 @@ def resume(
     if _rank() > 0:
         _follow()
         return
-    held = reopen(folder)
-    _show(_play(held), held)
+    run_folder = reopen(folder)
+    _show(_train(run_folder), run_folder)
 
 
 def _compare(path: Path, as_json: bool = False, jobs: int = 1) -> None:
@@ -171,9 +173,9 @@ def _compare(path: Path, as_json: bool = False, jobs: int = 1) -> None:
         for member in left:
             folder = member.folder(path)
             if (folder / "config.json").exists():
-                _play(reopen(folder), comparison=path)
+                _train(reopen(folder), comparison=path)
             else:
-                _play(create(member.config, folder, member.name, command), fresh=True, comparison=path)
+                _train(create(member.config, folder, member.name, command), is_new=True, comparison=path)
     from vitfleet.report.terminal import TerminalProgress, compare_table, costs_table
     from vitfleet.report.write import write_report
 
@@ -224,57 +226,68 @@ def _show(summary: dict[str, Any], held: RunFolder) -> None:
         raise UserError(f"no client's training could be used: {total['failure']}")
 
 
-def _play(held: RunFolder, fresh: bool = False, comparison: Path | None = None) -> dict[str, Any]:
-    """Conduct a run's remaining rounds.
+def _train(run_folder: RunFolder, is_new: bool = False, comparison: Path | None = None) -> dict[str, Any]:
+    """Run the remaining rounds of a run and return its summary.
 
     Parameters
     ----------
-    fresh
-        Whether the folder was made for this: if the run cannot even be set up, it is taken back.
+    is_new
+        Whether the folder was just created: if the run cannot even be set up, it is removed.
     comparison
         The folder of the comparison that the run is part of.
     """
-    folder = held.path
+    folder = run_folder.path
     try:
         signal.signal(signal.SIGTERM, interrupt)
-        config = held.config()
+        config = run_folder.config()
         from vitfleet.fleet.distributed import join_process_group
         from vitfleet.report.run_plots import draw_partition, draw_rounds
         from vitfleet.report.terminal import RoundDisplay, TerminalProgress
-        from vitfleet.run.context import open_run
+        from vitfleet.run.context import load_state
         from vitfleet.run.loop import run_rounds
+        from vitfleet.run.setup import open_run
 
         with join_process_group() as processes:
             processes.broadcast(str(folder.resolve()).encode())
             context = open_run(config, folder, TerminalProgress(console), processes=processes)
-            for name in context.data.skipped:
-                say(complaints, f"left out, cannot be read: {name}")
             draw_partition(context)
-            where = f"{context.machine.device.type}, {'bf16' if context.machine.bf16 else 'fp32'}"
-            among = f", {processes.size} processes" if processes.size > 1 else ""
-            say(
-                console,
-                f"{config.method.name} on {context.data.name}: {config.fleet.clients} clients, "
-                f"{config.fleet.per_round} a round, {context.params:,} parameters, {where}{among}",
-            )
-            if context.round == config.rounds:
-                say(console, "this run was finished already")
-            elif context.round:
-                say(console, f"going on after round {context.round}")
-            with RoundDisplay(console, config.rounds, context.round) as display:
-                summary = run_rounds(context, display, display)
+            state = load_state(context)
+            _show_start(context, state)
+            with RoundDisplay(console, config.rounds, state.round) as display:
+                summary = run_rounds(context, state, [display], display).summary
         draw_rounds(folder)
     except KeyboardInterrupt:
-        where_to = shlex.quote(str(comparison or folder))
-        say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet resume {where_to}")
+        resumable = shlex.quote(str(comparison or folder))
+        say(complaints, f"\nStopped. To resume from the last checkpoint: vitfleet resume {resumable}")
         raise typer.Exit(130) from None
     except UserError:
         from vitfleet.run.records import read_records
 
-        if fresh and next(read_records(folder), None) is None:  # it never got under way
-            held.discard()
+        if is_new and next(read_records(folder), None) is None:  # no round was run
+            run_folder.discard()
         raise
     return summary
+
+
+def _show_start(context: RunContext, state: RunState) -> None:
+    """Print what is about to run."""
+    config, machine, processes = context.config, context.machine, context.processes
+    for name in context.data.skipped:
+        say(complaints, f"skipped, cannot be read: {name}")
+    precision = "bf16" if machine.bf16 else "fp32"
+    shared = f", {processes.size} processes" if processes.size > 1 else ""
+    say(
+        console,
+        f"{config.method.name} on {context.data.name}: {config.fleet.clients} clients, "
+        f"{config.fleet.per_round} per round, {context.params:,} parameters, {machine.device.type}, "
+        f"{precision}{shared}",
+    )
+    if state.stop_reason is not None:
+        say(console, f"this run is finished: it was stopped after round {state.round} ({state.stop_reason})")
+    elif state.round == config.rounds:
+        say(console, "this run is finished")
+    elif state.round:
+        say(console, f"resuming after round {state.round}")
 
 
 def _rank() -> int:
@@ -286,8 +299,8 @@ def _follow() -> None:
     """Take part in the run that the first process conducts."""
     from vitfleet.config.load import read_config
     from vitfleet.fleet.distributed import join_process_group
-    from vitfleet.run.context import open_run
     from vitfleet.run.loop import follow
+    from vitfleet.run.setup import open_run
 
     try:
         with join_process_group() as processes:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -31,6 +32,8 @@ from vitfleet.flower.codec import (
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message as Content
 from vitfleet.message import State
+from vitfleet.run.folder import identity
+from vitfleet.run.setup import MakeFleet
 
 TRAIN, EXAM, HELLO = "train", "query.exam", "query.hello"
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between looks into the SuperLink
@@ -62,6 +65,15 @@ def make_run_spec(config: Config, data: DataSet, run: str) -> RunSpec:
         }
     )
     return RunSpec(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
+
+
+def fleet_factory(grid: Grid) -> MakeFleet:
+    """Return what :func:`vitfleet.run.setup.open_run` makes a fleet behind a Flower grid with."""
+
+    def make_fleet(config: Config, data: DataSet, folder: Path, base: Content) -> FlowerFleet:
+        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, identity(folder)), base)
+
+    return make_fleet
 
 
 class Outcome(Protocol):

@@ -15,9 +15,12 @@ from rich.table import Table
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
 from vitfleet.progress import Advance
+from vitfleet.run.callbacks import Callback
 from vitfleet.run.compare import Comparison, Row
+from vitfleet.run.context import RunContext
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.round_plan import TOO_LATE
+from vitfleet.run.state import RunState
 
 SHOWN_ROUNDS = 8
 ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
@@ -42,7 +45,7 @@ class TerminalProgress:
             yield lambda units: bar.advance(task, units)
 
 
-class RoundDisplay:
+class RoundDisplay(Callback):
     """Follows a run: its last rounds, how far it is, and the time left."""
 
     def __init__(self, console: Console, rounds: int, done: int) -> None:
@@ -50,7 +53,7 @@ class RoundDisplay:
         self.rounds = rounds
         self.done = done
         self.recent: list[tuple[RoundRecord, float]] = []
-        self.started = time.perf_counter()
+        self.started = self.round_started = time.perf_counter()
         self.bar = Progress(
             TextColumn("round"),
             MofNCompleteColumn(),
@@ -85,7 +88,17 @@ class RoundDisplay:
         finally:
             self.within.remove_task(task)
 
-    def round_done(self, record: RoundRecord, seconds: float) -> None:
+    def on_run_start(self, context: RunContext, state: RunState) -> None:
+        """Start the clock of the first round."""
+        self.round_started = time.perf_counter()
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+        """Show a finished round, and the time since the one before."""
+        now = time.perf_counter()
+        self.show_round(record, now - self.round_started)
+        self.round_started = now
+
+    def show_round(self, record: RoundRecord, seconds: float) -> None:
         """Show a finished round."""
         self.recent = [*self.recent, (record, seconds)][-SHOWN_ROUNDS:]
         self.bar.update(self.rounds_task, completed=record.round)

@@ -11,11 +11,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
 from vitfleet.message import Number
 
 
@@ -182,16 +179,6 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
                 yield RoundRecord.parse(line)
 
 
-def clock_after(folder: Path, round: int) -> float:
-    """Return the virtual clock at the end of a recorded round."""
-    for record in read_records(folder):
-        if record.round == round and record.virtual_seconds is not None:
-            return record.virtual_seconds
-    raise UserError(
-        f"{folder / 'records.jsonl'}: has no virtual clock after round {round}; it was changed from outside"
-    )
-
-
 def read_seconds(folder: Path, which: str = "seconds") -> float:
     """Return the seconds a run's rounds took, all its sessions together.
 
@@ -216,64 +203,3 @@ class ClientCosts:
     forward_gflops: float
     train_gflops: float
     peak_memory_bytes: int | None = None
-
-
-def summarize(
-    folder: Path, config: Config, costs: ClientCosts, continual: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Sum a run up from its records and write ``summary.json``.
-
-    Parameters
-    ----------
-    continual
-        What is to be said of a run of tasks besides.
-    """
-    rounds = participations = up_bytes = down_bytes = failures = 0
-    virtual: float | None = None
-    gflops = 0.0
-    failure: str | None = None  # the last of them
-    best: float | None = None
-    last: Accuracy | None = None
-    loss: float | None = None
-    at_home: dict[int, float] = {}  # each client's latest
-    for record in read_records(folder):
-        rounds = record.round
-        participations += len(record.clients)
-        failures += sum(client.failure is not None for client in record.clients)
-        failure = next((client.failure for client in record.clients if client.failure is not None), failure)
-        up_bytes, down_bytes = record.total_up_bytes, record.total_down_bytes
-        loss, virtual = record.loss, record.virtual_seconds
-        gflops += sum(client.gflops or 0.0 for client in record.clients)
-        at_home |= {client.client: client.accuracy for client in record.clients if client.accuracy is not None}
-        if record.accuracy is not None:
-            last = record.accuracy
-            best = best if last.global_ is None else max(best or 0.0, last.global_)
-    each = max(1, participations)
-    summary: dict[str, Any] = {
-        "method": config.method.name,
-        "seed": config.seed,
-        "rounds": rounds,
-        "accuracy": {
-            "global": last.global_ if last else None,
-            "local": sum(at_home.values()) / len(at_home) if at_home else None,
-            "local_clients": len(at_home),
-            "best": best,
-        },
-        "loss": {"train": loss, "test": last.loss if last else None},
-        "message": {"up_bytes": up_bytes / each, "down_bytes": down_bytes / each},
-        "total": {
-            "up_bytes": up_bytes,
-            "down_bytes": down_bytes,
-            "seconds": read_seconds(folder),
-            "warm_up_seconds": read_seconds(folder, "warm_up_seconds"),
-            "virtual_seconds": virtual,
-            "train_gflops": gflops,
-            "participations": participations,
-            "failures": failures,
-            "failure": failure,
-        },
-        "client": asdict(costs),
-        **({"continual": continual} if continual else {}),
-    }
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
-    return summary

@@ -1,0 +1,243 @@
+"""One round: plan, train, aggregate, evaluate. It takes a :class:`RunState` and returns the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from vitfleet.config.fleet import BufferedSchedule
+from vitfleet.config.schema import Config
+from vitfleet.costs.flops import message_size
+from vitfleet.data.images import Shard
+from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
+from vitfleet.message import Message, Number, State
+from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run import continual
+from vitfleet.run.context import RunContext
+from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
+from vitfleet.run.round_plan import ClientPlan, apply_staleness
+from vitfleet.run.state import RunState
+from vitfleet.train.cohort_driver import SERVER_CLIENT, run_participant
+from vitfleet.train.cohort_inputs import RngContext
+from vitfleet.train.optim import learning_rate
+from vitfleet.wire import encode
+
+
+def run_round(
+    context: RunContext, state: RunState, round: int, progress: Progress = NO_PROGRESS
+) -> tuple[RunState, RoundRecord]:
+    """Run one round and return the state after it and its record."""
+    config = context.config
+    plans, in_flight = context.planner.plan(state, round)
+    aggregator = context.method.aggregator(state.server, round)
+    collected = _collect_updates(context, state, round, plans, aggregator, progress)
+    server, rejected = _aggregate(context, state, round, aggregator, collected.accepted, progress)
+    used = {client for client in collected.accepted if client not in rejected}
+    context.fleet.commit(used)
+    entries = sorted(
+        (_reject(entry, rejected.get(entry.client)) for entry in collected.entries), key=lambda entry: entry.client
+    )
+    state = replace(
+        _without_clients(state, collected.lost_state),
+        server=server,
+        round=round,
+        total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
+        total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
+        in_flight=in_flight,
+    )
+    state = _with_updates(state, [entry for entry in entries if entry.client in used])
+    accuracy = task = None
+    if context.processes.is_first:
+        accuracy = _evaluate(context, state, entries, progress) if _evaluation_due(config, round) else None
+        task = continual.evaluate_task(context, state, progress)
+    record = RoundRecord(
+        round,
+        learning_rate(config.train, round, config.schedule_rounds),
+        _mean_loss(entries),
+        accuracy,
+        entries,
+        state.total_up_bytes,
+        state.total_down_bytes,
+        task,
+        in_flight.now if context.planner.virtual is not None else None,
+    )
+    return (state if task is None else replace(state, task_records=(*state.task_records, task))), record
+
+
+def _evaluation_due(config: Config, round: int) -> bool:
+    return round % config.eval.every == 0 or round == config.rounds
+
+
+def _without_clients(state: RunState, clients: Sequence[int]) -> RunState:
+    """Return the state in which these clients count as new."""
+    if not clients:
+        return state
+    return replace(
+        state,
+        last_seen={client: last for client, last in state.last_seen.items() if client not in clients},
+        client_metrics={client: numbers for client, numbers in state.client_metrics.items() if client not in clients},
+    )
+
+
+def _with_updates(state: RunState, entries: Sequence[ClientRecord]) -> RunState:
+    """Return the state in which the server has used these clients' updates in its last round."""
+    return replace(
+        state,
+        last_seen={**state.last_seen, **{entry.client: state.round for entry in entries}},
+        client_metrics={**state.client_metrics, **{entry.client: entry.numbers for entry in entries}},
+    )
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """What a round's clients sent.
+
+    Attributes
+    ----------
+    entries
+        The record of every client.
+    accepted
+        Clients whose updates the aggregator took.
+    lost_state
+        Clients that no longer have their state.
+    """
+
+    entries: list[ClientRecord] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    lost_state: list[int] = field(default_factory=list)
+
+
+def _collect_updates(
+    context: RunContext,
+    state: RunState,
+    round: int,
+    plans: Sequence[ClientPlan],
+    aggregator: Aggregator,
+    progress: Progress,
+) -> _Collected:
+    """Train the planned clients and add each update to the aggregator as it comes."""
+    config = context.config
+    training = {plan.client: plan for plan in plans if plan.failure is None}
+    evaluate = _evaluation_due(config, round)
+
+    def requests() -> Iterator[Request]:
+        for plan in training.values():
+            yield Request(round, plan.client, plan.message, evaluate, config.task_index(round), plan.last_round)
+
+    collected = _Collected([_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None])
+    with progress.task(f"round {round}: clients", len(training)) as advance:
+        for reply in in_request_order(context.fleet.train(requests()), training):
+            advance(1)
+            collected.entries.append(_take_reply(context, state, round, training[reply.client], reply, aggregator))
+            if collected.entries[-1].failure is None:
+                collected.accepted.append(reply.client)
+            if reply.state_lost:
+                collected.lost_state.append(reply.client)
+            del reply  # it may be large: free it before the next one arrives
+    return collected
+
+
+def _take_reply(
+    context: RunContext, state: RunState, round: int, plan: ClientPlan, reply: Reply, aggregator: Aggregator
+) -> ClientRecord:
+    """Add a client's update to the aggregator and return the client's record."""
+    if reply.message is None:
+        return _entry(plan, failure=reply.failure or "no reply")
+    up_bytes, numbers = message_size(reply.message), dict(reply.message.numbers)
+    try:
+        aggregator.add(plan.client, _up_to_date(context.config, state.server, reply.message, plan))
+    except RejectedUpdateError as error:
+        return _entry(plan, up_bytes, failure=str(error))
+    previous = None if reply.state_lost else state.client_metrics.get(plan.client)
+    gflops = context.client_gflops(round, plan.client, numbers, previous)
+    return _entry(plan, up_bytes, numbers, evaluation=reply.evaluation, gflops=gflops)
+
+
+def _up_to_date(config: Config, server: State, up: Message, plan: ClientPlan) -> Message:
+    schedule = config.fleet.schedule
+    return apply_staleness(up, plan, server, schedule) if isinstance(schedule, BufferedSchedule) else up
+
+
+def _aggregate(
+    context: RunContext,
+    state: RunState,
+    round: int,
+    aggregator: Aggregator,
+    accepted: Sequence[int],
+    progress: Progress,
+) -> tuple[State, Mapping[int, str]]:
+    """Return the server state after a round, and why the updates of clients were rejected as a whole."""
+    minimum = context.config.fleet.min_replies
+    if len(accepted) < minimum:
+        reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
+        return state.server, dict.fromkeys(accepted, reason)
+    server = aggregator.finish()
+    trains = type(context.method).server_update is not Method.server_update
+    with (progress if trains else NO_PROGRESS).task(f"round {round}: the server trains", 1):
+        return _update_server(context, server, round), aggregator.rejected
+
+
+def _update_server(context: RunContext, server: State, round: int) -> State:
+    """Run the method's training on the server. Of several processes the first does it and sends the result."""
+    processes, device = context.processes, context.machine.device
+    if not processes.is_first:
+        updated = processes.broadcast_payload(State, None, device)
+        assert updated is not None
+        return replace(server, tensors=updated.tensors, numbers=updated.numbers)
+    no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long, device=device))
+    generator = context.method.server_update(server, round)
+    updated = run_participant(
+        generator, context.trainer, no_images, RngContext(context.config.seed, round, SERVER_CLIENT)
+    )
+    if processes.size > 1:
+        processes.broadcast(encode(updated))
+    return updated
+
+
+def _evaluate(context: RunContext, state: RunState, entries: Sequence[ClientRecord], progress: Progress) -> Accuracy:
+    """Return the accuracy after a round; in a run of tasks, only that of the round's clients."""
+    measured = [entry.accuracy for entry in entries if entry.accuracy is not None]
+    local = sum(measured) / len(measured) if measured else None
+    if context.config.data.tasks:
+        return Accuracy(None, None, 0, local)
+    accuracy, loss, models = context.evaluator.evaluate_global(
+        context.method, state.round, state.server, context.base.tensors, context.fleet.client_state, progress
+    )
+    return Accuracy(accuracy, loss, models, local)
+
+
+def _entry(
+    plan: ClientPlan,
+    up_bytes: int = 0,
+    numbers: dict[str, Number] | None = None,
+    evaluation: EvalResult | None = None,
+    failure: str | None = None,
+    gflops: float | None = None,
+) -> ClientRecord:
+    correct, tested = (evaluation.correct, evaluation.tested) if evaluation else (None, None)
+    times = plan.began, plan.ended
+    return ClientRecord(plan.client, plan.down_bytes, up_bytes, numbers or {}, correct, tested, failure, gflops, *times)
+
+
+def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
+    """Return a client's record as a failure, if its update was rejected."""
+    if reason is None:
+        return entry
+    return replace(entry, numbers={}, correct=None, tested=None, gflops=None, failure=reason)
+
+
+def _mean_loss(entries: Sequence[ClientRecord]) -> float | None:
+    """Return the mean training loss, weighted by samples."""
+    trained = [entry.numbers for entry in entries if entry.numbers.get("samples")]
+    samples = sum(_number(numbers["samples"]) for numbers in trained)
+    if not samples:
+        return None
+    return sum(_number(numbers["samples"]) * _number(numbers["loss"]) for numbers in trained) / samples
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,63 @@
+"""The state of a run between two rounds: the value that the loop takes and returns and a checkpoint stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from vitfleet.message import Numbers, State
+from vitfleet.run.in_flight import InFlight
+from vitfleet.run.records import RoundRecord, TaskRecord
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after one of its rounds.
+
+    Attributes
+    ----------
+    server
+        The server state.
+    round
+        The last finished round, 0 before the first.
+    total_up_bytes, total_down_bytes
+        Bytes of all messages so far, from and to clients.
+    last_seen
+        For each client, the last round whose update the server used.
+    client_metrics
+        The numbers in each of those updates.
+    task_records
+        One record per task learned so far.
+    in_flight
+        Clients that are training while the server moves on, and the virtual clock.
+    stop_reason
+        Why the run was stopped early; ``None`` if it was not.
+    """
+
+    server: State
+    round: int = 0
+    total_up_bytes: int = 0
+    total_down_bytes: int = 0
+    last_seen: Mapping[int, int] = field(default_factory=dict)
+    client_metrics: Mapping[int, Numbers] = field(default_factory=dict)
+    task_records: tuple[TaskRecord, ...] = ()
+    in_flight: InFlight = field(default_factory=InFlight)
+    stop_reason: str | None = None
+
+    def is_finished(self, rounds: int) -> bool:
+        """Whether a run of so many rounds has none left, or was stopped early."""
+        return self.round >= rounds or self.stop_reason is not None
+
+    def with_history(self, records: Iterable[RoundRecord]) -> RunState:
+        """Return the state with what a checkpoint leaves to the records: client metrics and task records."""
+        client_metrics: dict[int, Numbers] = {}
+        task_records: list[TaskRecord] = []
+        for record in records:
+            if record.round > self.round:
+                break
+            if record.task is not None:
+                task_records.append(record.task)
+            client_metrics |= {client.client: client.numbers for client in record.clients if client.failure is None}
+        # A client that lost its state counts as new: it is no longer in `last_seen`.
+        seen = {client: numbers for client, numbers in client_metrics.items() if client in self.last_seen}
+        return replace(self, client_metrics=seen, task_records=tuple(task_records))
