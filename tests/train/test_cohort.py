@@ -312,7 +312,7 @@ def test_what_does_not_fit_into_memory_is_halved(
     assert tried == [4, 2, 2]
     for one, fitted in zip(group, found, strict=True):
         close(fitted.weights, trainer.fit(one.fit, one.shard, one.rng).weights)
-    monkeypatch.setattr(trainer.memory_budget, "most", lambda wanted, device: min(wanted, 1))
+    monkeypatch.setattr(trainer.memory_budget, "max_clients", lambda wanted, device: min(wanted, 1))
     tried.clear()
     trainer.fit_cohort(group)
     assert tried == [1, 1, 1, 1]  # no more than there is room for

@@ -212,7 +212,7 @@ def test_who_has_no_more_steps_is_left_out_of_them(
     found = graphed.fit_cohort(group)
     same(found, [plain.fit(one.fit, one.shard, one.rng) for one in group])
     assert [one.steps for one in found] == [2 * size for size in sizes]
-    assert {kind.clients for kind in captured[0].captured} == {7, 6, 4, 3, 2, 1}, "there is none for five"
+    assert {kind.num_clients for kind in captured[0].graphs} == {7, 6, 4, 3, 2, 1}, "there is none for five"
 
 
 def test_so_many_clients_compute_a_step() -> None:

@@ -32,7 +32,7 @@ def test_only_the_first_of_a_kind_is_shown_and_seconds_are_told_once() -> None:
     warmup.progress = listener
     assert warmup.pop_seconds() == 0
     for kind in ("large", "large", "small", "large"):
-        with warmup.once("compiling", kind):
+        with warmup.time_first("compiling", kind):
             pass
     assert listener.last_seen == ["compiling"] * 2
     assert warmup.pop_seconds() > 0

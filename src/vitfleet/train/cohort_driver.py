@@ -1,10 +1,10 @@
-"""Driving the halves of a method: running each training that a generator yields, alone or with others of its kind."""
+"""Runs the trainings that a method's generators yield, and stacks those that can be trained together."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from vitfleet.data.images import Shard
 from vitfleet.train.cohort_inputs import ClientFit, RngContext
@@ -12,88 +12,100 @@ from vitfleet.train.objective import Fit, FitResult
 from vitfleet.train.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
-SERVER_CLIENT = -2  # the server's place among the clients, for what it draws itself
-# Where the model is compiled, a step is computed for all of a group: there a client joins if it has at least this share
-# of the largest one's steps an epoch (the rest is padding), or lacks no more than a few.
-ALIKE = 0.5
-FEW_STEPS = 8
+IndexedFit: TypeAlias = tuple[int, ClientFit]
+
+SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
+# A compiled step is computed for all clients of a group. There a client may join if it has at least this fraction of
+# the largest client's steps per epoch (the rest is padding), or at most a few steps less.
+MIN_STEP_RATIO = 0.5
+MAX_MISSING_STEPS = 8
 
 
 @dataclass
 class Participant(Generic[Outcome]):
-    """A half of a method at work: its generator, its images, and where in the run it stands."""
+    """The generator of a client update or of a server update, with its images and its random address.
 
-    work: Generator[Fit, FitResult, Outcome]
+    Attributes
+    ----------
+    update
+        Yields the trainings to run, is sent their results, and returns the outcome.
+    """
+
+    update: Generator[Fit, FitResult, Outcome]
     shard: Shard
     rng: RngContext
 
 
 def run_participant(
-    work: Generator[Fit, FitResult, Outcome], trainer: Trainer, shard: Shard, place: RngContext
+    update: Generator[Fit, FitResult, Outcome], trainer: Trainer, shard: Shard, rng: RngContext
 ) -> Outcome:
-    """Drive one half to its end."""
-    return run_cohort([Participant(work, shard, place)], trainer)[0]
+    """Run a single update to its end."""
+    return run_cohort([Participant(update, shard, rng)], trainer)[0]
 
 
-def run_cohort(halves: Sequence[Participant[Outcome]], trainer: Trainer) -> list[Outcome]:
-    """Drive several halves to their ends, training those together that want the same training at the same time."""
+def run_cohort(participants: Sequence[Participant[Outcome]], trainer: Trainer) -> list[Outcome]:
+    """Run several updates to their ends; equal trainings that are requested at the same time run together."""
     outcomes: dict[int, Outcome] = {}
-    waiting: dict[int, Fit] = {}
+    requested: dict[int, Fit] = {}
 
-    def go_on(place: int, fitted: FitResult | None) -> None:
-        half = halves[place]
+    def resume(index: int, result: FitResult | None) -> None:
+        """Run an update until its next training, or to its end."""
+        update = participants[index].update
         try:
-            waiting[place] = next(half.work) if fitted is None else half.work.send(fitted)
+            requested[index] = next(update) if result is None else update.send(result)
         except StopIteration as end:
-            outcomes[place] = end.value
+            outcomes[index] = end.value
 
-    for place in range(len(halves)):
-        go_on(place, None)
-    while waiting:
-        wanted = [(place, ClientFit(fit, halves[place].shard, halves[place].rng)) for place, fit in waiting.items()]
-        waiting.clear()
-        for group in group_fits(wanted, trainer):
-            found = trainer.fit_cohort([one for _, one in group])
-            for (place, one), fitted in zip(group, found, strict=True):
-                # Later trainings of the same round draw from later epochs: no two share their numbers.
-                half = halves[place]
-                half.rng = replace(half.rng, first_epoch=half.rng.first_epoch + one.fit.epochs)
-                go_on(place, fitted)
-    return [outcomes[place] for place in range(len(halves))]
-
-
-Numbered = tuple[int, ClientFit]
-
-
-def group_fits(wanted: Sequence[Numbered], trainer: Trainer) -> Iterator[list[Numbered]]:
-    """Put those together that can be trained together."""
-    left = sorted(wanted, key=lambda one: -len(one[1]))
-    while left:
-        first = left[0][1]
-        joins = [_may_join(first, other, trainer) for _, other in left]
-        yield [one for one, joined in zip(left, joins, strict=True) if joined]
-        left = [one for one, joined in zip(left, joins, strict=True) if not joined]
+    for index in range(len(participants)):
+        resume(index, None)
+    while requested:
+        indexed_fits = [
+            (index, ClientFit(fit, participants[index].shard, participants[index].rng))
+            for index, fit in requested.items()
+        ]
+        requested.clear()
+        for group in group_fits(indexed_fits, trainer):
+            results = trainer.fit_cohort([client_fit for _, client_fit in group])
+            for (index, client_fit), result in zip(group, results, strict=True):
+                # Later trainings of the same round draw from later epochs, so that no two share their numbers.
+                participant = participants[index]
+                first_epoch = participant.rng.first_epoch + client_fit.fit.epochs
+                participant.rng = replace(participant.rng, first_epoch=first_epoch)
+                resume(index, result)
+    return [outcomes[index] for index in range(len(participants))]
 
 
-def _may_join(first: ClientFit, other: ClientFit, trainer: Trainer) -> bool:
-    if first is other:
+def group_fits(indexed_fits: Sequence[IndexedFit], trainer: Trainer) -> Iterator[list[IndexedFit]]:
+    """Yield groups of fits that can be trained together, the largest client of each group first."""
+    remaining = sorted(indexed_fits, key=lambda indexed_fit: -len(indexed_fit[1]))
+    while remaining:
+        largest = remaining[0][1]
+        joins = [_can_join(largest, client_fit, trainer) for _, client_fit in remaining]
+        yield [indexed_fit for indexed_fit, joined in zip(remaining, joins, strict=True) if joined]
+        remaining = [indexed_fit for indexed_fit, joined in zip(remaining, joins, strict=True) if not joined]
+
+
+def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> bool:
+    if largest is candidate:
         return True
-    one, two = first.fit, other.fit
-
-    def steps(whose: ClientFit) -> int:
-        return -(-len(whose) // trainer.config.batch_size)
-
+    first, second = largest.fit, candidate.fit
     return (
         trainer.net.stackable
-        and len(other) > 0
-        and (not trainer.machine.compile or steps(other) >= min(ALIKE * steps(first), steps(first) - FEW_STEPS))
-        and one.features is None
-        and two.features is None
-        and first.shard.images is other.shard.images
-        and one.epochs == two.epochs
-        and one.score_samples == two.score_samples
-        and one.objective == two.objective
-        and one.constants.keys() == two.constants.keys()
-        and (one.reference_weights is None) == (two.reference_weights is None)
-        and (one.memory is None) == (two.memory is None)
+        and len(candidate) > 0
+        and (not trainer.machine.compile or _similar_steps(largest, candidate, trainer.config.batch_size))
+        and first.features is None
+        and second.features is None
+        and largest.shard.images is candidate.shard.images
+        and first.epochs == second.epochs
+        and first.score_samples == second.score_samples
+        and first.objective == second.objective
+        and first.constants.keys() == second.constants.keys()
+        and (first.reference_weights is None) == (second.reference_weights is None)
+        and (first.memory is None) == (second.memory is None)
     )
+
+
+def _similar_steps(largest: ClientFit, candidate: ClientFit, batch_size: int) -> bool:
+    """Whether a client has nearly as many steps per epoch as the largest one."""
+    most, steps = -(-len(largest) // batch_size), -(-len(candidate) // batch_size)
+    return steps >= min(MIN_STEP_RATIO * most, most - MAX_MISSING_STEPS)

@@ -1,8 +1,8 @@
-"""What a group of clients is given for a training, as one set of tensors."""
+"""The inputs of a training: for one client, and for a group of clients as one set of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -13,15 +13,22 @@ from torch.nn import functional as F
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.train.objective import EpisodicMemory, Fit
-from vitfleet.train.stack import Stack, alone, stack
+from vitfleet.train.stack import Stack, stack, unstacked
 
-STORED_AT_ONCE = 8
-SPARE = 1.2  # a captured step that computes on a little more padding is better than a capture
+PART_WIDTH_MULTIPLE = 8  # samples
+MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capturing another one costs more
 
 
 @dataclass(frozen=True)
 class RngContext:
-    """Where in a run a training happens: what its randomness is addressed by."""
+    """The part of a random address that all draws of one training share.
+
+    Attributes
+    ----------
+    first_epoch
+        The epoch number of the training's first epoch. Trainings of the same client and round have different epochs,
+        so that no two share their random numbers.
+    """
 
     seed: int
     round: int
@@ -31,7 +38,7 @@ class RngContext:
 
 @dataclass(frozen=True)
 class ClientFit:
-    """A training, whose images, and where in the run."""
+    """A :class:`~vitfleet.train.objective.Fit` with the client's images and its random address."""
 
     fit: Fit
     shard: Shard
@@ -43,12 +50,12 @@ class ClientFit:
 
 @dataclass
 class CohortInputs:
-    """What a group of clients is given, as one set of tensors.
+    """The tensors of all fits of a group.
 
     Attributes
     ----------
-    widths
-        How many samples of each of the memory's parts are computed on: see :func:`memory_widths`.
+    part_widths
+        How many samples of each part of the memories are computed, with padding: see :func:`memory_widths`.
     """
 
     weights: Stack
@@ -56,100 +63,112 @@ class CohortInputs:
     observer_state: Stack
     reference_weights: Stack
     memory: Stack
-    widths: tuple[int, ...]
+    part_widths: tuple[int, ...]
 
     @property
-    def parts(self) -> tuple[Stack, ...]:
-        """Return what it consists of."""
+    def stacks(self) -> tuple[Stack, ...]:
+        """All stacks, in the order of the fields."""
         return self.weights, self.constants, self.observer_state, self.reference_weights, self.memory
 
     def first(self, count: int) -> CohortInputs:
-        """Return what the first so many of the clients are given: the same tensors, not copies."""
-        weights, constants, observer_state, reference_weights, memory = (part.first(count) for part in self.parts)
-        return CohortInputs(weights, constants, observer_state, reference_weights, memory, self.widths)
+        """Return the inputs of the first ``count`` clients: views, not copies."""
+        return self._map(lambda stack: stack.first(count))
 
-    def apart(self, trains: Collection[str]) -> CohortInputs:
-        """Return it with tensors that nobody else holds, for others to be written into.
+    def with_own_tensors(self, trainable: Collection[str]) -> CohortInputs:
+        """Return the inputs with copies of all tensors that belong to a client or to the server.
 
-        What trains and what is stacked was made for this group; the rest is still the clients' or the server's own.
+        Other inputs can then be written into them. Trainable and stacked tensors were made for this group and are not
+        copied again.
         """
 
-        def copied(part: Stack, made: Collection[str]) -> Stack:
-            others = {name: one.detach().clone() for name, one in part.tensors.items() if name not in made}
-            return Stack({**part.tensors, **others}, part.stacked)
+        def copy_others(stack: Stack) -> Stack:
+            made_here = stack.stacked_names | set(trainable) if stack is self.weights else stack.stacked_names
+            copies = {name: tensor.detach().clone() for name, tensor in stack.tensors.items() if name not in made_here}
+            return Stack({**stack.tensors, **copies}, stack.stacked_names)
 
-        weights = copied(self.weights, {*self.weights.stacked, *trains})
-        constants, observer_state, reference_weights, memory = (copied(part, part.stacked) for part in self.parts[1:])
-        return CohortInputs(weights, constants, observer_state, reference_weights, memory, self.widths)
+        return self._map(copy_others)
 
-    def all(self) -> list[Tensor]:
+    def _map(self, function: Callable[[Stack], Stack]) -> CohortInputs:
+        return CohortInputs(
+            weights=function(self.weights),
+            constants=function(self.constants),
+            observer_state=function(self.observer_state),
+            reference_weights=function(self.reference_weights),
+            memory=function(self.memory),
+            part_widths=self.part_widths,
+        )
+
+    def all_tensors(self) -> list[Tensor]:
         """Return every tensor."""
-        return [tensor for part in self.parts for tensor in part.tensors.values()]
+        return [tensor for stack in self.stacks for tensor in stack.tensors.values()]
 
-    def form(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
-        """Return what must agree for one group to take another's place."""
+    def signature(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
+        """Return what must be equal for the tensors of one group to be copied into those of another."""
         return [
-            (name, name in part.stacked, tensor.shape, tensor.dtype)
-            for part in self.parts
-            for name, tensor in part.tensors.items()
+            (name, name in stack.stacked_names, tensor.shape, tensor.dtype)
+            for stack in self.stacks
+            for name, tensor in stack.tensors.items()
         ]
 
     def covers(self, other: CohortInputs) -> bool:
-        """Whether what is computed on of this one's memory is as much as the other needs, and not much more."""
-        wider = all(own >= needed for own, needed in zip(self.widths, other.widths, strict=True))
-        return wider and sum(self.widths) <= SPARE * sum(other.widths)
+        """Whether the widths of the memory's parts suffice for other inputs, without too much padding."""
+        sufficient = all(width >= needed for width, needed in zip(self.part_widths, other.part_widths, strict=True))
+        return sufficient and sum(self.part_widths) <= MAX_WIDTH_RATIO * sum(other.part_widths)
 
 
 def stack_inputs(group: Sequence[ClientFit], net: Net) -> CohortInputs:
-    """Stack what the clients of a group are given; one client's tensors get no axis."""
-    fits = [one.fit for one in group]
-    trains = net.anatomy.trainable(fits[0].objective.trainable)
+    """Stack the tensors of a group. The tensors of a single client get no axis of clients."""
+    fits = [client_fit.fit for client_fit in group]
     widths = memory_widths([fit.memory for fit in fits if fit.memory is not None])
-    memories = [{} if fit.memory is None else _as_wide(fit.memory, widths) for fit in fits]
-    if len(group) == 1:
-        fit = fits[0]
-        # Running statistics are written in place by the forward pass, sums by observers: never somebody else's.
-        buffers = {name: one.clone() for name, one in fit.weights.items() if name not in net.anatomy.parameters}
-        leaves = {name: fit.weights[name].detach().clone() for name in trains}
-        observer_state = {name: one.clone() for name, one in fit.observer_state.items()}
-        reference_weights = (
-            {}
-            if fit.reference_weights is None
-            else {name: fit.reference_weights[name].detach().clone() for name in trains}
-        )
-        return CohortInputs(
-            alone({**fit.weights, **buffers, **leaves}),
-            alone(dict(fit.constants)),
-            alone(observer_state),
-            alone(reference_weights),
-            alone(memories[0]),
-            widths,
-        )
-    leaves_of = stack([{name: fit.weights[name].detach() for name in trains} for fit in fits], share=False)
-    frozen = stack([{name: one for name, one in fit.weights.items() if name not in leaves_of.stacked} for fit in fits])
+    memories = [{} if fit.memory is None else _pad_memory(fit.memory, widths) for fit in fits]
+    if len(fits) == 1:
+        return _single_inputs(fits[0], net, memories[0], widths)
+    trainable = net.anatomy.trainable(fits[0].objective.trainable)
+    leaves = stack([{name: fit.weights[name].detach() for name in trainable} for fit in fits], share=False)
+    frozen = stack(
+        [{name: tensor for name, tensor in fit.weights.items() if name not in leaves.stacked_names} for fit in fits]
+    )
+    reference_weights = [{} if fit.reference_weights is None else trainable.take(fit.reference_weights) for fit in fits]
     return CohortInputs(
-        Stack({**frozen.tensors, **leaves_of.tensors}, frozen.stacked | leaves_of.stacked),
-        stack([fit.constants for fit in fits]),
-        stack([fit.observer_state for fit in fits], share=False),
-        stack(
-            [{} if fit.reference_weights is None else trains.take(fit.reference_weights) for fit in fits], share=False
-        ),
-        stack(memories, share=False),
-        widths,
+        weights=Stack({**frozen.tensors, **leaves.tensors}, frozen.stacked_names | leaves.stacked_names),
+        constants=stack([fit.constants for fit in fits]),
+        observer_state=stack([fit.observer_state for fit in fits], share=False),
+        reference_weights=stack(reference_weights, share=False),
+        memory=stack(memories, share=False),
+        part_widths=widths,
+    )
+
+
+def _single_inputs(fit: Fit, net: Net, memory: dict[str, Tensor], widths: tuple[int, ...]) -> CohortInputs:
+    """Return the inputs of a single client, with copies of everything that training changes in place."""
+    trainable = net.anatomy.trainable(fit.objective.trainable)
+    leaves = {name: fit.weights[name].detach().clone() for name in trainable}
+    # The forward pass writes running statistics in place.
+    buffers = {name: tensor.clone() for name, tensor in fit.weights.items() if name not in net.anatomy.parameters}
+    references = fit.reference_weights
+    reference_weights = {} if references is None else {name: references[name].detach().clone() for name in trainable}
+    return CohortInputs(
+        weights=unstacked({**fit.weights, **buffers, **leaves}),
+        constants=unstacked(dict(fit.constants)),
+        observer_state=unstacked({name: tensor.clone() for name, tensor in fit.observer_state.items()}),
+        reference_weights=unstacked(reference_weights),
+        memory=unstacked(memory),
+        part_widths=widths,
     )
 
 
 def memory_widths(memories: Sequence[EpisodicMemory]) -> tuple[int, ...]:
-    """Return how many samples of each of the memories' parts are computed on, padded ones among them.
+    """Return how many samples of each part of the memories are computed, with padding.
 
-    As many as the largest part of that place has, and a multiple of some, so that shapes recur from round to round.
+    It is the size of the largest of the clients' parts at that position, rounded up, so that shapes recur from round
+    to round.
     """
-    columns = zip_longest(*(memory.sizes for memory in memories), fillvalue=0)
-    return tuple(max(1, -(-max(column) // STORED_AT_ONCE)) * STORED_AT_ONCE for column in columns)
+    sizes_per_part = zip_longest(*(memory.sizes for memory in memories), fillvalue=0)
+    return tuple(max(1, -(-max(sizes) // PART_WIDTH_MULTIPLE)) * PART_WIDTH_MULTIPLE for sizes in sizes_per_part)
 
 
-def _as_wide(memory: EpisodicMemory, widths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return a memory's tensors, its parts as wide as the widest is computed."""
+def _pad_memory(memory: EpisodicMemory, widths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the tensors of a memory, padded to the largest width."""
     missing = max(widths, default=0) - memory.sample_weight.shape[1]
     return {
         "images": F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),

@@ -1,4 +1,4 @@
-"""How many clients a device has room for, from what those before them took."""
+"""How many clients fit in a device's memory, estimated from the clients trained before."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ import torch
 from vitfleet.config.schema import TrainConfig
 from vitfleet.models.net import Net
 
-FLOAT = 4  # bytes
-HELD = 5  # times the weights: as they came, those that train, their gradients, two numbers each of AdamW's
-PASSED = 16  # numbers that a layer saves of each number in a token, about
+FLOAT_BYTES = 4
+WEIGHT_COPIES = 5  # as received, as trained, gradients, and AdamW's two moments
+SAVED_PER_TOKEN_NUMBER = 16  # numbers that a layer saves for the backward pass per number in a token, roughly
 
-SPARE = 0.8  # of the free memory is planned with: allocations do not pack without gaps
+USABLE_FRACTION = 0.8  # of the free memory: the allocator leaves gaps
 
 
 class MemoryBudget:
-    """What a client's training takes of a GPU's memory, as measured; on a CPU there is no limit."""
+    """The GPU memory that the training of one client takes, as measured. There is no limit on a CPU."""
 
     def __init__(self) -> None:
-        self.bytes_a_client = 0.0
+        self.bytes_per_client = 0.0
 
-    def most(self, wanted: int, device: torch.device) -> int:
-        """Return how many clients may be trained at once, at most as many as are wanted and at least one."""
-        if device.type != "cuda" or not self.bytes_a_client:
+    def max_clients(self, wanted: int, device: torch.device) -> int:
+        """Return how many clients may be trained at once: at least one, and at most ``wanted``."""
+        if device.type != "cuda" or not self.bytes_per_client:
             return wanted
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch holds but does not use is free to it.
-        free += _bytes(device, "reserved_bytes", "current") - _bytes(device, "allocated_bytes", "current")
-        return max(1, min(wanted, int(SPARE * free / self.bytes_a_client)))
+        # Memory that torch has reserved but not allocated is available to it.
+        free += _allocator_bytes(device, "reserved_bytes", "current")
+        free -= _allocator_bytes(device, "allocated_bytes", "current")
+        return max(1, min(wanted, int(USABLE_FRACTION * free / self.bytes_per_client)))
 
     @contextmanager
-    def measure(self, clients: int, device: torch.device) -> Iterator[None]:
-        """Measure what a group of clients takes."""
+    def measure(self, num_clients: int, device: torch.device) -> Iterator[None]:
+        """Measure the memory that the training of a group takes."""
         if device.type != "cuda":
             yield
             return
         torch.cuda.reset_peak_memory_stats(device)
-        before = _bytes(device, "allocated_bytes", "current")
+        before = _allocator_bytes(device, "allocated_bytes", "current")
         yield
-        taken = _bytes(device, "allocated_bytes", "peak") - before
-        self.bytes_a_client = max(self.bytes_a_client, taken / clients)
+        taken = _allocator_bytes(device, "allocated_bytes", "peak") - before
+        self.bytes_per_client = max(self.bytes_per_client, taken / num_clients)
 
 
-def _bytes(device: torch.device, what: str, when: str) -> int:
-    """Ask torch's allocator; `torch.cuda.memory_allocated` takes ten times as long, and this is asked every round."""
+def _allocator_bytes(device: torch.device, statistic: str, moment: str) -> int:
+    """Read a statistic of torch's allocator.
+
+    ``torch.cuda.memory_allocated`` takes ten times as long, and this is called every round.
+    """
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(stats[what]["all"][when]) if stats else 0
+    return int(stats[statistic]["all"][moment]) if stats else 0
 
 
 def estimate_client_bytes(net: Net, train: TrainConfig) -> int:
-    """Return what a client's training takes if all of the model trains, roughly (`run.memory` knows it better)."""
+    """Return roughly what the training of one client takes if the whole model trains.
+
+    ``vitfleet.costs.memory`` measures it exactly, and takes longer.
+    """
     anatomy = net.anatomy
-    numbers = (
-        train.batch_size
-        * (net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio))
-        * net.embed_dim
-        * len(anatomy.blocks)
-    )
-    return FLOAT * (HELD * anatomy.count_parameters(anatomy.whole) + PASSED * numbers)
+    tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio)
+    token_numbers = train.batch_size * tokens * net.embed_dim * len(anatomy.blocks)
+    parameters = anatomy.count_parameters(anatomy.whole)
+    return FLOAT_BYTES * (WEIGHT_COPIES * parameters + SAVED_PER_TOKEN_NUMBER * token_numbers)

@@ -1,4 +1,4 @@
-"""Several clients' tensors as one: stacked on a leading axis, or shared where they are the same."""
+"""Tensors of several clients as one set: stacked on a leading axis, or shared by all clients."""
 
 from __future__ import annotations
 
@@ -21,113 +21,108 @@ class Stack:
     Attributes
     ----------
     tensors
-        Those of all clients on a leading axis; those that are the same for all, as they are.
-    own
-        The names of the ones with an axis.
+        A stacked tensor has a leading axis of clients. A shared tensor has none.
+    stacked_names
+        The names of the stacked tensors.
     """
 
     tensors: dict[str, Tensor]
-    stacked: frozenset[str]
+    stacked_names: frozenset[str]
 
     @property
-    def axes(self) -> dict[str, int | None]:
-        """Return the clients' axis of each, as ``torch.vmap`` wants to be told."""
-        return {name: 0 if name in self.stacked else None for name in self.tensors}
+    def in_dims(self) -> dict[str, int | None]:
+        """Return the axis of clients of each tensor, for ``torch.vmap``."""
+        return {name: 0 if name in self.stacked_names else None for name in self.tensors}
 
     def first(self, count: int) -> Stack:
-        """Return those of the first so many clients: the same tensors, not copies."""
-        some = {name: one.detach()[:count] if name in self.stacked else one for name, one in self.tensors.items()}
-        return Stack(some, self.stacked)
+        """Return the tensors of the first ``count`` clients: views, not copies."""
+        tensors = {
+            name: tensor.detach()[:count] if name in self.stacked_names else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return Stack(tensors, self.stacked_names)
 
 
-def alone(tensors: dict[str, Tensor]) -> Stack:
-    """Return one client's tensors, which have no axis."""
+def unstacked(tensors: dict[str, Tensor]) -> Stack:
+    """Return the tensors of a single client, without an axis of clients."""
     return Stack(tensors, frozenset())
 
 
 def stack(clients: Sequence[Tensors], share: bool = True) -> Stack:
     """Stack the tensors of several clients, which have the same names.
 
+    Tensors of unequal shapes are padded with zeros at their ends.
+
     Parameters
     ----------
     share
-        Whether a tensor that all clients were given is kept once.
-
-    Of unequal shapes, each is padded with zeros at its ends.
+        Whether a tensor is kept once, without an axis of clients, if it is the same object for all clients.
     """
     tensors: dict[str, Tensor] = {}
-    own: set[str] = set()
+    stacked_names: set[str] = set()
     for name, first in clients[0].items():
         column = [client[name] for client in clients]
-        if share and all(one is first for one in column):
+        if share and all(tensor is first for tensor in column):
             tensors[name] = first
         else:
-            tensors[name] = torch.stack(_padded(column))
-            own.add(name)
-    return Stack(tensors, frozenset(own))
+            tensors[name] = torch.stack(_pad_to_largest(column))
+            stacked_names.add(name)
+    return Stack(tensors, frozenset(stacked_names))
 
 
-def _padded(column: list[Tensor]) -> list[Tensor]:
-    if all(one.shape == column[0].shape for one in column):
-        return column
-    largest = [max(sizes) for sizes in zip(*(one.shape for one in column), strict=True)]
-    ends = [[end - own for own, end in zip(one.shape, largest, strict=True)] for one in column]
-    # F.pad wants the last dimension first, and both its sides.
-    return [
-        F.pad(one, [side for end in reversed(missing) for side in (0, end)])
-        for one, missing in zip(column, ends, strict=True)
-    ]
+def _pad_to_largest(tensors: list[Tensor]) -> list[Tensor]:
+    if all(tensor.shape == tensors[0].shape for tensor in tensors):
+        return tensors
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [target - size for size, target in zip(tensor.shape, largest, strict=True)]
+        # F.pad takes the last dimension first, with both of its sides.
+        padded.append(F.pad(tensor, [width for end in reversed(missing) for width in (0, end)]))
+    return padded
 
 
-def unpad(stacked: Tensor, like: Tensor) -> Tensor:
-    """Return one client's tensor without its padding."""
+def unpad(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor of one client without its padding, in the shape of ``like``."""
     for dim, size in enumerate(like.shape):
-        stacked = stacked.narrow(dim, 0, size)
-    return stacked
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor
 
 
-def lift(function: Callable[..., Any], many: bool, constants: Stack, *others: object) -> Callable[..., Any]:
-    """Return a function of one client's step as a function of all clients' together.
+def lift(function: Callable[..., Any], stacked: bool, constants: Stack, *in_dims: object) -> Callable[..., Any]:
+    """Return a function of one client's step as a function of the stacked step of all clients.
 
     Parameters
     ----------
-    others
-        The clients' axes of the arguments before the step.
+    function
+        Its last argument is a :class:`~vitfleet.train.objective.Step`.
+    stacked
+        Whether the step has an axis of clients. If not, the function is returned as it is.
+    constants
+        The constants of the step: some may be shared by all clients.
+    in_dims
+        The axes of clients of the arguments before the step, for ``torch.vmap``.
     """
-    if not many:
+    if not stacked:
         return function
-    axes = StepAxes(constants)
 
-    def flat(*arguments: Any) -> Any:
-        *before, fields = arguments
-        return function(*before, axes.step(fields))
+    def function_of_fields(*arguments: Any) -> Any:
+        *others, fields = arguments
+        return function(*others, Step(**fields))
 
     def lifted(*arguments: Any) -> Any:
-        *before, step = arguments
-        fields = axes.fields(step)
-        return torch.vmap(flat, in_dims=(*others, axes.of(fields)))(*before, fields)
+        *others, step = arguments
+        fields = {name: value for name, value in vars(step).items() if value is not None}
+        step_dims = _step_in_dims(fields, constants)
+        return torch.vmap(function_of_fields, in_dims=(*in_dims, step_dims))(*others, fields)
 
     return lifted
 
 
-@dataclass(frozen=True)
-class StepAxes:
-    """A step as ``torch.vmap`` can take it apart: a dictionary, and which of it has an axis of clients."""
-
-    constants: Stack
-
-    def fields(self, step: Step) -> dict[str, Any]:
-        """Return a step's fields that are there."""
-        return {name: value for name, value in vars(step).items() if value is not None}
-
-    def of(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the axes of these fields."""
-        axes: dict[str, Any] = {name: 0 for name in fields}
-        axes["weights"] = {name: 0 for name in fields["weights"]}
-        axes["constants"] = self.constants.axes
-        axes["epoch"] = None
-        return axes
-
-    def step(self, fields: dict[str, Any]) -> Step:
-        """Return the step of one client."""
-        return Step(**fields)
+def _step_in_dims(fields: dict[str, Any], constants: Stack) -> dict[str, Any]:
+    """Return the axes of clients of a step's fields."""
+    in_dims: dict[str, Any] = {name: 0 for name in fields}
+    in_dims["weights"] = {name: 0 for name in fields["weights"]}
+    in_dims["constants"] = constants.in_dims
+    in_dims["epoch"] = None
+    return in_dims

@@ -1,4 +1,4 @@
-"""How a cohort takes its steps: one after the other as they are, or captured in CUDA graphs and replayed."""
+"""How a cohort runs its steps: eagerly, or captured in CUDA graphs and replayed."""
 
 from __future__ import annotations
 
@@ -17,107 +17,116 @@ from vitfleet.train.engine import StepEngine
 from vitfleet.train.execution import ExecutionLog, RunnerName
 from vitfleet.train.warmup import WarmupTimer
 
-KEPT = 10  # captured courses that are kept for another cohort of their form
-LONG = 8  # steps of an epoch that is worth captures with fewer clients
-AHEAD = 32  # steps whose batches lie ready for a captured step; an epoch of any length is laid there part by part
+LONG_EPOCH = 8  # steps; only then is it worth capturing steps of fewer clients
+BUFFERED_STEPS = 32  # steps whose batches a captured step can read; a longer epoch is loaded chunk by chunk
 
 
 class StepRunner(Protocol):
-    """A cohort on its way."""
+    """Runs the steps of a cohort."""
 
     cohort: Cohort
 
     @property
     def name(self) -> RunnerName:
-        """How it takes steps."""
+        """How steps are run."""
         ...
 
-    def epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
-        """Take an epoch's steps."""
+    def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
+        """Run the steps of an epoch."""
         ...
 
 
 @dataclass(frozen=True)
 class StepKind:
-    """What tells one captured step from another.
+    """What distinguishes one captured step from another.
 
     Attributes
     ----------
     refresh
-        Whether it chooses its references anew.
-    clients
-        How many clients compute it, the first so many.
+        Whether the step selects its references again.
+    num_clients
+        How many clients compute the step. They are always the first ones.
     """
 
     refresh: bool
-    clients: int
+    num_clients: int
 
 
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
-    """Return the kind of each of an epoch's steps."""
+    """Return the kind of each step of an epoch."""
     selector = cohort.objective.selector
-    clients = clients_per_step(epoch_batches.active_clients, captured, cohort.engine.compiled)
+    num_clients = clients_per_step(epoch_batches.active_clients, captured, cohort.engine.compiled)
     return [
-        # Counted within the epoch, so that company changes nothing.
+        # Counted within the epoch, so that the result does not depend on which clients are trained together.
         StepKind(selector is None or step % selector.every == 0, count)
-        for step, count in enumerate(clients)
+        for step, count in enumerate(num_clients)
     ]
 
 
-def clients_per_step(active: Sequence[int], captured: bool, compiled: bool) -> list[int]:
-    """Return how many clients compute each step of an epoch, given how many have it; ever fewer have.
+def clients_per_step(active_clients: Sequence[int], captured: bool, compiled: bool) -> list[int]:
+    """Return how many clients compute each step of an epoch.
 
-    Those that have it. But every number of clients is captured by itself: so it is one of a few, and in an epoch of
-    only a few steps it is all of them. Compiling takes too long to do it again for another number.
+    Eagerly, it is the number of clients that have the step. A captured step needs a capture per number of clients: so
+    the number is rounded up to one of a few, and a short epoch is computed for all clients. A compiled step is always
+    computed for all clients, because compiling it again takes too long.
+
+    Parameters
+    ----------
+    active_clients
+        How many clients have each step; it never grows from step to step.
     """
-    if captured and not compiled and len(active) >= LONG:
-        return [min(active[0], _rounded_up(needed)) for needed in active]
-    return [active[0]] * len(active) if captured or compiled else list(active)
+    all_clients = active_clients[0]
+    if captured and not compiled and len(active_clients) >= LONG_EPOCH:
+        return [min(all_clients, _round_up(count)) for count in active_clients]
+    return [all_clients] * len(active_clients) if captured or compiled else list(active_clients)
 
 
-def _rounded_up(count: int) -> int:
-    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is not less."""
+def _round_up(count: int) -> int:
+    """Return the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is at least ``count``."""
     half = 1 << max(0, (count - 1).bit_length() - 1)
-    return next(one for one in (half, 3 * half // 2, 2 * half) if one >= count)
+    return next(rounded for rounded in (half, 3 * half // 2, 2 * half) if rounded >= count)
 
 
 class EagerRunner:
-    """Takes every step as it is."""
+    """Runs every step eagerly."""
 
     name: RunnerName = "eager"
 
     def __init__(self, cohort: Cohort, warmup: WarmupTimer) -> None:
         self.cohort = cohort
         self.warmup = warmup
-        self.some = cohort
+        self._active_cohort = cohort
 
-    def epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
-        """Take an epoch's steps."""
+    def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
+        """Run the steps of an epoch."""
         cohort = self.cohort
-        now = torch.tensor(epoch, device=cohort.engine.machine.device)
-        for place, kind in enumerate(step_kinds(cohort, epoch_batches, captured=False)):
-            if kind.clients != self.some.clients:
-                self.some = cohort.first(kind.clients)
-            batch = epoch_batches.batch(place, kind.clients if cohort.many else None)
-            with self._first(batch) if cohort.engine.compiled else nullcontext():
-                self.some.take_step(
-                    batch, now, kind.refresh, all_active=kind.clients == epoch_batches.active_clients[place]
-                )
+        epoch_number = torch.tensor(epoch, device=cohort.engine.machine.device)
+        for step, kind in enumerate(step_kinds(cohort, epoch_batches, captured=False)):
+            if kind.num_clients != self._active_cohort.num_clients:
+                self._active_cohort = cohort.first(kind.num_clients)
+            batch = epoch_batches.batch(step, kind.num_clients if cohort.stacked else None)
+            all_active = kind.num_clients == epoch_batches.active_clients[step]
+            with self._time_compilation(batch) if cohort.engine.compiled else nullcontext():
+                self._active_cohort.take_step(batch, epoch_number, kind.refresh, all_active)
 
-    def _first(self, batch: Batch) -> AbstractContextManager[None]:
-        """Show that a step is compiled, where it is the first of its form."""
+    def _time_compilation(self, batch: Batch) -> AbstractContextManager[None]:
+        """Time a step if it is the first of its shape: then it compiles the model."""
         objective = self.cohort.objective
-        form = objective.trainable, objective.depth, objective.split, batch.image_indices.shape
-        return self.warmup.once("compiling the model", form)
+        shape = objective.trainable, objective.depth, objective.split, batch.image_indices.shape
+        return self.warmup.time_first("compiling the model", shape)
 
 
 class CudaGraphRunner:
-    """Captures a step in a CUDA graph and replays it.
+    """Captures each kind of step in a CUDA graph and replays it.
+
+    A captured step reads its batch from tables at a position that it advances itself: a replay needs no other call.
 
     Parameters
     ----------
-    visits
-        An epoch like those that will come, of any length.
+    epoch_batches
+        An epoch with batches of the shape of all later ones, of any length.
+    pool
+        The memory pool that all captured steps share.
     """
 
     name: RunnerName = "cuda graph"
@@ -125,45 +134,45 @@ class CudaGraphRunner:
     def __init__(
         self, cohort: Cohort, epoch_batches: EpochBatches, pool: Any, warmup: WarmupTimer, execution: ExecutionLog
     ) -> None:
-        self.execution = execution
         self.cohort = cohort
-        self.warmup = warmup
         self.pool = pool
-        self.tables = epoch_batches.stacked.map(lambda rows: rows.new_empty(AHEAD, *rows.shape[1:]))
+        self.warmup = warmup
+        self.execution = execution
+        self.tables = epoch_batches.stacked.map(lambda table: table.new_empty(BUFFERED_STEPS, *table.shape[1:]))
         device = cohort.engine.machine.device
-        self.cursor = torch.zeros(1, dtype=torch.long, device=device)
-        self.now = torch.zeros((), dtype=torch.long, device=device)
-        self.captured: dict[StepKind, torch.cuda.CUDAGraph] = {}
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+        self.epoch_number = torch.zeros((), dtype=torch.long, device=device)
+        self.graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
-    def epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
-        """Take an epoch's steps; the first of its kind as it is, which warms up what a capture must find warm."""
-        self.now.fill_(epoch)
-        for place, kind in enumerate(step_kinds(self.cohort, epoch_batches, captured=True)):
-            if place % AHEAD == 0:
-                self._lay_ready(epoch_batches, place)
-            if kind in self.captured:
-                self.captured[kind].replay()
+    def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
+        """Run the steps of an epoch; the first of a kind eagerly, as the warm-up that a capture needs."""
+        self.epoch_number.fill_(epoch)
+        for step, kind in enumerate(step_kinds(self.cohort, epoch_batches, captured=True)):
+            if step % BUFFERED_STEPS == 0:
+                self._load_batches(epoch_batches, step)
+            if kind in self.graphs:
+                self.graphs[kind].replay()
             else:
                 compiling = "compiling the model and " if self.cohort.engine.compiled else ""
-                with self.warmup.making(f"{compiling}capturing a step"):
+                with self.warmup.time(f"{compiling}capturing a step"):
                     self._warm_up(kind)
-                    self.captured[kind] = self._capture(kind)
+                    self.graphs[kind] = self._capture(kind)
                 self.execution.add_captured_step()
 
-    def _lay_ready(self, epoch_batches: EpochBatches, start: int) -> None:
-        """Lay the batches of the next steps where a captured step takes them from, once the ones before are taken."""
+    def _load_batches(self, epoch_batches: EpochBatches, start: int) -> None:
+        """Copy the batches of the next steps into the tables, after the steps before have read theirs."""
         for table, rows in zip(self.tables.tensors(), epoch_batches.stacked.tensors(), strict=True):
-            some = rows[start : start + AHEAD]
-            table[: len(some)].copy_(some)
-        self.cursor.zero_()
+            chunk = rows[start : start + BUFFERED_STEPS]
+            table[: len(chunk)].copy_(chunk)
+        self.position.zero_()
 
     def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # A graph that nobody needs any more must not be taken apart by a garbage collection in the middle of this.
+        # A garbage collection during the capture could destroy an old graph, which would break the capture.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            # Only this thread's calls can disturb it: another waits for a checkpoint to leave the device.
+            # Only calls of this thread can break the capture: another thread may be copying a checkpoint to the host.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 self._step(kind)
         finally:
@@ -172,26 +181,26 @@ class CudaGraphRunner:
         return graph
 
     def serves(
-        self, engine: StepEngine, group: Sequence[ClientFit], given: CohortInputs, epoch_batches: EpochBatches
+        self, engine: StepEngine, group: Sequence[ClientFit], inputs: CohortInputs, epoch_batches: EpochBatches
     ) -> bool:
         """Whether the captured steps are also those of another group, once its tensors are copied in."""
-        cohort = self.cohort
+        cohort, fit, images = self.cohort, group[0].fit, group[0].shard.images
         return (
             cohort.engine.computes_like(engine)
-            and cohort.objective == group[0].fit.objective
-            and cohort.many == (len(group) > 1)
-            and cohort.images.images is group[0].shard.images.images
-            and cohort.images.labels is group[0].shard.images.labels
+            and cohort.objective == fit.objective
+            and cohort.stacked == (len(group) > 1)
+            and cohort.images.images is images.images
+            and cohort.images.labels is images.labels
             and cohort.features is None
-            and group[0].fit.features is None
-            and [one.shape[1:] for one in self.tables.tensors()]
-            == [one.shape[1:] for one in epoch_batches.stacked.tensors()]
-            and cohort.given.form() == given.form()
-            and cohort.given.covers(given)
+            and fit.features is None
+            and [table.shape[1:] for table in self.tables.tensors()]
+            == [table.shape[1:] for table in epoch_batches.stacked.tensors()]
+            and cohort.inputs.signature() == inputs.signature()
+            and cohort.inputs.covers(inputs)
         )
 
     def _warm_up(self, kind: StepKind) -> None:
-        """Take a step on a stream of its own, as a capture does."""
+        """Run a step on a side stream, as a capture does."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -199,53 +208,8 @@ class CudaGraphRunner:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _step(self, kind: StepKind) -> None:
-        batch = self.tables.map(lambda table: table.index_select(0, self.cursor).squeeze(0))
-        if self.cohort.many:
-            batch = batch.map(lambda one: one[: kind.clients])
-        self.cohort.first(kind.clients).take_step(batch, self.now, kind.refresh, all_active=False)
-        self.cursor += 1
-
-
-class RunnerCache:
-    """Finds a course for a group: a captured one of its form, or a new one."""
-
-    def __init__(self) -> None:
-        self.warmup = WarmupTimer()
-        self.execution = ExecutionLog()
-        self.kept: list[CudaGraphRunner] = []
-        self.pool: Any = None  # a handle, opaque
-
-    def graph(
-        self,
-        engine: StepEngine,
-        group: Sequence[ClientFit],
-        given: CohortInputs,
-        rate: float,
-        epoch_batches: EpochBatches,
-    ) -> StepRunner:
-        """Return a graph course that is ready to start."""
-        for course in self.kept:
-            if course.serves(engine, group, given, epoch_batches):
-                course.cohort.restart(given, rate)
-                self.kept.remove(course)
-                self.kept.append(course)  # the one used last goes last
-                return course
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        # Later groups are written into this one's tensors.
-        cohort = Cohort(engine, group, given.apart(engine.net.anatomy.trainable(group[0].fit.objective.trainable)))
-        cohort.restart(None, rate)
-        course = CudaGraphRunner(cohort, epoch_batches, self.pool, self.warmup, self.execution)
-        self.kept = [*self.kept[-(KEPT - 1) :], course]
-        return course
-
-    def plain(self, engine: StepEngine, group: Sequence[ClientFit], given: CohortInputs, rate: float) -> StepRunner:
-        """Return a course without graphs that is ready to start."""
-        cohort = Cohort(engine, group, given)
-        cohort.restart(None, rate)
-        return EagerRunner(cohort, self.warmup)
-
-    def clear(self) -> None:
-        """Let all captured ones go."""
-        self.kept.clear()
-        self.pool = None
+        batch = self.tables.map(lambda table: table.index_select(0, self.position).squeeze(0))
+        if self.cohort.stacked:
+            batch = batch.map(lambda tensor: tensor[: kind.num_clients])
+        self.cohort.first(kind.num_clients).take_step(batch, self.epoch_number, kind.refresh, all_active=False)
+        self.position += 1

@@ -1,8 +1,8 @@
-"""The training loop, for one client or for several at once.
+"""The training loop, for one client or for several clients at once.
 
-Nothing inside an epoch waits for the device: an epoch's draws are moved there ahead of it, sums stay there, and the
-only synchronisation is the caller reading a result. On a GPU a step is captured once in a CUDA graph and replayed: the
-graph takes each step's batch from the epoch's tables by a counter that it moves on itself.
+The host never waits for the device within an epoch: the random draws of an epoch are copied to the device before it,
+sums stay there, and the only synchronisation is the caller reading a result. On a GPU a step is captured once in a
+CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from vitfleet.models.net import Net
 from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.train.engine import StepEngine
 from vitfleet.train.execution import ExecutionSummary
+from vitfleet.train.fit_results import fit_results
 from vitfleet.train.machine import Machine
 from vitfleet.train.memory_budget import MemoryBudget
 from vitfleet.train.objective import Fit, FitResult
 from vitfleet.train.optim import learning_rate
-from vitfleet.train.step_runner import RunnerCache, StepRunner
+from vitfleet.train.runner_cache import RunnerCache
+from vitfleet.train.step_runner import StepRunner
 
 ALL_PARTS = 1 << 30
-WIDTHS = 8  # a captured batch is a multiple of this wide, so that shapes recur
+CAPTURED_WIDTH_MULTIPLE = 8  # samples; the width of a captured batch is rounded up, so that shapes recur
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Trainer:
 
     Attributes
     ----------
-    tasks
-        The task of each class, ``[classes]``, where an image's task is known: its class is then only looked for
-        among those of its task. ``None``: among all.
+    rounds
+        The number of rounds of the learning-rate schedule.
+    class_tasks
+        The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
+        then possible. ``None``: all classes are.
     parts_at_once
-        Parts of a memory whose gradients are computed together: many are fast on a GPU, one takes the least memory.
-        ``None``: all on a GPU, one on a CPU.
+        How many parts of a memory have their gradients computed together: more are faster on a GPU, one takes the
+        least memory. ``None``: all parts on a GPU, one on a CPU.
     """
 
     net: Net
@@ -60,36 +64,35 @@ class Trainer:
 
     @cached_property
     def engine(self) -> StepEngine:
-        """What a step is computed with."""
-        at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
-        return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_tasks, at_once)
+        """What steps are computed with."""
+        parts_at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
+        return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_tasks, parts_at_once)
 
     def execution_summary(self) -> ExecutionSummary:
-        """Return which execution path the trainings so far took, those of all trainers that share the cache."""
+        """Return the execution path of all trainings so far, of all trainers that share the runner cache."""
         return self.runners.execution.summary()
 
-    def fit(self, fit: Fit, shard: Shard, place: RngContext) -> FitResult:
-        """Run a training that a method asked for, on a client's images or on the features that came with it.
+    def fit(self, fit: Fit, shard: Shard, rng: RngContext) -> FitResult:
+        """Run the training of one client, on its images or on the features of the fit.
 
-        Who has no samples trains nothing: the weights come back as they were.
+        A client without samples takes no step, and its weights are returned unchanged.
         """
-        return self.fit_cohort([ClientFit(fit, shard, place)])[0]
+        return self.fit_cohort([ClientFit(fit, shard, rng)])[0]
 
     def fit_cohort(self, group: Sequence[ClientFit]) -> list[FitResult]:
-        """Run the trainings of several clients at once; they have the same objective, and all have samples."""
-        # The largest first: those who still have steps are then the first few, and a step can leave the others out.
-        order = sorted(range(len(group)), key=lambda place: -len(group[place]))
-        found = self._fit_within_room([group[place] for place in order])
-        answers = dict(zip(order, found, strict=True))
-        return [answers[place] for place in range(len(group))]
+        """Run the trainings of several clients at once.
 
-    def _fit_within_room(self, group: Sequence[ClientFit]) -> list[FitResult]:
-        """Train no more at once than the device's memory holds, as measured on those before.
-
-        What does not fit all the same is halved.
+        All clients of a group of several have the same objective and at least one sample.
         """
-        most = self.memory_budget.most(len(group), self.machine.device)
-        if most == len(group):
+        # Sorted by falling size, the clients that have a step are always the first ones, and the others are left out.
+        order = sorted(range(len(group)), key=lambda index: -len(group[index]))
+        results = dict(zip(order, self._fit_within_memory([group[index] for index in order]), strict=True))
+        return [results[index] for index in range(len(group))]
+
+    def _fit_within_memory(self, group: Sequence[ClientFit]) -> list[FitResult]:
+        """Train at most as many clients at once as the memory budget allows; halve a group that does not fit."""
+        num_clients = self.memory_budget.max_clients(len(group), self.machine.device)
+        if num_clients == len(group):
             try:
                 with self.memory_budget.measure(len(group), self.machine.device):
                     return self._fit(group)
@@ -98,67 +101,70 @@ class Trainer:
                     raise
             self.runners.clear()
             torch.cuda.empty_cache()
-            most = (len(group) + 1) // 2
-        parts = [group[start : start + most] for start in range(0, len(group), most)]
-        return [fitted for part in parts for fitted in self._fit_within_room(part)]
+            num_clients = (len(group) + 1) // 2
+        parts = [group[start : start + num_clients] for start in range(0, len(group), num_clients)]
+        return [result for part in parts for result in self._fit_within_memory(part)]
 
     def _fit(self, group: Sequence[ClientFit]) -> list[FitResult]:
-        first = group[0].fit
-        rate = learning_rate(self.config, group[0].rng.round, self.rounds)
-        given = stack_inputs(group, self.net)
+        fit = group[0].fit
+        lr = learning_rate(self.config, group[0].rng.round, self.rounds)
+        inputs = stack_inputs(group, self.net)
         if not len(group[0]):
-            return self.runners.plain(self.engine, group, given, rate).cohort.results(group, [0], again=False)
-        if not self.net.module.training:  # it goes through all of its parts, again and again
+            runner = self.runners.eager_runner(self.engine, group, inputs, lr)
+            return fit_results(runner.cohort, group, [0], tensors_reused=False)
+        if not self.net.module.training:  # setting the mode visits every submodule
             self.net.module.train()
-        graphed = self.machine.graphs and self.net.stackable and (first.features is None or first.features.on_device)
-        course: StepRunner | None = None
-        steps = [0] * len(group)
-        for epoch in range(first.epochs):
-            epoch_batches = self._visits(group, epoch, WIDTHS if graphed else 1)
-            if course is None:
-                course = (
-                    self.runners.graph(self.engine, group, given, rate, epoch_batches)
-                    if graphed
-                    else self.runners.plain(self.engine, group, given, rate)
+        use_graphs = self.machine.graphs and self.net.stackable and (fit.features is None or fit.features.on_device)
+        active_runner: StepRunner | None = None
+        num_steps = [0] * len(group)
+        for epoch in range(fit.epochs):
+            batches = self._epoch_batches(group, epoch, CAPTURED_WIDTH_MULTIPLE if use_graphs else 1)
+            if active_runner is None:
+                active_runner = (
+                    self.runners.graph_runner(self.engine, group, inputs, lr, batches)
+                    if use_graphs
+                    else self.runners.eager_runner(self.engine, group, inputs, lr)
                 )
-            course.epoch(epoch_batches, epoch)
-            steps = [
-                taken + sum(who < active for active in epoch_batches.active_clients) for who, taken in enumerate(steps)
-            ]
-        assert course is not None
-        self.runners.execution.add_training(course.name, self.engine, len(group))
-        return course.cohort.results(group, steps, again=graphed)
+            active_runner.run_epoch(batches, epoch)
+            for client in range(len(group)):
+                num_steps[client] += sum(client < active for active in batches.active_clients)
+        assert active_runner is not None
+        self.runners.execution.add_training(active_runner.name, self.engine, len(group))
+        return fit_results(active_runner.cohort, group, num_steps, tensors_reused=use_graphs)
 
-    def _visits(self, group: Sequence[ClientFit], epoch: int, multiple: int) -> EpochBatches:
-        """Draw an epoch of every client and lay them side by side."""
-        images = group[0].fit.features is None
-        kept = self.net.num_kept_patches(self.config.mask_ratio) if images else 0
+    def _epoch_batches(self, group: Sequence[ClientFit], epoch: int, width_multiple: int) -> EpochBatches:
+        """Draw an epoch of every client, and arrange the clients' batches side by side."""
+        uses_images = group[0].fit.features is None
+        num_kept = self.net.num_kept_patches(self.config.mask_ratio) if uses_images else 0
         draws = [
             draw_epoch(
-                one.rng.seed,
-                one.rng.round,
-                one.rng.client,
-                one.rng.first_epoch + epoch,
-                samples=len(one),
-                image_size=one.shard.images.image_size,
-                # Features are what is left of images that were augmented and masked already.
-                augment=self.augment if images else AugmentConfig(),
-                num_patches=self.net.num_patches if images else 0,
-                num_kept=kept,
+                client_fit.rng.seed,
+                client_fit.rng.round,
+                client_fit.rng.client,
+                client_fit.rng.first_epoch + epoch,
+                samples=len(client_fit),
+                image_size=client_fit.shard.images.image_size,
+                # Features were computed from images that were already augmented and masked.
+                augment=self.augment if uses_images else AugmentConfig(),
+                num_patches=self.net.num_patches if uses_images else 0,
+                num_kept=num_kept,
             )
-            for one in group
+            for client_fit in group
         ]
-        many = len(group) > 1
-        epoch_batches = make_epoch_batches(draws, self.config.batch_size, kept, self.machine.device, many, multiple)
-        if not images:
-            return epoch_batches
-        # From places among the client's own samples to places in the set.
-        index = torch.nn.utils.rnn.pad_sequence([one.shard.index for one in group], batch_first=True)
-        places = epoch_batches.stacked.shard_positions
-        found = index.expand(len(epoch_batches), -1, -1).gather(-1, places) if many else index[0][places]
-        return replace(epoch_batches, stacked=replace(epoch_batches.stacked, image_indices=found))
+        stacked = len(group) > 1
+        batches = make_epoch_batches(
+            draws, self.config.batch_size, num_kept, self.machine.device, stacked, width_multiple
+        )
+        if not uses_images:
+            return batches
+        # From positions in each client's shard to indices into the image set.
+        shard_indices = [client_fit.shard.index for client_fit in group]
+        index = torch.nn.utils.rnn.pad_sequence(shard_indices, batch_first=True)
+        positions = batches.stacked.shard_positions
+        image_indices = index.expand(len(batches), -1, -1).gather(-1, positions) if stacked else index[0][positions]
+        return replace(batches, stacked=replace(batches.stacked, image_indices=image_indices))
 
 
 def preprocess_for(net: Net, device: torch.device) -> Preprocess:
-    """Return what turns stored pixels into this model's input, on this device."""
+    """Return the preprocessing from stored pixels to the input of a model, on a device."""
     return Preprocess(net.image_size, torch.tensor(net.mean, device=device), torch.tensor(net.std, device=device))

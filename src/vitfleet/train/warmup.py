@@ -1,4 +1,4 @@
-"""Making a step ready (compiling it, capturing it in a graph) takes seconds that training does not: they are shown."""
+"""Compiling a step or capturing it in a graph takes seconds that are not training: they are shown and timed."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from vitfleet.progress import NO_PROGRESS, Progress
 
 
 class WarmupTimer:
-    """Which kinds of step are ready, and how long making them so took.
+    """Shows warm-ups as progress tasks, and adds up the time they take.
 
     Attributes
     ----------
     progress
-        Who is told while it lasts.
+        Where warm-ups are shown.
     """
 
     def __init__(self) -> None:
         self.progress: Progress = NO_PROGRESS
         self._seconds = 0.0
-        self._ready: set[Hashable] = set()
+        self._timed_keys: set[Hashable] = set()
 
     @contextmanager
-    def making(self, what: str) -> Iterator[None]:
-        """Show that something is made ready, and time it."""
+    def time(self, label: str) -> Iterator[None]:
+        """Show and time a warm-up."""
         started = time.perf_counter()
-        with self.progress.task(what, 1):
+        with self.progress.task(label, 1):
             yield
         self._seconds += time.perf_counter() - started
 
-    def once(self, what: str, kind: Hashable) -> AbstractContextManager[None]:
-        """Show and time the first step of a kind; nothing of the later ones."""
-        if kind in self._ready:
+    def time_first(self, label: str, key: Hashable) -> AbstractContextManager[None]:
+        """Show and time the first warm-up of a key; do nothing for later ones."""
+        if key in self._timed_keys:
             return nullcontext()
-        self._ready.add(kind)
-        return self.making(what)
+        self._timed_keys.add(key)
+        return self.time(label)
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds of all warm-ups since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

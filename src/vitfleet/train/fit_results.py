@@ -1,0 +1,68 @@
+"""The results of a finished training, one per client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vitfleet.message import Tensors
+from vitfleet.packing import pack_tensors
+from vitfleet.train.cohort import Cohort
+from vitfleet.train.cohort_inputs import ClientFit
+from vitfleet.train.objective import FitResult
+from vitfleet.train.stack import unpad
+
+SCORING_BATCH = 256  # images per client in one forward pass
+
+
+def fit_results(
+    cohort: Cohort, group: Sequence[ClientFit], num_steps: Sequence[int], tensors_reused: bool
+) -> list[FitResult]:
+    """Return the result of each client of a group, in tensors of its own.
+
+    Parameters
+    ----------
+    num_steps
+        How many steps each client took.
+    tensors_reused
+        Whether the cohort's tensors will be used for another training, so that results have to be copied.
+    """
+    sample_losses = _sample_losses(cohort, group) if group[0].fit.score_samples else None
+
+    def split(tensors: Tensors) -> list[dict[str, Tensor]]:
+        """Return the tensors of each client, packed in one block of memory that can be kept and moved whole."""
+        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        if not cohort.stacked:
+            return [pack_tensors(tensors) if tensors_reused else tensors]
+        rows = {name: tensor.unbind() for name, tensor in tensors.items()}
+        return [pack_tensors({name: row[client] for name, row in rows.items()}) for client in range(cohort.num_clients)]
+
+    weights = split({name: cohort.weights[name] for name in cohort.objective.trainable})
+    observer_states, counts = split(cohort.inputs.observer_state.tensors), split(cohort.counts)
+    loss_sums = cohort.loss_sum.clone().reshape(cohort.num_clients)
+    results: list[FitResult] = []
+    for client, client_fit in enumerate(group):
+        fit, samples, state = client_fit.fit, len(client_fit), observer_states[client]
+        observed = {name: unpad(state[name], like) for name, like in fit.observer_state.items()}
+        loss = loss_sums[client] / max(1, samples * fit.epochs)
+        losses = loss.new_empty(0) if sample_losses is None else sample_losses[client]
+        results.append(FitResult(weights[client], loss, samples, num_steps[client], observed | counts[client], losses))
+    return results
+
+
+@torch.no_grad()
+def _sample_losses(cohort: Cohort, group: Sequence[ClientFit]) -> list[Tensor]:
+    """Return the loss of every sample under the trained weights, for each client."""
+    engine, images = cohort.engine, cohort.images
+    engine.net.module.eval()
+    padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
+    indices = padded if cohort.stacked else padded[0]
+    chunks = []
+    for chunk in torch.split(indices, SCORING_BATCH, dim=-1):
+        logits, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
+        chunks.append(engine.sample_losses(logits, images.labels[chunk]))
+    losses = torch.cat(chunks, dim=-1) if chunks else cohort.loss_sum.new_empty(indices.shape)
+    rows = losses if cohort.stacked else losses[None]
+    return [row[: len(client_fit.shard)].clone() for row, client_fit in zip(rows, group, strict=True)]

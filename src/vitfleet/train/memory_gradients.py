@@ -1,0 +1,163 @@
+"""Reference gradients of an episodic memory: one per part, at the current weights of each client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vitfleet.message import Tensors
+from vitfleet.train.cohort_inputs import CohortInputs
+from vitfleet.train.engine import StepEngine
+from vitfleet.train.gradients import client_gradients
+from vitfleet.train.objective import Objective, ReferenceGradients
+
+
+@dataclass(frozen=True)
+class MemoryGradients:
+    """Computes the gradients of the parts of one or several clients' memories.
+
+    Attributes
+    ----------
+    leaves
+        The weights that train; every gradient has their shapes.
+    stacked
+        Whether tensors have a leading axis of clients.
+    selected
+        Where the objective's selector has a choice: the parts that it selected last. Empty elsewhere.
+    """
+
+    engine: StepEngine
+    objective: Objective
+    inputs: CohortInputs
+    leaves: Mapping[str, Tensor]
+    stacked: bool
+    selected: dict[str, Tensor]
+
+    @classmethod
+    def create(
+        cls,
+        engine: StepEngine,
+        objective: Objective,
+        inputs: CohortInputs,
+        leaves: Mapping[str, Tensor],
+        stacked: bool,
+    ) -> MemoryGradients:
+        """Allocate the tensors of the selected parts."""
+        selector, axis = objective.selector, 1 if stacked else 0
+        k = selector.k if selector is not None and len(inputs.part_widths) > selector.k else 0
+        memory = inputs.memory.tensors.items() if k else ()
+        selected = {name: tensor.narrow(axis, 0, k).clone() for name, tensor in memory}
+        return cls(engine, objective, inputs, leaves, stacked, selected)
+
+    @property
+    def part_axis(self) -> int:
+        """The axis of a memory's parts."""
+        return 1 if self.stacked else 0
+
+    def first(self, count: int, inputs: CohortInputs, leaves: Mapping[str, Tensor]) -> MemoryGradients:
+        """Return the same for the first ``count`` clients, whose inputs and weights are given."""
+        selected = {name: tensor[:count] for name, tensor in self.selected.items()}
+        return replace(self, inputs=inputs, leaves=leaves, selected=selected)
+
+    def compute(self, gradients: Tensors, refresh: bool) -> ReferenceGradients | None:
+        """Return the gradients of all parts, or of the selected ones; ``None`` where there is no memory.
+
+        Parameters
+        ----------
+        gradients
+            The gradients of the step, which a selector may compare with those of the memory.
+        refresh
+            Whether to select parts again. If not, those selected last are used.
+        """
+        selector, memory, widths = self.objective.selector, self.inputs.memory.tensors, self.inputs.part_widths
+        if not memory or not memory["sample_weight"].shape[-2]:
+            return None
+        if selector is None or len(widths) <= selector.k:
+            return self._of_parts(memory, widths)
+        if not refresh:
+            return self._of_parts(self.selected, (widths[0],) * selector.k)  # any of them may be the widest
+        return self._select(gradients, self._of_parts(memory, widths))
+
+    def _select(self, gradients: Tensors, candidates: ReferenceGradients) -> ReferenceGradients:
+        """Select among the gradients of all parts, and store the selected parts for the next steps."""
+        selector = self.objective.selector
+        assert selector is not None
+
+        def select(gradients: Tensors, rows: Tensors, present: Tensor) -> Tensor:
+            return selector(gradients, ReferenceGradients(rows, present))
+
+        select_all = torch.vmap(select) if self.stacked else select
+        index_select = torch.vmap(torch.index_select, in_dims=(0, None, 0)) if self.stacked else torch.index_select
+        with torch.no_grad():
+            indices = select_all(gradients, candidates.gradients, candidates.present)
+            memory = self.inputs.memory.tensors
+            selected = {name: index_select(tensor, 0, indices) for name, tensor in memory.items()}
+            torch._foreach_copy_(list(self.selected.values()), list(selected.values()))
+            rows = {name: index_select(rows, 0, indices) for name, rows in candidates.gradients.items()}
+            return ReferenceGradients(rows, index_select(candidates.present, 0, indices))
+
+    def _of_parts(self, memory: Tensors, widths: tuple[int, ...]) -> ReferenceGradients:
+        """Return the gradient of each part, of several parts of one width at once."""
+        axis = self.part_axis
+        chunks: list[dict[str, Tensor]] = []
+        for start, count in _runs_of_equal_width(widths, self.engine.parts_at_once if self.engine.net.stackable else 1):
+            chunk = {
+                name: tensor.narrow(axis, start, count).narrow(axis + 1, 0, widths[start])
+                for name, tensor in memory.items()
+            }
+            chunks.append(self._of_chunk(chunk))
+        # A single chunk is not copied: gradients are hundreds of megabytes.
+        gradients = chunks[0] if len(chunks) == 1 else concatenate(chunks, axis)
+        return ReferenceGradients(gradients, memory["sample_weight"].sum(dim=-1) > 0)
+
+    def _of_chunk(self, memory: Tensors) -> dict[str, Tensor]:
+        """Return the gradients of parts of one width: several parts become clients of the same forward pass."""
+        axis, stacked, weights = self.part_axis, self.stacked, self.inputs.weights
+        parts = memory["sample_weight"].shape[axis]
+        if parts == 1:
+            part = {name: tensor.select(axis, 0) for name, tensor in memory.items()}
+            gradients = self._of_part(weights.tensors, self.leaves, part)
+            return {name: gradient.unsqueeze(axis) for name, gradient in gradients.items()}
+
+        def repeat(name: str, tensor: Tensor) -> Tensor:
+            """Give every part the weights of its client. A weight that is shared by all clients stays shared."""
+            if stacked and name not in weights.stacked_names:
+                return tensor
+            repeated = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
+            return repeated.flatten(0, 1) if stacked else repeated
+
+        leaves = {name: repeat(name, leaf.detach()).contiguous().requires_grad_() for name, leaf in self.leaves.items()}
+        frozen = {
+            name: repeat(name, tensor) if stacked else tensor
+            for name, tensor in weights.tensors.items()
+            if name not in leaves
+        }
+        flat_memory = {name: tensor.flatten(0, 1) if stacked else tensor for name, tensor in memory.items()}
+        gradients = self._of_part({**frozen, **leaves}, leaves, flat_memory)
+        return {
+            name: gradient.reshape(*self.leaves[name].shape[:axis], parts, *gradient.shape[1:])
+            for name, gradient in gradients.items()
+        }
+
+    def _of_part(self, weights: Tensors, leaves: Mapping[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
+        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth)
+        losses = self.engine.sample_losses(logits, memory["labels"])
+        return client_gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
+
+
+def _runs_of_equal_width(widths: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and the length of runs of parts that have the same width, at most ``longest`` parts each."""
+    start = 0
+    while start < len(widths):
+        end = next((part for part in range(start, len(widths)) if widths[part] != widths[start]), len(widths))
+        count = min(longest, end - start)
+        yield start, count
+        start += count
+
+
+def concatenate(chunks: Sequence[Tensors], axis: int) -> dict[str, Tensor]:
+    """Concatenate the tensors of each name."""
+    return {name: torch.cat([chunk[name] for chunk in chunks], dim=axis) for name in chunks[0]}

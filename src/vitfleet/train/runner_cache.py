@@ -1,0 +1,66 @@
+"""The runners of a trainer: captured steps are kept and reused for later groups of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vitfleet.data.batches import EpochBatches
+from vitfleet.train.cohort import Cohort
+from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.train.engine import StepEngine
+from vitfleet.train.execution import ExecutionLog
+from vitfleet.train.step_runner import CudaGraphRunner, EagerRunner, StepRunner
+from vitfleet.train.warmup import WarmupTimer
+
+MAX_RUNNERS = 10  # with captured steps
+
+
+class RunnerCache:
+    """Returns a runner for a group: one with captured steps that serves the group, or a new one."""
+
+    def __init__(self) -> None:
+        self.warmup = WarmupTimer()
+        self.execution = ExecutionLog()
+        self._runners: list[CudaGraphRunner] = []  # the least recently used first
+        self._pool: Any = None  # an opaque handle
+
+    def graph_runner(
+        self,
+        engine: StepEngine,
+        group: Sequence[ClientFit],
+        inputs: CohortInputs,
+        learning_rate: float,
+        epoch_batches: EpochBatches,
+    ) -> StepRunner:
+        """Return a runner with CUDA graphs that is ready to start."""
+        for runner in self._runners:
+            if runner.serves(engine, group, inputs, epoch_batches):
+                runner.cohort.restart(inputs, learning_rate)
+                self._runners.remove(runner)
+                self._runners.append(runner)
+                return runner
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        trainable = engine.net.anatomy.trainable(group[0].fit.objective.trainable)
+        # The tensors of later groups are copied into those of this one.
+        cohort = Cohort(engine, group, inputs.with_own_tensors(trainable))
+        cohort.restart(None, learning_rate)
+        runner = CudaGraphRunner(cohort, epoch_batches, self._pool, self.warmup, self.execution)
+        self._runners = [*self._runners[-(MAX_RUNNERS - 1) :], runner]
+        return runner
+
+    def eager_runner(
+        self, engine: StepEngine, group: Sequence[ClientFit], inputs: CohortInputs, learning_rate: float
+    ) -> StepRunner:
+        """Return a runner without CUDA graphs that is ready to start."""
+        cohort = Cohort(engine, group, inputs)
+        cohort.restart(None, learning_rate)
+        return EagerRunner(cohort, self.warmup)
+
+    def clear(self) -> None:
+        """Drop all captured steps."""
+        self._runners.clear()
+        self._pool = None
