@@ -285,7 +285,7 @@ DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.sour
 MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), tagged=False)
 METRICS: Registry[Any] = Registry("metric", "metrics", (), tagged=False)
 TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.trackers",), tagged=False)
-CALLBACKS: Registry[Any] = Registry("callback", "callbacks", (), tagged=False)
+CALLBACKS: Registry[Any] = Registry("callback", "callbacks", ("vitfleet.run.callbacks",), tagged=False)
 
 register_method = METHODS.register
 register_partition = PARTITIONS.register

@@ -21,6 +21,7 @@ from vitfleet.run.context import RunContext
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.round_plan import TOO_LATE
 from vitfleet.run.state import RunState
+from vitfleet.train.execution import ExecutionSummary
 
 SHOWN_ROUNDS = 8
 ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
@@ -359,6 +360,12 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         rows["virtual time on the fleet's devices"] = human_seconds(total["virtual_seconds"])
     if total["failures"]:
         rows["replies left out"] = f"{total['failures']} of {total['participations']}"
+    if (execution := summary.get("execution")) and execution["runner"] != "none":
+        rows["execution of training steps"] = str(ExecutionSummary(**execution))
+    if stopped := summary.get("stopped"):
+        rows["stopped early"] = f"after round {stopped['round']}: {stopped['reason']}"
+    if best := summary.get("best_model"):
+        rows["best model"] = f"{best['monitor']} {best['value']:.4g} in round {best['round']}"
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table

@@ -1,14 +1,25 @@
-"""Callbacks: code that follows a run round by round, and may stop it."""
+"""Callbacks: code that follows a run round by round, and may stop it. Two are built in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import Field
+
+from vitfleet.config.base import CallbackParams
+from vitfleet.config.registry import CALLBACKS, register_callback
+from vitfleet.config.schema import Config
+from vitfleet.errors import ConfigError
 from vitfleet.run.context import RunContext
+from vitfleet.run.model_file import model_round, save_model
+from vitfleet.run.monitor import Best, monitored_value
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
+
+BEST_MODEL = "best.safetensors"
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,8 @@ class StopRun:
 class Callback:
     """Base class of callbacks. Every method does nothing by default.
 
-    A resumed run must end like one that was never interrupted, so a callback with state of its own recomputes it from
-    the records in :meth:`restore`.
+    A registered callback is constructed as ``MyCallback(params, run_folder)``. A resumed run must end like one that was
+    never interrupted, so a callback with state of its own recomputes it from the records in :meth:`restore`.
     """
 
     def restore(self, records: Iterable[RoundRecord]) -> None:
@@ -47,3 +58,110 @@ class Callback:
 
     def on_run_end(self, state: RunState, summary: Mapping[str, Any]) -> None:
         """Handle the end of the run, after its summary is written."""
+
+
+def make_callbacks(config: Config, run_folder: Path) -> list[Callback]:
+    """Return the callbacks of the configuration's table ``callbacks``."""
+    return [CALLBACKS[name].target(params, run_folder) for name, params in config.callbacks.items()]
+
+
+class EarlyStoppingParams(CallbackParams):
+    """Stops a run when a value no longer improves."""
+
+    monitor: str = Field("accuracy.global", description="the value of a round's record, such as accuracy.local or loss")
+    patience: int = Field(10, ge=1, description="measurements without an improvement before the run is stopped")
+    min_delta: float = Field(0.0, ge=0, description="the smallest change that counts as an improvement")
+    mode: Literal["max", "min"] = Field("max", description="whether a larger or a smaller value is better")
+
+
+@register_callback("early_stopping", EarlyStoppingParams)
+class EarlyStopping(Callback):
+    """Stops a run when a value has not improved for ``patience`` measurements.
+
+    Rounds in which the value is not measured (``eval.every``) do not count.
+    """
+
+    def __init__(self, params: EarlyStoppingParams, run_folder: Path) -> None:
+        self.params = params
+        self._best = Best(params.mode, params.min_delta)
+        self._without_improvement = 0
+
+    def restore(self, records: Iterable[RoundRecord]) -> None:
+        """Recompute the best value so far, and how long ago it was measured."""
+        for record in records:
+            self._update(record)
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> StopRun | None:
+        """Stop the run if the value was measured and patience is exhausted."""
+        measured = self._update(record)
+        if not measured or self._without_improvement < self.params.patience:
+            return None
+        value, round = self._best.value, self._best.round
+        return StopRun(
+            f"{self.params.monitor} has not improved for {self.params.patience} measurements; "
+            f"the best was {value:.4g} in round {round}"
+        )
+
+    def _update(self, record: RoundRecord) -> bool:
+        """Compare a round with the best one; return whether the value was measured."""
+        value = monitored_value(record, self.params.monitor)
+        if value is None:
+            return False
+        improved = self._best.update(value, record.round)
+        self._without_improvement = 0 if improved else self._without_improvement + 1
+        return True
+
+
+class BestModelParams(CallbackParams):
+    """Keeps the model of the best round."""
+
+    monitor: str = Field("accuracy.global", description="the value of a round's record that decides")
+    mode: Literal["max", "min"] = Field("max", description="whether a larger or a smaller value is better")
+
+
+@register_callback("best_model", BestModelParams)
+class BestModel(Callback):
+    """Writes ``best.safetensors``, in the format of ``model.safetensors``, whenever a value improves.
+
+    The summary's entry ``best_model`` has the round and the value.
+    """
+
+    def __init__(self, params: BestModelParams, run_folder: Path) -> None:
+        self.params = params
+        self.path = run_folder / BEST_MODEL
+        self._best = Best(params.mode)
+        self._context: RunContext | None = None
+
+    def restore(self, records: Iterable[RoundRecord]) -> None:
+        """Recompute which round was the best so far."""
+        last_round = 0
+        for record in records:
+            self._update(record)
+            last_round = record.round
+        if self.path.exists() and model_round(self.path) > last_round:
+            # That round is repeated, on a real fleet perhaps with another result: the next measurement replaces it.
+            self._best = Best(self.params.mode)
+
+    def on_run_start(self, context: RunContext, state: RunState) -> None:
+        """Check that the method has a global model."""
+        if not context.method.has_global_model:
+            method = context.config.method.name
+            raise ConfigError("callbacks.best_model", self.params.monitor, f"{method} has no global model to keep")
+        self._context = context
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+        """Write the model if the value improved."""
+        if self._update(record):
+            assert self._context is not None
+            save_model(self._context, state, self.path)
+
+    def summary_entries(self) -> Mapping[str, Any]:
+        """Return the best round and its value."""
+        if self._best.round is None:
+            return {}
+        entry = {"round": self._best.round, "monitor": self.params.monitor, "value": self._best.value}
+        return {"best_model": entry}
+
+    def _update(self, record: RoundRecord) -> bool:
+        value = monitored_value(record, self.params.monitor)
+        return value is not None and self._best.update(value, record.round)

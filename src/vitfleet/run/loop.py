@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vitfleet.config.schema import Config
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
-from vitfleet.run.callbacks import Callback
+from vitfleet.run.callbacks import Callback, make_callbacks
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.model_file import save_model
 from vitfleet.run.records import RoundRecord, read_records
@@ -45,10 +46,13 @@ def run_rounds(
     ----------
     state
         Where to start. ``None``: after the last checkpoint.
+    callbacks
+        Called in addition to those of the configuration.
     progress
         Shows the progress within each round.
     """
     state = load_state(context) if state is None else state
+    callbacks = [*make_callbacks(context.config, context.folder), *callbacks]
     _release_initial_weights(context)
     warmup = context.trainer.runners.warmup
     warmup.progress = progress
@@ -118,7 +122,7 @@ def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback])
     """Write the model and the summary."""
     if context.method.has_global_model:
         save_model(context, state, context.folder / "model.safetensors")
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"execution": _execution(context)}
     if (continual_summary := continual.summary(context.folder, context.config)) is not None:
         more["continual"] = continual_summary
     if state.stop_reason is not None:
@@ -130,6 +134,15 @@ def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback])
     for callback in callbacks:
         callback.on_run_end(state, summary)
     return RunResult(state, summary)
+
+
+def _execution(context: RunContext) -> dict[str, Any]:
+    """Return how steps were executed in this session; of a run that was finished already, in its last session."""
+    execution = asdict(context.trainer.execution_summary())
+    written = context.folder / "summary.json"
+    if execution["runner"] == "none" and written.exists():
+        return {**execution, **json.loads(written.read_text()).get("execution", {})}
+    return execution
 
 
 def _release_initial_weights(context: RunContext) -> None:

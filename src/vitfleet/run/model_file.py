@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors import safe_open
+
 from vitfleet.files import write_atomically
 from vitfleet.run.context import RunContext
 from vitfleet.run.state import RunState
@@ -24,3 +26,10 @@ def save_model(context: RunContext, state: RunState, path: Path) -> None:
     }
     tensors = {name: weights[name] for name in context.net.anatomy.shapes}
     write_atomically(path, safetensors_chunks(tensors, {"vitfleet": json.dumps(about)}))
+
+
+def model_round(path: Path) -> int:
+    """Return the round after which a model file was written."""
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["vitfleet"])
+    return int(about["rounds"])
