@@ -12,6 +12,7 @@ from vitfleet.methods.fedper import FedPer  # isort: skip
 from vitfleet.methods.fedrep import FedRep  # isort: skip
 from vitfleet.methods.gem import AGem, Gem  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
+from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.base import (  # isort: skip
     Aggregator,
     ClientGenerator,
@@ -29,6 +30,7 @@ __all__ = [
     "Aggregator",
     "ClientGenerator",
     "ClientJob",
+    "ClientMetric",
     "ClientUpdate",
     "EftVit",
     "FedAvg",
@@ -51,4 +53,5 @@ __all__ = [
     "adapt_model",
     "make_method",
     "method_class",
+    "reduce_client_metrics",
 ]

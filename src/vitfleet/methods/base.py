@@ -28,6 +28,7 @@ from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation_rules import MeanParams
+from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
 from vitfleet.train.objective import Fit, FitResult
@@ -168,6 +169,8 @@ class Method(ABC, Generic[Params]):
     usual_mask_ratio: ClassVar[float] = 0.0
     #: Whether the server has a whole model of its own; if not, the clients' models stand for it.
     has_global_model: ClassVar[bool] = True
+    #: The numbers that its clients report, besides ``samples`` and ``loss``.
+    client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
 
     def __init__(self, params: Params, context: MethodContext) -> None:
         self.params = params
@@ -245,17 +248,21 @@ class Method(ABC, Generic[Params]):
     def client_update(self, job: ClientJob) -> ClientGenerator:
         """Do a client's round, yielding each training it wants."""
 
-    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
-        """Return the shapes of what a client keeps besides its model, by what its last message said of itself.
-
-        Its costs follow from it: nothing by default.
+    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+        """Return the shapes of what a client keeps besides its model; its costs follow from them. Nothing by default.
 
         Parameters
         ----------
+        reported
+            The numbers of the client's last update.
         channels, side
             Of the client's images.
         """
         return {}
+
+    def num_stored_samples(self, reported: Numbers) -> int:
+        """Return how many samples a client keeps besides its data set, by the numbers of its last update."""
+        return 0
 
     # What a model is used with
 

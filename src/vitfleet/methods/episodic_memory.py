@@ -19,8 +19,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors
-from vitfleet.train.objective import EpisodicMemory, FitResult
-from vitfleet.train.surgery import COUNT_NAMES, OBTUSE
+from vitfleet.train.objective import EpisodicMemory
 
 _PREFIX = "memory."
 MOST_STORED = 2**31  # more than any device has: a count that a message says is not believed beyond it
@@ -208,17 +207,3 @@ def recall(known: Knowledge, task_index: int, together: bool = False) -> Episodi
             labels[place, : len(one)] = one.labels.long()
             share[place, : len(one)] = 1 / len(one)
     return EpisodicMemory(images, labels, share, sizes)
-
-
-def counted(fitted: FitResult, prefix: str = "") -> Numbers:
-    """Return what the integrator counted in a training.
-
-    Raises
-    ------
-    ArithmeticError
-        If its check found a step that goes against a stored task.
-    """
-    wrong = int(fitted.observed[OBTUSE]) if OBTUSE in fitted.observed else 0
-    if wrong:
-        raise ArithmeticError(f"method.check: {wrong} of {fitted.steps} steps went against a reference gradient")
-    return {f"{prefix}{name}": int(fitted.observed[name]) for name in COUNT_NAMES if name in fitted.observed}

@@ -27,6 +27,7 @@ from vitfleet.methods.base import (
     check_layers,
     train_metrics,
 )
+from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
@@ -53,6 +54,8 @@ class FedBfptParams(MethodParams):
 @register_method("fedbfpt", FedBfptParams)
 class FedBfpt(Method[FedBfptParams]):
     """Layer after layer through a shallow local model."""
+
+    client_metrics = (ClientMetric("layer", "layer trained"),)
 
     @classmethod
     def check_config(cls, params: FedBfptParams, config: Config) -> None:

@@ -18,9 +18,13 @@ from vitfleet.message import Numbers, Tensors
 from vitfleet.methods import episodic_memory
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.episodic_memory import MemoryParams
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody, check_head_epochs
+from vitfleet.methods.memory_method import MemoryMethod
+from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult, check_head_epochs
 from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.surgery import TUNING_PREFIX, GradientIntegrator, GradientRotation, MostDissimilar
+from vitfleet.train.surgery import GradientIntegrator, GradientRotation, MostDissimilar
+
+FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
 
 
 class FedVitParams(MemoryParams):
@@ -33,10 +37,10 @@ class FedVitParams(MemoryParams):
 
 
 @register_method("fedvit", FedVitParams)
-class FedVit(SharedBody[FedVitParams]):
+class FedVit(MemoryMethod[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 
-    needs_tasks = True
+    client_metrics = (*projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"), *MemoryMethod.client_metrics)
 
     @classmethod
     def check_config(cls, params: FedVitParams, config: Config) -> None:
@@ -55,7 +59,7 @@ class FedVit(SharedBody[FedVitParams]):
             before = anatomy.trainable(anatomy.body).take(own)
             tuned = yield Fit(weights, rotation, params.tune_epochs, reference_weights=before)
             weights = {**weights, **tuned.weights}
-            numbers = episodic_memory.counted(tuned, TUNING_PREFIX)
+            numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
         if params.head_epochs:
             headed = yield Fit(weights, Objective(anatomy.head), params.head_epochs)
             weights = {**weights, **headed.weights}
@@ -70,9 +74,5 @@ class FedVit(SharedBody[FedVitParams]):
         known = episodic_memory.store(
             known, job.task_index, job.shard, fitted.sample_losses, params, self.context.num_tasks
         )
-        numbers = {**numbers, **episodic_memory.counted(fitted), **episodic_memory.told(known)}
+        numbers = {**numbers, **projection_counts(fitted), **episodic_memory.told(known)}
         return LocalResult({**weights, **fitted.weights}, fitted, numbers, episodic_memory.write(known))
-
-    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
-        """Return the shapes of the stored samples."""
-        return episodic_memory.imagine(client_metrics, channels, side, self.params, self.context.num_tasks)

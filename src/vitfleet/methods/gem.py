@@ -15,11 +15,13 @@ import torch
 from pydantic import Field
 
 from vitfleet.config.registry import register_method
-from vitfleet.message import Numbers, Tensors
+from vitfleet.message import Tensors
 from vitfleet.methods import episodic_memory
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.episodic_memory import MemoryParams
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
+from vitfleet.methods.memory_method import MemoryMethod
+from vitfleet.methods.projection_metrics import projection_counts
+from vitfleet.methods.shared_body import LocalGenerator, LocalResult
 from vitfleet.randomness import Address, Purpose
 from vitfleet.train.objective import Fit, Objective
 from vitfleet.train.surgery import GradientIntegrator
@@ -27,10 +29,8 @@ from vitfleet.train.surgery import GradientIntegrator
 Params = TypeVar("Params", bound=MemoryParams)
 
 
-class EpisodicMemoryMethod(SharedBody[Params]):
+class ProjectedTraining(MemoryMethod[Params]):
     """What the two have in common."""
-
-    needs_tasks = True
 
     #: Whether all memories give one reference gradient.
     together: ClassVar[bool]
@@ -49,12 +49,8 @@ class EpisodicMemoryMethod(SharedBody[Params]):
         rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()
         scores = torch.from_numpy(rng.random(len(job.shard)))
         known = episodic_memory.store(known, job.task_index, job.shard, scores, self.params, self.context.num_tasks)
-        numbers = {**episodic_memory.counted(fitted), **episodic_memory.told(known)}
+        numbers = {**projection_counts(fitted), **episodic_memory.told(known)}
         return LocalResult({**weights, **fitted.weights}, fitted, numbers, episodic_memory.write(known))
-
-    def client_state_shapes(self, client_metrics: Numbers, channels: int, side: int) -> Tensors:
-        """Return the shapes of the stored samples."""
-        return episodic_memory.imagine(client_metrics, channels, side, self.params, self.context.num_tasks)
 
 
 class GemParams(MemoryParams):
@@ -64,7 +60,7 @@ class GemParams(MemoryParams):
 
 
 @register_method("gem", GemParams)
-class Gem(EpisodicMemoryMethod[GemParams]):
+class Gem(ProjectedTraining[GemParams]):
     """One constraint a stored task."""
 
     together = False
@@ -79,7 +75,7 @@ class AGemParams(MemoryParams):
 
 
 @register_method("a-gem", AGemParams)
-class AGem(EpisodicMemoryMethod[AGemParams]):
+class AGem(ProjectedTraining[AGemParams]):
     """One constraint for all stored tasks together."""
 
     together = True

@@ -32,6 +32,7 @@ from vitfleet.methods.base import (
     check_layers,
     train_metrics,
 )
+from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.train.objective import Fit, Objective, Step
 
@@ -51,6 +52,12 @@ class TransFLParams(MethodParams):
 @register_method("transfl", TransFLParams)
 class TransFL(Method[TransFLParams]):
     """Share the layers that learn most."""
+
+    client_metrics = (
+        ClientMetric("layers", "layers sent"),
+        ClientMetric("gradients", "mean |gradient| of each layer"),
+        ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer"),
+    )
 
     @classmethod
     def check_config(cls, params: TransFLParams, config: Config) -> None:

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitfleet.config.registry import METHODS
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
 from vitfleet.progress import Advance
@@ -24,7 +25,6 @@ from vitfleet.run.state import RunState
 from vitfleet.train.execution import ExecutionSummary
 
 SHOWN_ROUNDS = 8
-ODD = ("degenerate", "unsolved")  # what an integrator's counts warn of
 PLAIN_LINES = 20  # a long run says about this many lines into a pipe
 
 
@@ -325,14 +325,18 @@ def _accuracies(summary: dict[str, Any]) -> dict[str, str]:
         "backward_transfer": "transfer, backward",
         "forward_transfer": "transfer, forward",
     }
-    rows = {title: f"{continual[name]:.2f} %" for name, title in names.items() if continual[name] is not None}
-    steps = continual.get("steps", {})
-    if steps.get("integrated"):
-        rows["steps that were integrated"] = f"{steps['integrated']}, {steps['rotated']} of them rotated"
-    odd = {kind: sum(count for name, count in steps.items() if name.endswith(kind)) for kind in ODD}
-    if any(odd.values()):
-        rows["steps out of the ordinary"] = ", ".join(f"{count} {kind}" for kind, count in odd.items())
-    return rows
+    return {title: f"{continual[name]:.2f} %" for name, title in names.items() if continual[name] is not None}
+
+
+def _client_metrics(summary: dict[str, Any]) -> dict[str, str]:
+    """Return the rows on the numbers that the method's clients report; a warning only where there is one."""
+    values = summary.get("client_metrics", {})
+    declared = METHODS[summary["method"]].target.client_metrics if values else ()
+    return {
+        metric.description: f"{values[metric.name]:,}{' (warning)' if metric.warning else ''}"
+        for metric in declared
+        if metric.name in values and (values[metric.name] or not metric.warning)
+    }
 
 
 def _warm_up(total: dict[str, Any]) -> str:
@@ -348,6 +352,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "method": summary["method"],
         "rounds": f"{summary['rounds']}, in {total['seconds']:.1f} s{_warm_up(total)}",
         **_accuracies(summary),
+        **_client_metrics(summary),
         "a client's message up": human_bytes(message["up_bytes"]),
         "a client's message down": human_bytes(message["down_bytes"]),
         "all messages up / down": f"{human_bytes(total['up_bytes'])} / {human_bytes(total['down_bytes'])}",

@@ -19,7 +19,6 @@ from vitfleet.fleet.build import Components
 from vitfleet.fleet.distributed import ProcessGroup
 from vitfleet.message import Message, Numbers, State, to_device
 from vitfleet.methods import Method
-from vitfleet.methods.episodic_memory import stored_samples
 from vitfleet.models.net import Net
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.evaluation import FleetEvaluator
@@ -127,7 +126,7 @@ class RunContext:
         """Return the costs of one client, given the numbers in each client's last update."""
         flops = self.cost_model.average(self.cost_model.dry_run(1, 0, NOTHING))
         # Peak memory is that of the client with the most stored samples.
-        numbers = max(client_metrics.values(), key=stored_samples, default=None)
+        numbers = max(client_metrics.values(), key=self.method.num_stored_samples, default=None)
         last_task = self.cost_model.dry_run(1, 0, NOTHING, self.config.num_tasks - 1, numbers)
         return ClientCosts(
             params=self.params,

@@ -26,15 +26,13 @@ from vitfleet.fleet.base import EvalRequest
 from vitfleet.message import State
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
-from vitfleet.run.records import RoundRecord, TaskRecord, read_records
+from vitfleet.run.records import TaskRecord, read_records
 from vitfleet.run.state import RunState
-from vitfleet.train.surgery import COUNT_NAMES, TUNING_PREFIX
 
 Floats: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = list[list[float | None]]
 
 #: Numbers in clients' updates that are counts of training steps. The summary has their sums.
-STEP_COUNTS = (*COUNT_NAMES, *(f"{TUNING_PREFIX}{name}" for name in COUNT_NAMES))
 
 
 class ContinualMetrics(NamedTuple):
@@ -136,28 +134,14 @@ def summary(folder: Path, config: Config) -> dict[str, Any] | None:
     """Return the continual part of a run's summary, in percent; ``None`` for a run without tasks."""
     if config.data.tasks is None:
         return None
-    task_records: list[TaskRecord] = []
-    step_counts: dict[str, int] = {}
-    for record in read_records(folder):
-        if record.task is not None:
-            task_records.append(record.task)
-        _add_step_counts(step_counts, record)
+    task_records = [record.task for record in read_records(folder) if record.task is not None]
     by_task = {name: [_percent(getattr(record, name)) for record in task_records] for name in ContinualMetrics._fields}
     matrices = [as_array(record.matrix, config.data.tasks.count) for record in task_records]
     return {
         **{name: values[-1] if values else None for name, values in by_task.items()},
         "matrix": [[_percent(_mean(column[:, None])) for column in matrix.T] for matrix in matrices],
         "by_task": by_task,
-        **({"steps": step_counts} if step_counts else {}),
     }
-
-
-def _add_step_counts(step_counts: dict[str, int], record: RoundRecord) -> None:
-    for client in record.clients:
-        for name in STEP_COUNTS:
-            count = client.numbers.get(name)
-            if isinstance(count, int):
-                step_counts[name] = step_counts.get(name, 0) + count
 
 
 def _percent(fraction: float | None) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
+from vitfleet.methods import method_class, reduce_client_metrics
 from vitfleet.run.records import Accuracy, ClientCosts, RoundRecord, read_records, read_seconds
 
 
@@ -88,6 +89,7 @@ def write_summary(
         },
         "total": _total(totals, folder),
         "client": asdict(costs),
+        "client_metrics": client_metrics(folder, config),
         **(more or {}),
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
@@ -116,3 +118,9 @@ def _total(totals: _Totals, folder: Path) -> dict[str, Any]:
         "failures": totals.failures,
         "failure": totals.last_failure,
     }
+
+
+def client_metrics(folder: Path, config: Config) -> dict[str, int | float]:
+    """Return the numbers that clients reported, summarised over all rounds as the method declares."""
+    reported = (client.numbers for record in read_records(folder) for client in record.clients)
+    return reduce_client_metrics(method_class(config.method).client_metrics, reported)

@@ -33,7 +33,6 @@ VANISHED = 1e-7  # a turned gradient this much shorter than g is all rounding: i
 ACUTE = -1e-6  # the least cosine that the check lets pass
 CHUNK = 8192  # numbers of a gradient that are multiplied at once; see in_pieces
 COUNT_NAMES = ("integrated", "rotated", "degenerate", "unsolved")  # steps, of what is told here: see Turned
-TUNING_PREFIX = "tuning_"  # what the same counts are called by where it is the fine tuning that is meant
 OBTUSE = "obtuse"  # and those that the check, where it is on, found wrong
 
 
