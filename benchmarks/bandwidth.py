@@ -26,7 +26,7 @@ from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
 from vitfleet.costs.virtual_clock import close_round
 from vitfleet.models.zoo import build
-from vitfleet.report.figure_types import Lines, Series, View
+from vitfleet.report.figure_types import AxisView, Curve, LineChart
 from vitfleet.report.plotting import draw_files
 from vitfleet.run.round_plan import choose_clients
 
@@ -81,9 +81,9 @@ def main() -> None:
     body, flops = net.anatomy.count_parameters(net.anatomy.body), full_flops(net).training
     methods: dict[str, Bytes] = {"FedViT": fedvit_bytes, "FedWEIT": fedweit_bytes}
 
-    def series(x: list[float], value: Callable[[Bytes, float], float]) -> list[Series]:
+    def series(x: list[float], value: Callable[[Bytes, float], float]) -> list[Curve]:
         return [
-            Series(name, style, x, [value(bytes_of, one) for one in x])
+            Curve(name, style, x, [value(bytes_of, one) for one in x])
             for style, (name, bytes_of) in enumerate(methods.items())
         ]
 
@@ -92,9 +92,9 @@ def main() -> None:
     fleet = series([5, 10, 20, 50, 100], lambda bytes_of, n: play(bytes_of, body, flops, int(n), 10, 1e6)[1] / n / 1e9)
     tasks = series(list(range(1, 11)), lambda bytes_of, n: play(bytes_of, body, flops, 20, int(n), 1e6)[1] / 1e9)
     figures = [
-        Lines("bandwidth", "Ten tasks, 20 clients", "virtual hours", [View("line", "MB/s a client", hours)]),
-        Lines("bytes-by-clients", "Ten tasks", "GB a client", [View("clients", "clients", fleet)]),
-        Lines("bytes-by-tasks", "20 clients", "GB, all clients", [View("tasks", "tasks", tasks)]),
+        LineChart("bandwidth", "Ten tasks, 20 clients", "virtual hours", [AxisView("line", "MB/s a client", hours)]),
+        LineChart("bytes-by-clients", "Ten tasks", "GB a client", [AxisView("clients", "clients", fleet)]),
+        LineChart("bytes-by-tasks", "20 clients", "GB, all clients", [AxisView("tasks", "tasks", tasks)]),
     ]
     for figure in figures:
         (view,) = figure.views

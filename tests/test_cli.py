@@ -375,7 +375,7 @@ def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> N
     assert (tmp_path / "one" / "figures" / "accuracy-by-rounds.svg").exists()
     wrong = vitfleet(tmp_path, "report", "none")
     assert wrong.returncode == 2
-    assert "none: holds neither a run nor a comparison" in wrong.stderr
+    assert "none: contains neither a run nor a comparison" in wrong.stderr
 
 
 def test_a_run_that_never_got_under_way_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:

@@ -20,35 +20,35 @@ def page_of(*runs: Path) -> str:
     return render(groups, report_figures(groups))
 
 
-def test_the_page_loads_nothing_from_elsewhere(make_run: MakeRun) -> None:
+def test_page_has_no_external_resources(make_run: MakeRun) -> None:
     page = page_of(make_run("a"))
     addresses = set(re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"'>)\s]+)""", page))
     assert all(address.startswith(("#", "data:", "`data:")) for address in addresses), addresses
 
 
-def test_names_cannot_break_out_of_their_place(make_run: MakeRun) -> None:
+def test_page_escapes_names(make_run: MakeRun) -> None:
     page = page_of(make_run("a"))
-    assert "<made>" not in page  # of the title
+    assert "<made>" not in page  # the title
     assert "fedavg &amp; &lt;made&gt;" in page
     data = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     assert json.loads(data[1])["groups"] == [{"label": "fedavg"}]
 
 
-def test_the_table_marks_the_best_and_leaves_out_what_nobody_has(make_run: MakeRun) -> None:
+def test_summary_table_marks_best_and_omits_unknown_columns(make_run: MakeRun) -> None:
     page = page_of(make_run("a", seed=0), make_run("b", method="transfl", seed=7), make_run("c", seed=1))
     assert '<td class="best">57.0</td>' in page
     assert "<td>50.5 ± 0.7</td>" in page
     assert "forgetting, %" not in page
 
 
-def test_the_command_and_the_configuration_are_there(make_run: MakeRun) -> None:
+def test_page_contains_command_and_configuration(make_run: MakeRun) -> None:
     page = page_of(make_run("a"))
     assert "<pre>vitfleet run made</pre>" in page
     assert "&quot;warmup_rounds&quot;: 0" in page
 
 
-def test_a_report_lies_with_its_run_and_of_several_in_a_folder_of_its_own(
+def test_report_folder_is_that_of_a_single_run_or_a_new_one(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -58,26 +58,26 @@ def test_a_report_lies_with_its_run_and_of_several_in_a_folder_of_its_own(
     assert report_folder([run, other], tmp_path / "here") == tmp_path / "here"
 
 
-def test_a_live_page_loads_itself_again_until_the_run_is_finished(make_run: MakeRun) -> None:
+def test_watched_page_refreshes_until_runs_are_finished(make_run: MakeRun) -> None:
     run, whole = make_run("a", played=2), make_run("whole")
-    seen: list[str] = []
+    pages: list[str] = []
 
-    def meanwhile(seconds: float) -> None:
-        seen.append((run / "report.html").read_text())
+    def finish_run(seconds: float) -> None:
+        pages.append((run / "report.html").read_text())
         for name in ("records.jsonl", "summary.json"):
             (run / name).write_bytes((whole / name).read_bytes())
 
     announced: list[Path] = []
-    written = watch_report([run], announce=announced.append, wait=meanwhile)
-    assert len(seen) == 1
-    assert 'http-equiv="refresh"' in seen[0]
-    assert "live: 2 of 5 rounds" in seen[0]
+    written = watch_report([run], announce=announced.append, wait=finish_run)
+    assert len(pages) == 1
+    assert 'http-equiv="refresh"' in pages[0]
+    assert "live: 2 of 5 rounds" in pages[0]
     assert announced == [written.page]
     assert 'http-equiv="refresh"' not in written.page.read_text()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
-def test_in_a_real_browser(make_run: MakeRun, tmp_path: Path) -> None:
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)")
+def test_page_works_in_chromium(make_run: MakeRun, tmp_path: Path) -> None:
     runs = [
         make_run("a", seed=0),
         make_run("b", seed=1),
@@ -86,11 +86,11 @@ def test_in_a_real_browser(make_run: MakeRun, tmp_path: Path) -> None:
     ]
     page = tmp_path / "report.html"
     page.write_text(page_of(*runs))
-    empty = "[...document.querySelectorAll('figure')].filter((one) => !one.querySelector('.mark')).map((one) => one.id)"
+    empty = "[...document.querySelectorAll('figure')].filter((f) => !f.querySelector('.mark')).map((f) => f.id)"
     with chromium(tmp_path / "profile") as browser:
         for width in WIDTHS:
             browser.open(page, width, dark=width == WIDTHS[0])
-            assert browser.value("document.documentElement.scrollWidth") == width  # nothing sticks out
+            assert browser.value("document.documentElement.scrollWidth") == width  # nothing overflows
             assert browser.value("document.querySelectorAll('figure').length") >= 15
             assert browser.value(empty) == []
             assert browser.value("document.querySelectorAll('#accuracy path.mark').length") == 3
@@ -105,5 +105,5 @@ def test_in_a_real_browser(make_run: MakeRun, tmp_path: Path) -> None:
             "document.querySelector('#accuracy svg').dispatchEvent(new PointerEvent('pointermove',"
             " {clientX: document.querySelector('#accuracy svg').getBoundingClientRect().left + 200, clientY: 5}))"
         )
-        assert browser.value("document.querySelector('#accuracy .tip').textContent").startswith("virtual hours")
-        assert browser.complaints == []
+        assert browser.value("document.querySelector('#accuracy .tooltip').textContent").startswith("virtual hours")
+        assert browser.errors == []

@@ -1,4 +1,4 @@
-"""The picture of a partition is drawn for fleets of every size, and shows what it should."""
+"""The plot of a data partition, for fleets of different sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.report.partition_plot import by_dominant_class, draw
+from vitfleet.report.partition_plot import by_dominant_class, draw_partition
 
 pytest.importorskip("matplotlib")
 
@@ -24,42 +24,42 @@ def pixels(path: Path) -> NDArray[np.uint8]:
 @pytest.mark.parametrize(
     ("clients", "classes"), [(1, 1), (2, 3), (10, 10), (60, 30), (61, 31), (100, 100), (10_000, 10)]
 )
-def test_every_size_of_fleet_is_drawn(clients: int, classes: int, tmp_path: Path) -> None:
+def test_draw_partition_handles_every_fleet_size(clients: int, classes: int, tmp_path: Path) -> None:
     counts = np.random.default_rng(0).poisson(3, (clients, classes)).astype(np.int64)
-    draw(counts, [f"class {c}" for c in range(classes)], tmp_path / "new" / "partition.png")
+    draw_partition(counts, [f"class {c}" for c in range(classes)], tmp_path / "new" / "partition.png")
     image = pixels(tmp_path / "new" / "partition.png")
     assert min(image.shape[:2]) > 300
     assert image.std() > 5
 
 
 @pytest.mark.parametrize("clients", [10, 100])
-def test_different_partitions_look_different(clients: int, tmp_path: Path) -> None:
+def test_draw_partition_distinguishes_even_from_skewed(clients: int, tmp_path: Path) -> None:
     even = np.full((clients, 10), 10, np.int64)
     skewed = 100 * (np.arange(clients)[:, None] % 10 == np.arange(10)).astype(np.int64)
     for name, counts in (("even", even), ("skewed", skewed)):
-        draw(counts, list("abcdefghij"), tmp_path / f"{name}.png")
+        draw_partition(counts, list("abcdefghij"), tmp_path / f"{name}.png")
     differing = np.any(pixels(tmp_path / "even.png") != pixels(tmp_path / "skewed.png"), axis=2)
     assert differing.mean() > 0.3
 
 
-def test_clients_without_images_are_drawn(tmp_path: Path) -> None:
-    draw(np.array([[0, 0], [0, 5]]), ["a", "b"], tmp_path / "partition.png")
+def test_draw_partition_handles_clients_without_images(tmp_path: Path) -> None:
+    draw_partition(np.array([[0, 0], [0, 5]]), ["a", "b"], tmp_path / "partition.png")
     assert (tmp_path / "partition.png").stat().st_size > 1000
 
 
-def test_clients_are_sorted_by_dominant_class_and_empty_ones_last() -> None:
+def test_by_dominant_class_puts_clients_without_images_last() -> None:
     counts = np.array([[0, 0, 0], [1, 0, 9], [4, 3, 0], [0, 2, 0], [8, 0, 0]])
     assert by_dominant_class(counts).tolist() == [4, 2, 3, 1, 0]
 
 
-def test_ties_are_spread_over_the_classes() -> None:
+def test_by_dominant_class_spreads_ties_over_classes() -> None:
     counts = np.ones((30, 3), np.int64)
     order = by_dominant_class(counts)
-    # Clients lean to the three classes in turn: ten each, instead of all thirty to the first.
+    # Ten clients per class, instead of all thirty for the first.
     blocks = [{int(client) % 3 for client in order[start : start + 10]} for start in (0, 10, 20)]
     assert blocks == [{2}, {1}, {0}]
 
 
-def test_matplotlib_is_not_loaded_before_it_is_needed() -> None:
+def test_import_does_not_load_matplotlib() -> None:
     code = "import sys, vitfleet.report.partition_plot; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

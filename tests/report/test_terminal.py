@@ -1,4 +1,4 @@
-"""What a run of tasks looks like in a terminal."""
+"""Terminal output of runs on task streams."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from vitfleet.report.terminal import RoundDisplay, compare_table, summary_table
+from vitfleet.report.tables import comparison_table, summary_table
+from vitfleet.report.terminal import RoundDisplay
 from vitfleet.run.compare import Comparison, Row
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
 
-def shown(what: RenderableType) -> str:
+def render(table: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=160)
-    console.print(what)
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -34,34 +35,34 @@ def summary(accuracy: float, **client_metrics: int) -> dict[str, Any]:
     }
 
 
-def test_a_summary_of_tasks_says_what_was_learned_and_what_forgotten() -> None:
-    text = shown(summary_table(summary(61.239, integrated=40, rotated=30, degenerate=0, tuning_degenerate=0), ""))
+def test_summary_table_shows_accuracy_and_forgetting_of_tasks() -> None:
+    text = render(summary_table(summary(61.239, integrated=40, rotated=30, degenerate=0, tuning_degenerate=0), ""))
     assert "61.24 %" in text
     assert "4.25 %" in text
     assert re.search(r"steps with reference gradients\W+40\W", text)
     assert re.search(r"steps with a rotated gradient\W+30\W", text)
-    assert "forward" not in text, "it is not known"
+    assert "forward" not in text, "unknown numbers are omitted"
     assert "warning" not in text
 
 
 def test_summary_table_shows_the_warnings_among_the_client_metrics() -> None:
     warned = summary(60.0, integrated=40, rotated=30, degenerate=0, tuning_degenerate=1, unsolved=4)
-    text = shown(summary_table(warned, ""))
+    text = render(summary_table(warned, ""))
     assert "4 (warning)" in text
     assert "1 (warning)" in text
     assert text.count("(warning)") == 2
 
 
-def test_a_comparison_of_tasks_is_of_accuracy_and_forgetting() -> None:
-    text = shown(
-        compare_table(Comparison([Row("mine", [summary(60.0), summary(64.0)]), Row("other", [summary(50.0)])], None))
+def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
+    text = render(
+        comparison_table(Comparison([Row("mine", [summary(60.0), summary(64.0)]), Row("other", [summary(50.0)])], None))
     )
     assert "62.0 ± 2.8 %" in text
     assert "50.0 %" in text
     assert "forgetting" in text
 
 
-def test_a_learned_task_is_announced() -> None:
+def test_round_display_announces_learned_task() -> None:
     console = Console(file=io.StringIO(), width=160)
     learned = TaskRecord(2, [[0.5]], None, average_accuracy=0.625, forgetting=0.04)
     record = RoundRecord(4, 0.1, 1.0, Accuracy(None, None, 0, 0.7), [], 0, 0, learned)

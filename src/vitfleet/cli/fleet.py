@@ -146,8 +146,9 @@ def client(
 def _serve(held: RunFolder, endpoint: Endpoint) -> None:
     """Conduct a run on devices and show it."""
     from vitfleet.flower.server import serve
-    from vitfleet.report.run_plots import draw_rounds
-    from vitfleet.report.terminal import RoundDisplay, summary_table
+    from vitfleet.report.run_plots import draw_results
+    from vitfleet.report.tables import summary_table
+    from vitfleet.report.terminal import RoundDisplay
     from vitfleet.run.records import read_records
 
     signal.signal(signal.SIGTERM, interrupt)
@@ -168,7 +169,7 @@ def _serve(held: RunFolder, endpoint: Endpoint) -> None:
     except KeyboardInterrupt:
         say(complaints, f"\nStopped. To go on from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
-    draw_rounds(folder)
+    draw_results(folder)
     summary = json.loads((folder / "summary.json").read_text())
     console.print(summary_table(summary, config.title))
     say(console, f"run folder: {folder}")

@@ -1,4 +1,4 @@
-"""The commands that train nothing: what a configuration would cost, what runs came to, what can be set."""
+"""The commands that do not train: costs, reports, and lists of presets and keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vitfleet.cli.base import Overrides, app, configure, console, say
 
 @app.command()
 def cost(
-    source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="What would be run.")],
+    source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="The configuration.")],
     override: Overrides = [],  # noqa: B006
     method: Annotated[
-        list[str], typer.Option("--method", help="Only this method; may be repeated. Default: all of them.")
+        list[str], typer.Option("--method", help="Report this method only. May be repeated. Default: all methods.")
     ] = [],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a configuration would cost a client, without data and without training.
+    """Estimate what a configuration costs a client, without data and without training.
 
-    Operations, memory and bytes of every method, and how long a round takes on each kind of device.
+    Prints FLOPs, memory and bytes of every method, and the time of a round on every hardware profile.
 
     Examples
     --------
@@ -35,35 +35,35 @@ def cost(
 
     from vitfleet.costs.report import cost_reports
     from vitfleet.progress import NO_PROGRESS
-    from vitfleet.report.terminal import TerminalProgress, cost_table, device_table
+    from vitfleet.report.tables import cost_table, device_table
+    from vitfleet.report.terminal import TerminalProgress
 
     config = configure(source, override, None, None)
-    sheets = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
+    reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
     if as_json:
-        print(json.dumps({"methods": {sheet.method: asdict(sheet) for sheet in sheets}}, indent=2))
+        print(json.dumps({"methods": {report.method: asdict(report) for report in reports}}, indent=2))
         return
-    console.print(cost_table(sheets))
+    console.print(cost_table(reports))
     console.print()
-    console.print(device_table(sheets[0]))
+    console.print(device_table(reports[0]))
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
     out: Annotated[
-        Path | None, typer.Option(help="The report's folder; default: the run's own, of several a new one in runs/.")
+        Path | None,
+        typer.Option(help="The report's folder. Default: the run's folder, or for several runs a new one in runs/."),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Keep the page up to date until its runs are finished.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the page until all runs are finished.")] = False,
 ) -> None:
-    """Make one HTML page of runs and comparisons, which opens offline, and every figure of it as SVG and PNG.
+    """Write an HTML page about runs and comparisons, which opens without a network, and its figures as SVG and PNG.
 
     Examples
     --------
     * `vitfleet report runs/compare-001`
     * `vitfleet report runs/a runs/b --out runs/both`
-    * `vitfleet report --watch runs/a`, while `vitfleet run` goes on in another terminal
+    * `vitfleet report --watch runs/a`, while `vitfleet run` is running in another terminal
     """
     from vitfleet.report.terminal import TerminalProgress
     from vitfleet.report.write import watch_report, write_report
@@ -72,7 +72,7 @@ def report(
         say(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
         return
     try:
-        written = watch_report(runs, out, lambda page: say(console, f"live report: {page} (Ctrl-C ends it)"))
+        written = watch_report(runs, out, lambda page: say(console, f"live report: {page} (stop with Ctrl-C)"))
     except KeyboardInterrupt:
         return
     say(console, f"report: {written.page}")
@@ -85,7 +85,7 @@ def presets() -> None:
 
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("preset", style="bold", no_wrap=True)
-    table.add_column("what it is")
+    table.add_column("description")
     for name, title in shipped().items():
         table.add_row(name, title)
     console.print(table)
@@ -95,13 +95,13 @@ def presets() -> None:
 def keys(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
-    """List every configuration key: what it may be, its default, what it means."""
+    """List every configuration key with its allowed values, default and meaning."""
     from vitfleet.config import keys as key_table
 
     if markdown:
         print(key_table.markdown(), end="")
         return
-    if not console.is_terminal:  # for grep: a line a key
+    if not console.is_terminal:  # for grep: one line per key
         for key in key_table.every_key():
             print(key.name, key.variant, key.allowed, key.default, key.meaning, sep="\t")
         return

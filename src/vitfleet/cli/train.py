@@ -176,13 +176,14 @@ def _compare(path: Path, as_json: bool = False, jobs: int = 1) -> None:
                 _train(reopen(folder), comparison=path)
             else:
                 _train(create(member.config, folder, member.name, command), is_new=True, comparison=path)
-    from vitfleet.report.terminal import TerminalProgress, compare_table, costs_table
+    from vitfleet.report.tables import comparison_costs_table, comparison_table
+    from vitfleet.report.terminal import TerminalProgress
     from vitfleet.report.write import write_report
 
     comparison = read_comparison(path)
-    console.print(compare_table(comparison))
+    console.print(comparison_table(comparison))
     console.print()
-    console.print(costs_table(comparison.rows))
+    console.print(comparison_costs_table(comparison.rows))
     if shards_differ(path):
         say(complaints, "note: these runs were not dealt the same images, so their accuracies do not compare")
     say(console, f"comparison folder: {path}")
@@ -217,7 +218,7 @@ def _play_jobs(folders: list[Path], jobs: int, comparison: Path) -> None:
 
 
 def _show(summary: dict[str, Any], held: RunFolder) -> None:
-    from vitfleet.report.terminal import summary_table
+    from vitfleet.report.tables import summary_table
 
     console.print(summary_table(summary, held.config().title))
     say(console, f"run folder: {held.path}")
@@ -241,7 +242,7 @@ def _train(run_folder: RunFolder, is_new: bool = False, comparison: Path | None 
         signal.signal(signal.SIGTERM, interrupt)
         config = run_folder.config()
         from vitfleet.fleet.distributed import join_process_group
-        from vitfleet.report.run_plots import draw_partition, draw_rounds
+        from vitfleet.report.run_plots import draw_results, draw_setup
         from vitfleet.report.terminal import RoundDisplay, TerminalProgress
         from vitfleet.run.context import load_state
         from vitfleet.run.loop import run_rounds
@@ -250,12 +251,12 @@ def _train(run_folder: RunFolder, is_new: bool = False, comparison: Path | None 
         with join_process_group() as processes:
             processes.broadcast(str(folder.resolve()).encode())
             context = open_run(config, folder, TerminalProgress(console), processes=processes)
-            draw_partition(context)
+            draw_setup(context)
             state = load_state(context)
             _show_start(context, state)
             with RoundDisplay(console, config.rounds, state.round) as display:
                 summary = run_rounds(context, state, [display], display).summary
-        draw_rounds(folder)
+        draw_results(folder)
     except KeyboardInterrupt:
         resumable = shlex.quote(str(comparison or folder))
         say(complaints, f"\nStopped. To resume from the last checkpoint: vitfleet resume {resumable}")

@@ -171,6 +171,8 @@ class Method(ABC, Generic[Params]):
     has_global_model: ClassVar[bool] = True
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
+    #: Names of the figures that a report shows for this method: see ``vitfleet.report.method_figures``.
+    figures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Params, context: MethodContext) -> None:
         self.params = params

@@ -78,6 +78,7 @@ class EftVit(Method[EftVitParams]):
         check_layers("local_layers", params.local_layers, config.model.depth, spare=1)
 
     has_global_model = False
+    figures = ("balanced-labels",)
 
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)

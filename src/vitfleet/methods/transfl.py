@@ -58,6 +58,7 @@ class TransFL(Method[TransFLParams]):
         ClientMetric("gradients", "mean |gradient| of each layer"),
         ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer"),
     )
+    figures = ("sent-layers", "head-gradients")
 
     @classmethod
     def check_config(cls, params: TransFLParams, config: Config) -> None:

@@ -1,1 +1,1 @@
-"""What a run leaves behind to be read: pictures, tables, a report."""
+"""Tables, figures and the HTML report of runs."""

@@ -1,19 +1,24 @@
-"""Figures as data. The page draws them in the browser, :mod:`vitfleet.report.plotting` writes them to files."""
+"""Figures as data: the page draws them in the browser, :mod:`vitfleet.report.plotting` writes them to files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Numbers: TypeAlias = Sequence[float | None]
 
 
 @dataclass(frozen=True)
-class Series:
-    """A curve; ``style`` is its place among the configurations: the same colour in every figure.
+class Curve:
+    """A curve of a line chart.
 
-    ``low`` and ``high`` bound the band around a mean over several seeds.
+    Attributes
+    ----------
+    style
+        Index of the configuration: it has the same colour and dashes in every figure.
+    low, high
+        Bounds of the band around a mean over several seeds; empty without a band.
     """
 
     name: str
@@ -25,32 +30,32 @@ class Series:
 
 
 @dataclass(frozen=True)
-class View:
-    """The same curves over one of several horizontal axes."""
+class AxisView:
+    """The curves of a line chart over one choice of horizontal axis."""
 
     name: str
     label: str
-    series: Sequence[Series]
+    curves: Sequence[Curve]
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Curves, over one axis or several to choose from."""
+class LineChart:
+    """Curves over one horizontal axis, or over several to choose from."""
 
     id: str
     title: str
     label: str
-    views: Sequence[View]
+    views: Sequence[AxisView]
     percent: bool = False
     note: str = ""
-    kind: str = field(default="lines", init=False)
+    kind: str = field(default="line-chart", init=False)
 
 
 @dataclass(frozen=True)
-class Heat:
-    """A table of shades, ``values[row][column]``; ``None`` is left blank.
+class HeatMap:
+    """A matrix of shades, ``values[row][column]``; ``None`` is left blank.
 
-    ``rows`` and ``columns`` name them; without names they stand unlabelled.
+    ``rows`` and ``columns`` are tick labels; an empty sequence means no tick labels.
     """
 
     id: str
@@ -61,64 +66,70 @@ class Heat:
     rows: Sequence[str]
     columns: Sequence[str]
     percent: bool = False
-    warm: bool = False
+    palette: Literal["blues", "oranges"] = "blues"
     note: str = ""
-    kind: str = field(default="heat", init=False)
+    kind: str = field(default="heat-map", init=False)
+
+    @property
+    def shade_exponent(self) -> float:
+        """Exponent from a value to its shade: counts below 1, so that one large count does not bleach the others."""
+        return 1.0 if self.percent or self.palette == "oranges" else 0.6
 
 
 @dataclass(frozen=True)
-class Bars:
-    """Groups of bars: one group a name, one bar of it a series."""
+class BarChart:
+    """Groups of bars: one group per category, one bar per series."""
 
     id: str
     title: str
     label: str
-    column_label: str
-    names: Sequence[str]
+    category_label: str
+    categories: Sequence[str]
     series: Sequence[tuple[str, Numbers]]
     note: str = ""
-    kind: str = field(default="bars", init=False)
+    kind: str = field(default="bar-chart", init=False)
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Who was busy when: ``spans`` are (row, from, to, whether its work was used)."""
+class Timeline:
+    """Busy intervals per row: ``intervals`` are (row, start, end, whether the work was used)."""
 
     id: str
     title: str
     label: str
     rows: Sequence[str]
-    spans: Sequence[tuple[int, float, float, bool]]
+    intervals: Sequence[tuple[int, float, float, bool]]
     note: str = ""
-    kind: str = field(default="spans", init=False)
+    kind: str = field(default="timeline", init=False)
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture as it is: PNG bytes in base64."""
+class ImageFigure:
+    """A PNG image, encoded in base64."""
 
     id: str
     title: str
     png: str
     note: str = ""
-    kind: str = field(default="picture", init=False)
+    kind: str = field(default="image", init=False)
 
 
-Figure: TypeAlias = Lines | Heat | Bars | Spans | Picture
+Figure: TypeAlias = LineChart | HeatMap | BarChart | Timeline | ImageFigure
 
 
-def plain(figure: Figure) -> dict[str, Any]:
-    """Return a figure as plain values, with no more digits than a reader can see."""
-    tree = _short(asdict(figure))
-    assert isinstance(tree, dict)
+def to_json(figure: Figure) -> dict[str, Any]:
+    """Return a figure as values for JSON, with five significant digits."""
+    tree: dict[str, Any] = {key: _round(value) for key, value in asdict(figure).items()}
+    if isinstance(figure, HeatMap):
+        tree["shade_exponent"] = figure.shade_exponent
     return tree
 
 
-def _short(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
+        return {key: _round(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_short(one) for one in value]
+        return [_round(item) for item in value]
     return value

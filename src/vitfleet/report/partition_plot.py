@@ -1,4 +1,4 @@
-"""The picture of a partition: which client holds how many images of which class."""
+"""The plot of a data partition: images per client and class."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# Up to here every client has its own labelled row, every class its own labelled column.
+# Up to these numbers every client has a labelled row, every class a labelled column.
 LABELLED_CLIENTS = 60
 LABELLED_CLASSES = 30
-# A picture has fewer rows than a large fleet has clients: neighbours in the sorted order are averaged.
-_ROWS = 600
+# A plot has fewer rows than a large fleet has clients: neighbours in the sorted order are averaged.
+_MAX_ROWS = 600
 _INK = "#334155"
 
 
-def draw(counts: Ints, class_names: Sequence[str], path: Path) -> None:
+def draw_partition(counts: Ints, class_names: Sequence[str], path: Path) -> None:
     """Draw a partition to a PNG file.
 
-    Up to 60 clients stay in order and are labelled. A larger fleet is sorted by dominant class, so that its
-    structure shows as a staircase, and stands without labels.
+    Up to 60 clients are labelled and in order. A larger fleet is sorted by dominant class, which makes its structure
+    visible, and has no labels.
 
     Parameters
     ----------
     counts
-        ``[clients, classes]``: training images.
+        Training images, ``[clients, classes]``.
     class_names
-        The classes' names, for up to 30 classes.
+        Names of the classes; shown for up to 30 classes.
     path
-        Where the picture goes.
+        The PNG file.
     """
-    # A Figure of its own, without pyplot: no display is needed and no global state is left behind.
+    # Without pyplot: no display is needed, and no global state remains.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     clients, classes = counts.shape
     labelled = clients <= LABELLED_CLIENTS
-    rows = counts.astype(np.float64) if labelled else condense(counts[by_dominant_class(counts)], _ROWS)
+    rows = counts.astype(np.float64) if labelled else average_neighbours(counts[by_dominant_class(counts)], _MAX_ROWS)
     height = float(np.clip(1.6 + 0.26 * clients, 3.2, 9.0)) if labelled else 6.5
     width = float(np.clip(3.6 + 0.42 * classes, 6.0, 10.5))
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     table, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
-    # Below linear: one crowded cell must not bleach the many small ones.
+    # An exponent below 1, so that one large count does not bleach the others.
     shade = PowerNorm(0.6, vmin=0, vmax=max(float(rows.max()), 1.0))
     image = table.imshow(rows, aspect="auto", cmap="Blues", norm=shade, interpolation="nearest")
     _label_table(table, clients, class_names, labelled)
     _draw_sizes(bars, rows.sum(axis=1))
-    # Beside the table it would push the bars away: the scale lies flat underneath, across both parts.
+    # Below both parts: between them, the scale would separate the bars from their rows.
     scale = figure.colorbar(
         image, ax=[table, bars], location="bottom", shrink=0.5, aspect=40, pad=0.02, ticks=_whole_numbers()
     )
@@ -63,27 +63,27 @@ def draw(counts: Ints, class_names: Sequence[str], path: Path) -> None:
     scale.ax.xaxis.set_major_formatter("{x:,.0f}")
     scale.outline.set_visible(False)
     empty = int(np.count_nonzero(counts.sum(axis=1) == 0))
-    note = f", {empty:,} of them empty" if empty else ""
+    note = f", {empty:,} without images" if empty else ""
     figure.suptitle(f"{int(counts.sum()):,} images on {clients:,} clients{note}", fontsize=11, color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
 
 def by_dominant_class(counts: Ints) -> Ints:
-    """Return the clients' order by dominant class, most images of it first, empty clients last.
+    """Return the clients sorted by dominant class, then by their images of it; clients without images last.
 
-    Where classes tie in a client, which one counts turns with the client: in a fleet with a handful of
-    images each, ties are common, and the first class would look larger than it is.
+    Ties between classes are resolved in favour of a class that changes from client to client. With a few images per
+    client ties are common, and the first class would look larger than it is.
     """
     clients, classes = counts.shape
-    turn = (np.arange(classes) + np.arange(clients)[:, None]) % classes / (2 * classes)
+    tie_breaker = (np.arange(classes) + np.arange(clients)[:, None]) % classes / (2 * classes)
     sizes = counts.sum(axis=1)
-    dominant = np.where(sizes > 0, (counts + turn).argmax(axis=1), classes)
+    dominant = np.where(sizes > 0, (counts + tie_breaker).argmax(axis=1), classes)
     return np.lexsort((-sizes, -counts.max(axis=1), dominant)).astype(np.int64)
 
 
-def condense(counts: Ints, rows: int) -> NDArray[np.float64]:
-    """Average runs of neighbouring clients until there are at most ``rows``."""
+def average_neighbours(counts: Ints, rows: int) -> NDArray[np.float64]:
+    """Average neighbouring clients so that at most ``rows`` rows remain."""
     clients = counts.shape[0]
     starts = np.arange(0, clients, -(-clients // rows))
     lengths = np.diff(starts, append=clients)
@@ -99,8 +99,8 @@ def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: 
     axes.set_xlabel("class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=_INK, fontsize=9)
     if classes <= LABELLED_CLASSES:
         long = max(len(name) for name in class_names) > 4
-        turn = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if long else {}
-        axes.set_xticks(range(classes), [_short(name) for name in class_names], **turn)
+        rotated = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if long else {}
+        axes.set_xticks(range(classes), [_shorten(name) for name in class_names], **rotated)
     else:
         axes.set_xticks([])
     if labelled:
@@ -116,7 +116,7 @@ def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: 
 
 
 def _draw_sizes(axes: Any, sizes: NDArray[np.float64]) -> None:
-    # Full-height bars in a large fleet: gaps between hundreds of thin bars would only shimmer.
+    # No gaps in a large fleet: between hundreds of thin bars they cause moiré patterns.
     axes.barh(range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b")
     axes.set_xlim(0, max(float(sizes.max()), 1.0) * 1.05)
     axes.set_xlabel("images\nper client", color=_INK, fontsize=8)
@@ -135,5 +135,5 @@ def _whole_numbers(bins: int = 6) -> Any:
     return MaxNLocator(bins, integer=True)
 
 
-def _short(name: str, limit: int = 16) -> str:
+def _shorten(name: str, limit: int = 16) -> str:
     return name if len(name) <= limit else name[: limit - 1] + "…"

@@ -1,273 +1,115 @@
-"""Which figures a report holds: the curves of all configurations, and what is peculiar to one."""
+"""The figures of single runs: data partition, masked images, tasks, timeline, and those that the method declares."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from vitfleet.methods.median_sampling import threshold_of
-from vitfleet.report.figure_types import Bars, Figure, Heat, Lines, Picture, Series, Spans, View
-from vitfleet.report.partition_plot import LABELLED_CLIENTS, by_dominant_class, condense
-from vitfleet.report.runs import Group, RunView, devices_of
-from vitfleet.run.records import RoundRecord
+from vitfleet.report.curves import time_unit
+from vitfleet.report.figure_types import AxisView, Curve, Figure, HeatMap, ImageFigure, LineChart, Timeline
+from vitfleet.report.method_figures import method_figures
+from vitfleet.report.partition_plot import LABELLED_CLIENTS, average_neighbours, by_dominant_class
+from vitfleet.report.runs import RunData, RunGroup
 
-MEGABYTE = 1e6
-_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-CLIENT_ROWS = 200  # a figure has no more rows than this: in a larger fleet neighbours are averaged
-
-Reading = Callable[[RoundRecord], float | None]
+MAX_CLIENT_ROWS = 200  # of a heat map: in a larger fleet, neighbouring clients are averaged
 
 
-def common_figures(groups: Sequence[Group]) -> list[Figure]:
-    """Return the figures that compare the configurations."""
-    figures: list[Figure] = []
-    axes = _axes(groups)
-
-    def curves(id: str, title: str, label: str, value: Reading, percent: bool = False, note: str = "") -> None:
-        views = [view for axis in axes if (view := _view(groups, axis, value)) is not None]
-        if views:
-            figures.append(Lines(id, title, label, views, percent, note))
-
-    curves("accuracy", "Accuracy on the common test set", "accuracy", _global, percent=True)
-    curves("learned", "Average accuracy on the tasks learned", "accuracy", _learned, percent=True)
-    curves("forgetting", "Forgetting of tasks learned before", "share", _forgotten, percent=True)
-    curves("local", "Accuracy of clients' own models at home", "accuracy", _local, percent=True)
-    curves("test-loss", "Loss on the common test set", "cross-entropy", _test_loss)
-    curves("train-loss", "Training loss of the clients", "loss", lambda record: record.loss)
-    for id, title, value in (("up", "Bytes up, a round", _up), ("down", "Bytes down, a round", _down)):
-        view = _view(groups, _ROUNDS, value)
-        if view is not None:
-            note = "All of a round's clients together. The first contact with a client brings it the initial model."
-            figures.append(Lines(f"bytes-{id}", title, "MB", [view], note=note if id == "down" else ""))
-    return figures
-
-
-def detail_figures(group: Group, id: str) -> list[Figure]:
-    """Return the figures of one configuration, from its first seed."""
+def configuration_figures(group: RunGroup, prefix: str) -> list[Figure]:
+    """Return the figures of one configuration, from its first seed; their ids start with ``prefix``."""
     run = group.runs[0]
-    made = (_sent, _heads, _labels, _patches, _tasks, _forgetting, _timeline)
-    return [figure for make in made if (figure := make(run, id)) is not None]
+    candidates = [
+        *method_figures(run),
+        _masked_images(run),
+        _task_matrix(run),
+        _task_curves(run),
+        _timeline(run),
+    ]
+    return [replace(figure, id=f"{prefix}-{figure.id}") for figure in candidates if figure is not None]
 
 
-def partitions(groups: Sequence[Group]) -> list[Figure]:
-    """Return who holds what: one figure for every way in which the images were dealt."""
+def partition_figures(groups: Sequence[RunGroup]) -> list[Figure]:
+    """Return one heat map for every different data partition of the runs."""
     figures: dict[str, Figure] = {}
     for group in groups:
         for run in group.runs:
-            if run.partition is None or (key := run.partition["sha256"]) in figures:
-                continue
-            counts = np.asarray(run.partition["counts"], dtype=np.int64)
-            clients = len(counts)
-            named = clients <= LABELLED_CLIENTS
-            rows = counts if named else condense(counts[by_dominant_class(counts)], CLIENT_ROWS)
-            averaged = "; a row is the mean of neighbours" if len(rows) < clients else ""
-            figures[key] = Heat(
-                id=f"partition-{len(figures) + 1}",
-                title=f"Images of each class on each client, seed {run.seed}",
-                values=rows.tolist(),
-                row_label="client",
-                column_label="class",
-                rows=[str(client) for client in range(clients)] if named else [],
-                columns=run.partition["classes"],
-                note="" if named else f"{clients:,} clients, sorted by their dominant class{averaged}.",
-            )
+            if run.partition is not None and run.partition["sha256"] not in figures:
+                figures[run.partition["sha256"]] = _partition(run, run.partition, len(figures) + 1)
     return list(figures.values())
 
 
-def _global(record: RoundRecord) -> float | None:
-    return record.accuracy.global_ if record.accuracy else None
-
-
-def _local(record: RoundRecord) -> float | None:
-    return record.accuracy.local if record.accuracy else None
-
-
-def _learned(record: RoundRecord) -> float | None:
-    return record.task.average_accuracy if record.task else None
-
-
-def _forgotten(record: RoundRecord) -> float | None:
-    return record.task.forgetting if record.task else None
-
-
-def _test_loss(record: RoundRecord) -> float | None:
-    return record.accuracy.loss if record.accuracy else None
-
-
-def _up(record: RoundRecord) -> float:
-    return sum(entry.up_bytes for entry in record.clients) / MEGABYTE
-
-
-def _down(record: RoundRecord) -> float:
-    return sum(entry.down_bytes for entry in record.clients) / MEGABYTE
-
-
-def _megabytes(record: RoundRecord) -> float:
-    return (record.total_up_bytes + record.total_down_bytes) / MEGABYTE
-
-
-Axis = tuple[str, str, Reading]
-_ROUNDS: Axis = ("rounds", "round", lambda record: record.round)
-
-
-def _axes(groups: Sequence[Group]) -> list[Axis]:
-    seconds, unit = _clock_unit([run for group in groups for run in group.runs])
-
-    def clock(record: RoundRecord) -> float | None:
-        return None if record.virtual_seconds is None else record.virtual_seconds / seconds
-
-    return [
-        _ROUNDS,
-        ("megabytes", "MB up and down, all clients", _megabytes),
-        ("virtual time", f"virtual {unit}", clock),
-    ]
-
-
-def _clock_unit(runs: Sequence[RunView]) -> tuple[float, str]:
-    """Return the unit in which the longest of these runs reads well."""
-    longest = max((record.virtual_seconds or 0.0 for run in runs for record in run.records), default=0.0)
-    return next((size, name) for size, name in _UNITS if longest >= 3 * size or size == 1)
-
-
-def _view(groups: Sequence[Group], axis: Axis, value: Reading) -> View | None:
-    """Return every configuration's curve over an axis; ``None`` where no run has both."""
-    name, label, place = axis
-    series = [one for style, group in enumerate(groups) if (one := _curve(group, style, place, value)) is not None]
-    return View(name, label, series) if series else None
-
-
-def _curve(group: Group, style: int, place: Reading, value: Reading) -> Series | None:
-    """Average a configuration's seeds round by round; the band is one standard deviation to each side."""
-    at: dict[int, list[tuple[float, float]]] = {}
-    for run in group.runs:
-        for record in run.records:
-            where, reached = place(record), value(record)
-            if where is not None and reached is not None:
-                at.setdefault(record.round, []).append((where, reached))
-    if not at:
-        return None
-    # While runs go on, some are ahead: a mean over fewer seeds would jump where one of them ends.
-    full = max(len(points) for points in at.values())
-    points = [found for _, found in sorted(at.items()) if len(found) == full]
-    x = [statistics.mean(one[0] for one in found) for found in points]
-    y = [statistics.mean(one[1] for one in found) for found in points]
-    if full < 2:
-        return Series(group.label, style, x, y)
-    spread = [statistics.stdev(one[1] for one in found) for found in points]
-    low, high = ([mean + sign * by for mean, by in zip(y, spread, strict=True)] for sign in (-1, 1))
-    return Series(group.label, style, x, y, low, high)
-
-
-def _sent(run: RunView, id: str) -> Figure | None:
-    maps = run.layers
-    if maps is None:
-        return None
-    return Heat(
-        id=f"{id}-layers",
-        title="Share of the round's clients that sent a layer",
-        values=maps.chosen.tolist(),
-        row_label="layer",
-        column_label="round",
-        rows=[str(layer + 1) for layer in range(len(maps.chosen))],
-        columns=[str(round) for round in maps.rounds],
-        percent=True,
-    )
-
-
-def _heads(run: RunView, id: str) -> Figure | None:
-    maps = run.layers
-    if maps is None or maps.heads is None:
-        return None
-    return Heat(
-        id=f"{id}-heads",
-        title="Mean |gradient| of every head, largest = 1",
-        values=(maps.heads / maps.heads.max()).tolist(),
-        row_label="layer",
-        column_label="head",
-        rows=[str(layer + 1) for layer in range(maps.heads.shape[0])],
-        columns=[str(head + 1) for head in range(maps.heads.shape[1])],
-        warm=True,
-    )
-
-
-def _labels(run: RunView, id: str) -> Figure | None:
-    """EFTViT: a client's labels as they are, and as many of every class as it sends."""
-    method = run.config["method"]
-    if method["name"] != "eftvit" or run.partition is None:
-        return None
-    counts = np.asarray(run.partition["counts"], dtype=np.int64)
-    # The busiest client shows most: at strong heterogeneity many hold a class or two.
-    client = int(counts.sum(axis=1).argmax())
-    before = counts[client]
-    target = threshold_of(before[before > 0], method["threshold"])
-    return Bars(
-        id=f"{id}-labels",
-        title=f"Labels of client {client} before and after sampling",
-        label="samples",
+def _partition(run: RunData, partition: dict[str, Any], number: int) -> HeatMap:
+    counts = np.asarray(partition["counts"], dtype=np.int64)
+    clients = len(counts)
+    labelled = clients <= LABELLED_CLIENTS
+    rows = counts if labelled else average_neighbours(counts[by_dominant_class(counts)], MAX_CLIENT_ROWS)
+    averaged = "; each row is the mean of neighbouring clients" if len(rows) < clients else ""
+    return HeatMap(
+        id=f"partition-{number}",
+        title=f"Training images per client and class, seed {run.seed}",
+        values=rows.tolist(),
+        row_label="client",
         column_label="class",
-        names=run.partition["classes"],
-        series=[("its images", before.tolist()), ("its features, sent", np.where(before > 0, target, 0).tolist())],
-        note=f"Every class that it holds is brought to {target}, the {method['threshold']:.0%} quantile of its counts.",
+        rows=[str(client) for client in range(clients)] if labelled else [],
+        columns=partition["classes"],
+        note="" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}.",
     )
 
 
-def _patches(run: RunView, id: str) -> Figure | None:
+def _masked_images(run: RunData) -> ImageFigure | None:
     if run.patches is None:
         return None
     kept = 1 - run.config["train"]["mask_ratio"]
-    return Picture(f"{id}-patches", f"What a client sees: {kept:.0%} of the patches, others at every step", run.patches)
+    note = "Top: training images of one client. Bottom: the patches that remain. A new mask is drawn in every epoch."
+    return ImageFigure("patches", f"Masked training images: {kept:.0%} of the patches", run.patches, note)
 
 
-def _tasks(run: RunView, id: str) -> Figure | None:
-    """Return the accuracy on every task after every task, if the run learned task after task."""
+def _task_matrix(run: RunData) -> HeatMap | None:
     continual = (run.summary or {}).get("continual")
     if not continual:
         return None
     matrix = continual["matrix"]
-    return Heat(
-        id=f"{id}-tasks",
-        title="Accuracy on each task, after each task",
-        values=[[None if one is None else one / 100 for one in row] for row in matrix],
+    return HeatMap(
+        id="tasks",
+        title="Local test accuracy on each task after each task",
+        values=[[None if percent is None else percent / 100 for percent in row] for row in matrix],
         row_label="after task",
         column_label="on task",
         rows=[str(task + 1) for task in range(len(matrix))],
         columns=[str(task + 1) for task in range(len(matrix[0]))],
         percent=True,
-        note="Mean over clients, each on its own order of tasks; right of the diagonal a task that is yet to come.",
+        note="Mean over clients, tasks in each client's own order. Right of the diagonal: a task not yet learned.",
     )
 
 
-def _forgetting(run: RunView, id: str) -> Figure | None:
-    """Return average accuracy and forgetting after every task."""
-    learned = [record.task for record in run.records if record.task]
-    if not learned:
+def _task_curves(run: RunData) -> LineChart | None:
+    tasks = [record.task for record in run.records if record.task]
+    if not tasks:
         return None
-    after = [one.task for one in learned]
-    series = [
-        Series("average accuracy", 0, after, [one.average_accuracy for one in learned]),
-        Series("forgetting", 1, after, [one.forgetting for one in learned]),
+    learned = [task.task for task in tasks]
+    curves = [
+        Curve("average accuracy", 0, learned, [task.average_accuracy for task in tasks]),
+        Curve("forgetting", 1, learned, [task.forgetting for task in tasks]),
     ]
-    return Lines(
-        f"{id}-forgetting", "Average accuracy and forgetting", "share", [View("tasks", "tasks learned", series)], True
-    )
+    view = AxisView("tasks", "number of learned tasks", curves)
+    return LineChart("forgetting", "Average accuracy and forgetting", "fraction", [view], percent=True)
 
 
-def _timeline(run: RunView, id: str) -> Figure | None:
-    """Who trained when, by the virtual clock."""
-    spans: list[tuple[int, float, float, bool]] = []
-    clients = sorted({entry.client for record in run.records for entry in record.clients if entry.ended is not None})
+def _timeline(run: RunData) -> Timeline | None:
+    """Return when each client was busy, by the virtual clock."""
+    entries = [client for record in run.records for client in record.clients if client.ended is not None]
+    clients = sorted({entry.client for entry in entries})
     if not clients:
         return None
-    seconds, unit = _clock_unit([run])
-    place = {client: row for row, client in enumerate(clients)}
-    for record in run.records:
-        for entry in record.clients:
-            if entry.began is not None and entry.ended is not None:
-                when = entry.began / seconds, entry.ended / seconds
-                spans.append((place[entry.client], *when, entry.failure is None))
-    devices = devices_of(run)
-    names = [f"{client} {devices[client]}" if devices else str(client) for client in clients]
-    note = "Receiving, training and sending; pale: the answer was not used."
-    return Spans(f"{id}-timeline", "Who was busy when", f"virtual {unit}", names, spans, note)
+    seconds, unit = time_unit([run])
+    row_of = {client: row for row, client in enumerate(clients)}
+    intervals = [
+        (row_of[entry.client], entry.began / seconds, entry.ended / seconds, entry.failure is None)
+        for entry in entries
+        if entry.began is not None and entry.ended is not None
+    ]
+    names = [f"{client} {run.devices[client]}" if run.devices else str(client) for client in clients]
+    note = "Download, training and upload of each client. Pale: the update was not used."
+    return Timeline("timeline", "Client activity", f"virtual {unit}", names, intervals, note)

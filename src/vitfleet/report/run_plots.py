@@ -1,31 +1,32 @@
-"""The pictures that a run leaves in its folder."""
+"""The figures that a run writes into its folder."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
 
-from vitfleet.report.layers import draw_layers, layer_maps
-from vitfleet.report.partition_plot import draw
-from vitfleet.report.patches import draw_patches
+from vitfleet.report.masked_patches import draw_masked_patches
+from vitfleet.report.method_figures import method_figures
+from vitfleet.report.partition_plot import draw_partition
+from vitfleet.report.plotting import draw_files
+from vitfleet.report.runs import read_run
 from vitfleet.run.context import RunContext
-from vitfleet.run.records import read_records
 
 
 def can_draw() -> bool:
-    """Whether matplotlib, an extra, is there: a run without it leaves no pictures and is otherwise the same."""
+    """Return whether matplotlib, an extra, is installed; a run without it writes no figures."""
     return find_spec("matplotlib") is not None
 
 
-def draw_partition(context: RunContext) -> None:
-    """Draw who holds what, and what of an image a client sees, once a run is set up."""
+def draw_setup(context: RunContext) -> None:
+    """Draw the data partition, and masked images if there are any, before the first round."""
     if can_draw():
-        draw(context.partition.class_counts, context.data.classes, context.folder / "partition.png")
-    draw_patches(context)
+        draw_partition(context.partition.class_counts, context.data.classes, context.folder / "partition.png")
+    draw_masked_patches(context)
 
 
-def draw_rounds(folder: Path) -> None:
-    """Draw what a finished run's records show."""
-    maps = layer_maps(read_records(folder)) if can_draw() else None
-    if maps is not None:
-        draw_layers(maps, folder / "layers.png")
+def draw_results(folder: Path) -> None:
+    """Draw the figures that the run's method declares, from the records of a finished run."""
+    if can_draw():
+        for figure in method_figures(read_run(folder)):
+            draw_files(figure, folder, endings=("png",))

@@ -1,4 +1,4 @@
-"""What a report knows of its runs: read from their folders, finished or not."""
+"""The runs of a report, read from their folders, finished or not."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from safetensors import safe_open
 
 from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
-from vitfleet.report.layers import LayerMaps, layer_maps
 from vitfleet.run.compare import MANIFEST
 from vitfleet.run.records import RoundRecord, read_records
 
 
 @dataclass(frozen=True)
-class RunView:
-    """One run, as far as it is.
+class RunData:
+    """The content of one run folder.
 
     Attributes
     ----------
     label
-        What it is compared as: runs that differ only in their seed share it.
+        Name of the configuration in the report; runs that differ only in their seed share it.
     records
-        Its rounds so far.
+        The rounds so far.
     summary
-        Its summary, once it is finished.
+        The summary; ``None`` while the run is not finished.
     partition
-        Who holds how many images of which class (``counts``, ``classes``), and what tells this deal from others
-        (``sha256``); of a run of tasks, over all of them.
+        Number of images of each class on each client (``counts``, ``classes``), summed over the tasks if there are
+        any, and a hash that identifies the partition (``sha256``).
     patches
-        The picture of what its clients see of an image, if they see only a part: PNG in base64.
+        The figure of masked images, PNG in base64; ``None`` if the clients train on whole images.
+    devices
+        Name of each client's hardware profile; ``None`` without a virtual clock.
     """
 
     path: Path
@@ -46,112 +47,107 @@ class RunView:
     summary: dict[str, Any] | None
     partition: dict[str, Any] | None
     patches: str | None
+    devices: list[str] | None
 
     @property
     def seed(self) -> int:
-        """Return its seed."""
+        """Return the run's seed."""
         return int(self.config["seed"])
-
-    @property
-    def layers(self) -> LayerMaps | None:
-        """Which layers its clients sent, if they chose."""
-        return layer_maps(self.records)
 
 
 @dataclass(frozen=True)
-class Group:
-    """A configuration and its runs, one a seed."""
+class RunGroup:
+    """A configuration and its runs, one per seed."""
 
     label: str
-    runs: list[RunView] = field(default_factory=list)
+    runs: list[RunData] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
-        """Whether all of its runs are."""
+        """Whether all runs are finished."""
         return all(run.summary is not None for run in self.runs)
 
 
 def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
-    """Return the run folders that these paths mean, and the names that a comparison gave them."""
-    found: list[tuple[Path, str | None]] = []
+    """Return the run folders at these paths, each with the name that its comparison gave it, if any."""
+    folders: list[tuple[Path, str | None]] = []
     for path in paths:
         if (path / MANIFEST).is_file():
             for member in json.loads((path / MANIFEST).read_text())["members"]:
                 folder = path / f"{member['name']}-s{member['config']['seed']}"
                 if (folder / "config.json").is_file():
-                    found.append((folder, member["name"]))
+                    folders.append((folder, member["name"]))
         elif (path / "config.json").is_file():
-            found.append((path, None))
+            folders.append((path, None))
         else:
-            raise UserError(f"{path}: holds neither a run nor a comparison (no config.json, no {MANIFEST} in it)")
-    if not found:
-        raise UserError(f"{paths[0]}: none of its runs has begun yet")
-    return found
+            raise UserError(f"{path}: contains neither a run nor a comparison (no config.json and no {MANIFEST})")
+    if not folders:
+        raise UserError(f"{paths[0]}: none of its runs has started yet")
+    return folders
 
 
-def read_groups(paths: Sequence[Path]) -> list[Group]:
-    """Read runs and comparisons, and put runs that differ only in their seed together."""
-    runs = [_read(path, name) for path, name in find_runs(paths)]
-    by_content: dict[str, list[RunView]] = {}
-    for run in runs:
-        by_content.setdefault(_identity(run), []).append(run)
-    groups: dict[str, Group] = {}
-    for alike in by_content.values():
-        label = alike[0].label
-        if label in groups:  # two configurations of one method: their folders tell them apart
-            label = _stem(alike[0].path)
+def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
+    """Read runs and comparisons; group the runs that differ only in their seed."""
+    by_identity: dict[str, list[RunData]] = {}
+    for path, name in find_runs(paths):
+        run = read_run(path, name)
+        by_identity.setdefault(_identity(run), []).append(run)
+    groups: dict[str, RunGroup] = {}
+    for runs in by_identity.values():
+        label = runs[0].label
+        if label in groups:  # two configurations of one method: use the folder's name
+            label = re.sub(r"-s\d+$", "", runs[0].path.resolve().name)
         while label in groups:
             label += "′"
-        groups[label] = Group(label, sorted(alike, key=lambda run: run.seed))
+        groups[label] = RunGroup(label, sorted(runs, key=lambda run: run.seed))
     return list(groups.values())
 
 
-def _read(path: Path, name: str | None) -> RunView:
+def read_run(path: Path, name: str | None = None) -> RunData:
+    """Read a run folder.
+
+    Parameters
+    ----------
+    name
+        The run's name in a comparison; default: the method's name.
+    """
     config = json.loads((path / "config.json").read_text())
-    summary, patches = path / "summary.json", path / "patches.png"
-    return RunView(
+    patches = path / "patches.png"
+    devices = _read_json(path / "devices.json")
+    return RunData(
         path=path,
         label=name or config["method"]["name"],
         config=config,
-        about=json.loads((path / "about.json").read_text()) if (path / "about.json").exists() else {},
+        about=_read_json(path / "about.json") or {},
         records=list(read_records(path)),
-        summary=json.loads(summary.read_text()) if summary.exists() else None,
-        partition=_deal(path),
+        summary=_read_json(path / "summary.json"),
+        partition=_read_partition(path),
         patches=base64.b64encode(patches.read_bytes()).decode() if patches.exists() else None,
+        devices=devices["clients"] if devices else None,
     )
 
 
-def _deal(path: Path) -> dict[str, Any] | None:
-    if (path / partition_io.SUMMARY_FILE).exists():
-        deal: dict[str, Any] = json.loads((path / partition_io.SUMMARY_FILE).read_text())
-        return deal
-    if not (path / tasks_io.SUMMARY_FILE).exists():
+def all_finished(groups: Iterable[RunGroup]) -> bool:
+    """Return whether every run of a report is finished."""
+    return all(group.finished for group in groups)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _read_partition(path: Path) -> dict[str, Any] | None:
+    if (partition := _read_json(path / partition_io.SUMMARY_FILE)) is not None:
+        return partition
+    if (summary := _read_json(path / tasks_io.SUMMARY_FILE)) is None:
         return None
     with safe_open(path / tasks_io.ARRAYS_FILE, "numpy") as file:
         counts = file.get_tensor("counts")
-    sha256 = json.loads((path / tasks_io.SUMMARY_FILE).read_text())["sha256"]
-    return {"sha256": sha256, "counts": counts.tolist(), "classes": [str(one) for one in range(counts.shape[1])]}
+    classes = [str(label) for label in range(counts.shape[1])]
+    return {"sha256": summary["sha256"], "counts": counts.tolist(), "classes": classes}
 
 
-def _identity(run: RunView) -> str:
-    """Return what makes a run itself, apart from its seed and from where it was computed."""
-    rest = {key: value for key, value in run.config.items() if key not in {"seed", "machine", "title"}}
-    return json.dumps([run.label, rest], sort_keys=True)
-
-
-def _stem(path: Path) -> str:
-    return re.sub(r"-s\d+$", "", path.resolve().name)
-
-
-def devices_of(run: RunView) -> list[str] | None:
-    """Return the name of each client's device, where the fleet has devices."""
-    path = run.path / "devices.json"
-    if not path.exists():
-        return None
-    names: list[str] = json.loads(path.read_text())["clients"]
-    return names
-
-
-def finished(groups: Iterable[Group]) -> bool:
-    """Whether every run of a report is."""
-    return all(group.finished for group in groups)
+def _identity(run: RunData) -> str:
+    """Return what distinguishes configurations: everything but the seed, the machine and the title."""
+    relevant = {key: value for key, value in run.config.items() if key not in {"seed", "machine", "title"}}
+    return json.dumps([run.label, relevant], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Makes reports: the page, its figures as files, and a live page while runs go on."""
+"""Writes reports: the page, its figures as files, and a live page for unfinished runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.report.page import REFRESH_SECONDS, render, report_figures
 from vitfleet.report.plotting import draw_files
 from vitfleet.report.run_plots import can_draw
-from vitfleet.report.runs import finished, read_groups
+from vitfleet.report.runs import all_finished, read_groups
 from vitfleet.run.folder import next_free
 
 PAGE = "report.html"
@@ -21,35 +21,35 @@ FIGURES = "figures"
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a report left: its page, and its figures' files (none without matplotlib)."""
+class WrittenReport:
+    """The files of a report: its page, and its figures (none without matplotlib)."""
 
     page: Path
     figures: list[Path]
 
 
 def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
-    """Return where a report goes: into the run or comparison it is about, or, of several, into a folder of its own."""
+    """Return the folder of a report: ``out``, or the run's or comparison's own, or for several a new one in runs/."""
     if out is not None:
         return out
     return paths[0] if len(paths) == 1 else next_free(Path("runs"), "report")
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = NO_PROGRESS) -> Written:
-    """Write the report of some runs and comparisons: the page, and every figure as SVG and PNG."""
+def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = NO_PROGRESS) -> WrittenReport:
+    """Write the report of runs and comparisons: the page, and every figure as SVG and PNG."""
     groups = read_groups(paths)
     figures = report_figures(groups)
-    folder = _make(report_folder(paths, out))
+    folder = _make_folder(report_folder(paths, out))
     write_atomically(folder / PAGE, render(groups, figures).encode())
     files: list[Path] = []
     if can_draw():
         (folder / FIGURES).mkdir(exist_ok=True)
-        every = [figure for found in figures.values() for figure in found]
-        with progress.task("figures", len(every)) as advance:
-            for figure in every:
+        drawn = [figure for section in figures.values() for figure in section]
+        with progress.task("figures", len(drawn)) as advance:
+            for figure in drawn:
                 files += draw_files(figure, folder / FIGURES)
                 advance(1)
-    return Written(folder / PAGE, files)
+    return WrittenReport(folder / PAGE, files)
 
 
 def watch_report(
@@ -57,19 +57,19 @@ def watch_report(
     out: Path | None = None,
     announce: Callable[[Path], None] = lambda page: None,
     wait: Callable[[float], None] = time.sleep,
-) -> Written:
-    """Write the page again and again, until all its runs are finished; then the whole report.
+) -> WrittenReport:
+    """Update the page every few seconds until all its runs are finished, then write the whole report.
 
     Parameters
     ----------
     announce
-        Hears, once, where the page is.
+        Called once with the path of the page.
     wait
-        Called with the seconds between two looks.
+        Called with the seconds between two updates.
     """
-    folder = _make(report_folder(paths, out))
+    folder = _make_folder(report_folder(paths, out))
     announced = False
-    while not finished(groups := read_groups(paths)):
+    while not all_finished(groups := read_groups(paths)):
         write_atomically(folder / PAGE, render(groups, report_figures(groups), live=True).encode())
         if not announced:
             announce(folder / PAGE)
@@ -78,9 +78,9 @@ def watch_report(
     return write_report(paths, folder)
 
 
-def _make(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: cannot be made ({error.strerror})") from None
+        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
     return folder

@@ -8,11 +8,11 @@ from PIL import Image
 from conftest import MakeConfig
 from vitfleet.data.batches import make_epoch_batches
 from vitfleet.data.epoch_draws import draw_epoch
-from vitfleet.report.patches import contact_sheet, draw_patches
+from vitfleet.report.masked_patches import contact_sheet, draw_masked_patches
 from vitfleet.run.setup import open_run
 
 
-def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:
+def test_contact_sheet_greys_out_dropped_patches_and_keeps_the_others() -> None:
     pixels = np.full((1, 8, 8, 1), 255, dtype=np.uint8)
     sheet = contact_sheet(pixels, np.array([[0, 3]]), grid=2)
     half = sheet.shape[1] // 2
@@ -23,10 +23,10 @@ def test_what_is_dropped_is_grey_and_what_is_kept_is_the_image() -> None:
     assert (sheet[: 2 * half] == 255).all()
 
 
-def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_drawn_masks_equal_those_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.mask_ratio=0.5")
     context = open_run(config, tmp_path)
-    draw_patches(context)
+    draw_masked_patches(context)
     client = int(context.partition.class_counts.sum(axis=1).argmax())
     samples = len(context.partition.train.for_client(client))
     kept = context.net.num_kept_patches(0.5)
@@ -48,6 +48,6 @@ def test_the_masks_are_those_of_the_training(tiny_config: MakeConfig, tmp_path: 
     assert grey == set(range(grid * grid)) - set(batch.keep[0].tolist())
 
 
-def test_whole_images_need_no_picture(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    draw_patches(open_run(tiny_config(), tmp_path))
+def test_no_figure_without_masking(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    draw_masked_patches(open_run(tiny_config(), tmp_path))
     assert not (tmp_path / "patches.png").exists()

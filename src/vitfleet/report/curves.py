@@ -1,0 +1,146 @@
+"""The learning curves of a report: one curve per configuration, averaged over its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vitfleet.report.figure_types import AxisView, Curve, LineChart
+from vitfleet.report.runs import RunData, RunGroup
+from vitfleet.run.records import RoundRecord
+
+MEGABYTE = 1e6
+_TIME_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+Reader = Callable[[RoundRecord], float | None]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A horizontal axis."""
+
+    name: str
+    label: str
+    read: Reader
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A line chart of one quantity of the records; ``all_axes``: over every axis, or over rounds only."""
+
+    id: str
+    title: str
+    label: str
+    read: Reader
+    percent: bool = False
+    all_axes: bool = True
+    note: str = ""
+
+
+def _of_accuracy(name: str) -> Reader:
+    return lambda record: getattr(record.accuracy, name) if record.accuracy else None
+
+
+def _of_task(name: str) -> Reader:
+    return lambda record: getattr(record.task, name) if record.task else None
+
+
+def _upload(record: RoundRecord) -> float:
+    return sum(client.up_bytes for client in record.clients) / MEGABYTE
+
+
+def _download(record: RoundRecord) -> float:
+    return sum(client.down_bytes for client in record.clients) / MEGABYTE
+
+
+def _traffic(record: RoundRecord) -> float:
+    return (record.total_up_bytes + record.total_down_bytes) / MEGABYTE
+
+
+_ROUNDS = _Axis("rounds", "round", lambda record: record.round)
+_CHARTS = (
+    _Chart("accuracy", "Test accuracy", "accuracy", _of_accuracy("global_"), True, note="On the common test set."),
+    _Chart("task-accuracy", "Average accuracy over the learned tasks", "accuracy", _of_task("average_accuracy"), True),
+    _Chart("forgetting", "Forgetting", "forgetting", _of_task("forgetting"), True),
+    _Chart(
+        "local-accuracy",
+        "Local test accuracy",
+        "accuracy",
+        _of_accuracy("local"),
+        True,
+        note="The model that a client has just trained, on its own test images; mean over the round's clients.",
+    ),
+    _Chart("test-loss", "Test loss", "cross-entropy", _of_accuracy("loss"), note="On the common test set."),
+    _Chart("train-loss", "Training loss", "loss", lambda record: record.loss),
+    _Chart("upload", "Upload per round", "MB", _upload, all_axes=False, note="Sum over the round's clients."),
+    _Chart(
+        "download",
+        "Download per round",
+        "MB",
+        _download,
+        all_axes=False,
+        note="Sum over the round's clients. A client's first download includes the initial model.",
+    ),
+)
+
+
+def comparison_figures(groups: Sequence[RunGroup]) -> list[LineChart]:
+    """Return the line charts that compare the configurations."""
+    axes = _axes(groups)
+    figures = []
+    for chart in _CHARTS:
+        views = [_view(groups, axis, chart.read) for axis in (axes if chart.all_axes else axes[:1])]
+        known = [view for view in views if view is not None]
+        if known:
+            figures.append(LineChart(chart.id, chart.title, chart.label, known, chart.percent, chart.note))
+    return figures
+
+
+def time_unit(runs: Sequence[RunData]) -> tuple[float, str]:
+    """Return the unit of virtual time for these runs: its seconds and its name."""
+    longest = max((record.virtual_seconds or 0.0 for run in runs for record in run.records), default=0.0)
+    return next((seconds, name) for seconds, name in _TIME_UNITS if longest >= 3 * seconds or seconds == 1)
+
+
+def _axes(groups: Sequence[RunGroup]) -> list[_Axis]:
+    seconds, unit = time_unit([run for group in groups for run in group.runs])
+
+    def virtual_time(record: RoundRecord) -> float | None:
+        return None if record.virtual_seconds is None else record.virtual_seconds / seconds
+
+    return [
+        _ROUNDS,
+        _Axis("traffic", "MB, upload and download of all clients", _traffic),
+        _Axis("virtual time", f"virtual {unit}", virtual_time),
+    ]
+
+
+def _view(groups: Sequence[RunGroup], axis: _Axis, read: Reader) -> AxisView | None:
+    """Return every configuration's curve over an axis; ``None`` if no run has values for both."""
+    curves = [_curve(group, style, axis.read, read) for style, group in enumerate(groups)]
+    known = [curve for curve in curves if curve is not None]
+    return AxisView(axis.name, axis.label, known) if known else None
+
+
+def _curve(group: RunGroup, style: int, read_x: Reader, read_y: Reader) -> Curve | None:
+    """Average a configuration's seeds round by round; the band is one standard deviation to each side."""
+    by_round: dict[int, list[tuple[float, float]]] = {}
+    for run in group.runs:
+        for record in run.records:
+            x, y = read_x(record), read_y(record)
+            if x is not None and y is not None:
+                by_round.setdefault(record.round, []).append((x, y))
+    if not by_round:
+        return None
+    # Unfinished runs differ in length: a mean over fewer seeds would jump where one of them ends.
+    seeds = max(len(points) for points in by_round.values())
+    complete = [points for _, points in sorted(by_round.items()) if len(points) == seeds]
+    xs = [statistics.mean(x for x, _ in points) for points in complete]
+    ys = [statistics.mean(y for _, y in points) for points in complete]
+    if seeds < 2:
+        return Curve(group.label, style, xs, ys)
+    deviations = [statistics.stdev(y for _, y in points) for points in complete]
+    low = [mean - deviation for mean, deviation in zip(ys, deviations, strict=True)]
+    high = [mean + deviation for mean, deviation in zip(ys, deviations, strict=True)]
+    return Curve(group.label, style, xs, ys, low, high)

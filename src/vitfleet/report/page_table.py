@@ -1,0 +1,113 @@
+"""The summary table of the page: one row per configuration, means over its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vitfleet.report.runs import RunGroup
+from vitfleet.report.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class SummaryColumn:
+    """A column: one cell per configuration.
+
+    Attributes
+    ----------
+    description
+        The tooltip of the heading.
+    best
+        Index of the best configuration; ``None`` if all are equal.
+    """
+
+    heading: str
+    description: str
+    cells: list[str]
+    best: int | None
+
+
+@dataclass(frozen=True)
+class _SummaryMetric:
+    """A number of ``summary.json``: ``path`` is its table and key."""
+
+    heading: str
+    description: str
+    path: tuple[str, str]
+    format: Callable[[float], str]
+    larger_is_better: bool
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}"
+
+
+_METRICS = (
+    _SummaryMetric(
+        "test accuracy, %", "on the common test set, after the last round", ("accuracy", "global"), _percent, True
+    ),
+    _SummaryMetric(
+        "local test accuracy, %",
+        "clients' own models on their own test images, mean over clients",
+        ("accuracy", "local"),
+        _percent,
+        True,
+    ),
+    _SummaryMetric(
+        "average accuracy, %",
+        "mean over all tasks after the last one",
+        ("continual", "average_accuracy"),
+        "{:.1f}".format,
+        True,
+    ),
+    _SummaryMetric(
+        "forgetting, %", "mean loss of accuracy on earlier tasks", ("continual", "forgetting"), "{:.1f}".format, False
+    ),
+    _SummaryMetric("upload", "per client and round", ("message", "up_bytes"), format_bytes, False),
+    _SummaryMetric("download", "per client and round", ("message", "down_bytes"), format_bytes, False),
+    _SummaryMetric(
+        "trained parameters", "of a client's model", ("client", "trainable_params"), "{:,.0f}".format, False
+    ),
+    _SummaryMetric(
+        "GFLOPs", "per training sample, forward and backward", ("client", "train_gflops"), "{:.3g}".format, False
+    ),
+    _SummaryMetric("memory", "peak of a client's training", ("client", "peak_memory_bytes"), format_bytes, False),
+    _SummaryMetric(
+        "virtual time", "of the whole run on the simulated devices", ("total", "virtual_seconds"), format_seconds, False
+    ),
+    _SummaryMetric("time", "of the whole run on this machine", ("total", "seconds"), format_seconds, False),
+)
+
+
+def summary_columns(groups: Sequence[RunGroup]) -> list[SummaryColumn]:
+    """Return the columns for which at least one configuration has a value."""
+    columns = []
+    for metric in _METRICS:
+        values_by_group = [_values(group, metric.path) for group in groups]
+        if not any(values_by_group):
+            continue
+        means = {index: statistics.mean(values) for index, values in enumerate(values_by_group) if values}
+        choose = max if metric.larger_is_better else min
+        best = choose(means, key=means.__getitem__) if len(set(means.values())) > 1 else None
+        cells = [_cell(values, metric) for values in values_by_group]
+        columns.append(SummaryColumn(metric.heading, metric.description, cells, best))
+    return columns
+
+
+def _values(group: RunGroup, path: tuple[str, str]) -> list[float]:
+    """Return a number of each finished run; an empty list unless every finished run has it."""
+    table, key = path
+    summaries = [run.summary for run in group.runs if run.summary is not None]
+    values = [(summary.get(table) or {}).get(key) for summary in summaries]
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
+
+
+def _cell(values: list[float], metric: _SummaryMetric) -> str:
+    if not values:
+        return "–"
+    mean = metric.format(statistics.mean(values))
+    if len(values) < 2 or metric.path[0] not in {"accuracy", "continual"}:
+        return mean
+    return f"{mean} ± {metric.format(statistics.stdev(values))}"

@@ -1,0 +1,211 @@
+"""Tables for the terminal: summaries, comparisons, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from vitfleet.config.registry import METHODS
+from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
+from vitfleet.costs.report import CostReport
+from vitfleet.report.units import format_bytes, format_count, format_seconds
+from vitfleet.run.compare import Comparison, Row
+from vitfleet.train.execution import ExecutionSummary
+
+_CONTINUAL_ROWS = {
+    "average_accuracy": "average accuracy over all tasks",
+    "forgetting": "forgetting",
+    "backward_transfer": "backward transfer",
+    "forward_transfer": "forward transfer",
+}
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
+    """Return the summary of a run."""
+    message, total, client = (summary[key] for key in ("message", "total", "client"))
+    warm_up = total.get("warm_up_seconds")
+    rows = {
+        "method": summary["method"],
+        "rounds": f"{summary['rounds']} in {total['seconds']:.1f} s"
+        + (f", of which {warm_up:.1f} s warm-up" if warm_up else ""),
+        **_accuracy_rows(summary),
+        **_client_metric_rows(summary),
+        "upload per client and round": format_bytes(message["up_bytes"]),
+        "download per client and round": format_bytes(message["down_bytes"]),
+        "total upload, download": f"{format_bytes(total['up_bytes'])}, {format_bytes(total['down_bytes'])}",
+        "parameters, of which trained": f"{client['params']:,}, {client['trainable_params']:,}",
+        "training, per sample": f"{client['train_gflops']:.3g} GFLOPs",
+    }
+    if client.get("peak_memory_bytes"):
+        rows["peak training memory of a client"] = format_bytes(client["peak_memory_bytes"])
+    if total.get("virtual_seconds") is not None:
+        rows["virtual time on the simulated devices"] = format_seconds(total["virtual_seconds"])
+    if total["failures"]:
+        rows["unused client updates"] = f"{total['failures']} of {total['participations']}"
+    if (execution := summary.get("execution")) and execution["runner"] != "none":
+        rows["execution of training steps"] = str(ExecutionSummary(**execution))
+    if stopped := summary.get("stopped"):
+        rows["stopped early"] = f"after round {stopped['round']}: {stopped['reason']}"
+    if best := summary.get("best_model"):
+        rows["best model"] = f"{best['monitor']} {best['value']:.4g} in round {best['round']}"
+    table = Table(title=title or None, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return the accuracies of a comparison, one row per configuration."""
+    rows, target = comparison.rows, comparison.target
+    if all("continual" in summary for row in rows for summary in row.summaries):
+        return continual_table(rows)
+    virtual = _has_virtual_time(rows)
+    caption = "accuracy: common test set · local: clients' own models on their own test images"
+    headings = ["accuracy", "local"]
+    if target is not None:
+        until = f"until {target:.0%} accuracy"
+        caption += f" · {until}: rounds, bytes of all clients{', virtual time' if virtual else ''}"
+        headings += [f"→ {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
+    table = _table(caption, headings)
+    for row in rows:
+        cells = [_percent(row, "accuracy", "global", 100), _percent(row, "accuracy", "local", 100)]
+        if target is not None:
+            cells += [
+                _mean(row, "to_target", "rounds", "{:.3g}".format),
+                _mean(row, "to_target", "bytes", format_bytes),
+            ]
+            cells += [_mean(row, "to_target", "virtual_seconds", format_seconds)] if virtual else []
+        table.add_row(row.name, *cells)
+    return table
+
+
+def comparison_costs_table(rows: Sequence[Row]) -> Table:
+    """Return the costs of a comparison, one row per configuration."""
+    virtual = _has_virtual_time(rows)
+    caption = (
+        "upload, download: per client and round · trained: parameters · GFLOPs: per sample · memory: peak of a client"
+    )
+    if virtual:
+        caption += " · virtual: time of the run on the simulated devices"
+    headings = ["upload", "download", "trained", "GFLOPs", "memory", *(["virtual"] if virtual else []), "time"]
+    table = _table(caption, headings)
+    for row in rows:
+        table.add_row(
+            row.name,
+            _mean(row, "message", "up_bytes", format_bytes),
+            _mean(row, "message", "down_bytes", format_bytes),
+            _mean(row, "client", "trainable_params", format_count),
+            _mean(row, "client", "train_gflops", "{:.2g}".format),
+            _mean(row, "client", "peak_memory_bytes", format_bytes),
+            *([_mean(row, "total", "virtual_seconds", format_seconds)] if virtual else []),
+            _mean(row, "total", "seconds", "{:.0f} s".format),
+        )
+    return table
+
+
+def continual_table(rows: Sequence[Row]) -> Table:
+    """Return a comparison of runs on task streams: accuracy, forgetting, transfer, costs."""
+    caption = (
+        "accuracy: mean over all tasks after the last one, clients' own models and test images · "
+        "backward, forward: transfer · upload, download: per client and round"
+    )
+    table = _table(caption, ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"], padding=2)
+    for row in rows:
+        table.add_row(
+            row.name,
+            *(_percent(row, "continual", key, 1) for key in _CONTINUAL_ROWS),
+            _mean(row, "message", "up_bytes", format_bytes),
+            _mean(row, "message", "down_bytes", format_bytes),
+            _mean(row, "total", "seconds", "{:.0f} s".format),
+        )
+    return table
+
+
+def cost_table(reports: Sequence[CostReport]) -> Table:
+    """Return the costs of methods for a client, one row per method."""
+    caption = (
+        "per sample: GMACs forward, GFLOPs forward and backward, ratio of full training to this · "
+        "upload, download: per round · once: first download"
+    )
+    headings = ["GMACs", "GFLOPs", "ratio", "trained", "memory", "upload", "download", "once"]
+    table = _table(caption, headings)
+    for report in reports:
+        table.add_row(
+            report.method,
+            f"{report.forward_gmac:#.3g}",
+            f"{report.train_gflops:#.3g}",
+            f"{report.train_ratio_to_full:.2f}",
+            format_count(report.trainable_params),
+            format_bytes(report.peak_memory_bytes),
+            format_bytes(report.up_bytes),
+            format_bytes(report.down_bytes),
+            format_bytes(report.first_bytes),
+        )
+    return table
+
+
+def device_table(report: CostReport) -> Table:
+    """Return the time of a client's round on every hardware profile."""
+    title = f"{report.method}: one round with {report.samples:,} images, {report.round_gflops:,.3g} GFLOPs"
+    table = _table(None, ["time per round", "memory", "MB per day"], padding=2)
+    table.title, table.title_justify = title, "left"
+    for name, cost in report.devices.items():
+        fits = "fits" if cost["fits_memory"] else "too small"
+        per_day = f"{cost['megabytes_a_day']:,.0f}" if cost["fits_memory"] else "–"
+        table.add_row(HARDWARE_PROFILES[name].title, format_seconds(cost["round_seconds"]), fits, per_day)
+    return table
+
+
+def _table(caption: str | None, headings: Sequence[str], padding: int = 1) -> Table:
+    """Return an empty table with a first column for names."""
+    table = Table(box=None, padding=(0, padding, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("", no_wrap=True, style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _has_virtual_time(rows: Sequence[Row]) -> bool:
+    return any(row.mean("total", "virtual_seconds") is not None for row in rows)
+
+
+def _mean(row: Row, table: str, key: str, format: Callable[[float], str]) -> str:
+    mean = row.mean(table, key)
+    return "–" if mean is None else format(mean)
+
+
+def _percent(row: Row, table: str, key: str, scale: float) -> str:
+    """Return mean and standard deviation over the seeds in percent; ``scale`` is 100 for fractions, 1 for percent."""
+    mean, deviation = row.mean(table, key), row.spread(table, key)
+    if mean is None:
+        return "–"
+    return f"{scale * mean:.1f}{'' if deviation is None else f' ± {scale * deviation:.1f}'} %"
+
+
+def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
+    """Return the accuracy rows of a summary; those of a task stream are in percent already."""
+    accuracy, continual = summary["accuracy"], summary.get("continual")
+    if continual is None:
+        unknown = "–"
+        common = accuracy["global"]
+        local = accuracy["local"]
+        return {
+            "test accuracy": unknown if common is None else f"{common:.2%} (best {accuracy['best']:.2%})",
+            "local test accuracy": unknown
+            if local is None
+            else f"{local:.2%}, mean over {accuracy['local_clients']} clients",
+        }
+    return {title: f"{continual[key]:.2f} %" for key, title in _CONTINUAL_ROWS.items() if continual[key] is not None}
+
+
+def _client_metric_rows(summary: dict[str, Any]) -> dict[str, str]:
+    """Return a row for each number that the method's clients report; a warning only if it is not zero."""
+    values = summary.get("client_metrics", {})
+    declared = METHODS[summary["method"]].target.client_metrics if values else ()
+    return {
+        metric.description: f"{values[metric.name]:,}{' (warning)' if metric.warning else ''}"
+        for metric in declared
+        if metric.name in values and (values[metric.name] or not metric.warning)
+    }
