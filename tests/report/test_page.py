@@ -106,4 +106,7 @@ def test_page_works_in_chromium(make_run: MakeRun, tmp_path: Path) -> None:
             " {clientX: document.querySelector('#accuracy svg').getBoundingClientRect().left + 200, clientY: 5}))"
         )
         assert browser.value("document.querySelector('#accuracy .tooltip').textContent").startswith("virtual hours")
+        browser.print_pdf(tmp_path / "report.pdf")
+        assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+        assert browser.value("document.documentElement.className") == ""  # the layout for paper is removed again
         assert browser.errors == []

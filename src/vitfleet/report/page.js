@@ -88,6 +88,22 @@ function setUpTheme() {
   system.addEventListener("change", () => apply(system.matches ? "dark" : "light"));
   apply(system.matches ? "dark" : "light");
 }
+// Paper is white and narrower than most windows: print in the light theme, drawn for the width of the paper.
+function setUpPrinting() {
+  const root = document.documentElement;
+  let theme = null;
+  addEventListener("beforeprint", () => {
+    theme = root.dataset.theme;
+    root.dataset.theme = "light";
+    root.classList.add("printing");
+    redrawAll();
+  });
+  addEventListener("afterprint", () => {
+    root.dataset.theme = theme;
+    root.classList.remove("printing");
+    redrawAll();
+  });
+}
 function setUpCopyButtons() {
   for (const button of document.querySelectorAll("button.copy")) {
     button.addEventListener("click", async () => {
@@ -99,6 +115,7 @@ function setUpCopyButtons() {
 
 setUpTheme();
 addConfigurationButtons();
+setUpPrinting();
 setUpCopyButtons();
 for (const [section, figures] of Object.entries(report.figures)) {
   for (const figure of figures) addFigure(figure, document.getElementById(section));

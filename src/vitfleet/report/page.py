@@ -78,7 +78,8 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
 def _table(groups: Sequence[RunGroup]) -> str:
     columns = summary_columns(groups)
     headings = "".join(
-        f'<th scope="col" title="{escape(column.description)}">{escape(column.heading)}</th>' for column in columns
+        f'<th scope="col" title="{escape(column.description)}">{escape(column.heading).replace(" %", "&nbsp;%")}</th>'
+        for column in columns
     )
     rows = []
     for index, group in enumerate(groups):

@@ -32,20 +32,27 @@ def configuration_figures(group: RunGroup, prefix: str) -> list[Figure]:
 
 def partition_figures(groups: Sequence[RunGroup]) -> list[Figure]:
     """Return one heat map for every different data partition of the runs."""
-    figures: dict[str, Figure] = {}
+    partitions: dict[str, tuple[RunData, list[str]]] = {}
     for group in groups:
         for run in group.runs:
-            if run.partition is not None and run.partition["sha256"] not in figures:
-                figures[run.partition["sha256"]] = _partition(run, run.partition, len(figures) + 1)
-    return list(figures.values())
+            if run.partition is not None:
+                _, labels = partitions.setdefault(run.partition["sha256"], (run, []))
+                labels.append(group.label)
+    figures: list[Figure] = []
+    for number, (run, labels) in enumerate(partitions.values(), start=1):
+        assert run.partition is not None
+        users = f"Configurations: {', '.join(labels)}." if len(groups) > 1 else ""
+        figures.append(_partition(run, run.partition, number, users))
+    return figures
 
 
-def _partition(run: RunData, partition: dict[str, Any], number: int) -> HeatMap:
+def _partition(run: RunData, partition: dict[str, Any], number: int, users: str) -> HeatMap:
     counts = np.asarray(partition["counts"], dtype=np.int64)
     clients = len(counts)
     labelled = clients <= LABELLED_CLIENTS
     rows = counts if labelled else average_neighbours(counts[by_dominant_class(counts)], MAX_CLIENT_ROWS)
     averaged = "; each row is the mean of neighbouring clients" if len(rows) < clients else ""
+    order = "" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}."
     return HeatMap(
         id=f"partition-{number}",
         title=f"Training images per client and class, seed {run.seed}",
@@ -54,7 +61,7 @@ def _partition(run: RunData, partition: dict[str, Any], number: int) -> HeatMap:
         column_label="class",
         rows=[str(client) for client in range(clients)] if labelled else [],
         columns=partition["classes"],
-        note="" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}.",
+        note=" ".join(filter(None, (order, users))),
     )
 
 

@@ -67,7 +67,7 @@ def comparison_table(comparison: Comparison) -> Table:
     if target is not None:
         until = f"until {target:.0%} accuracy"
         caption += f" · {until}: rounds, bytes of all clients{', virtual time' if virtual else ''}"
-        headings += [f"→ {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
+        headings += [f"rounds to {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
     table = _table(caption, headings)
     for row in rows:
         cells = [_percent(row, "accuracy", "global", 100), _percent(row, "accuracy", "local", 100)]
