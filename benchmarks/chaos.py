@@ -1,11 +1,11 @@
-"""A fleet in trouble: real processes on loopback, TLS, keys, and everything that goes wrong with devices.
+"""Fault injection on a real fleet: processes on loopback with TLS and keys, and everything that can fail on clients.
 
     .venv/bin/python benchmarks/chaos.py --method transfl --out /tmp/chaos
 
-Six devices, ten rounds. Devices are killed, stopped for longer than a round, and lie (NaN, wrong shapes, updates a
-million times too large); the server is killed outright once and started again. In the end the run must be complete,
-every fault in its records, and the server's state, bit for bit, that of the same run in one process asked only for the
-replies that were used. ``tests/flower/test_trouble.py`` is a small form of it.
+Six clients, ten rounds. Clients are killed, are stopped for longer than a round, and send false updates (NaN, wrong
+shapes, values a million times too large). The server is killed once and restarted. In the end the run must be complete,
+every fault must be in its records, and the server's state must equal, bit for bit, that of the same run in one process
+with only the replies that were used. ``tests/flower/test_fault_injection.py`` is a small form of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
@@ -28,45 +29,45 @@ from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.certificates import make_certs
-from vitfleet.flower.processes import free_port
+from vitfleet.flower.commands import free_port
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
 from vitfleet.run.setup import open_run
 
-RngContext = tuple[int, int]  # round, client
+RoundClient: TypeAlias = tuple[int, int]  # round, client
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is run, and what goes wrong in it.
+class FaultPlan:
+    """A run and the faults in it.
 
     Attributes
     ----------
     overrides
         Of the preset ``digits``.
-    lies
-        What a client sends in a round in place of what it learned.
+    false_updates
+        What a client does to its update in a round.
     stopped
-        A client in a round, stopped until the round is over.
+        By round, the client that is stopped until the round is over.
     killed
-        A client in a round, killed when it has worked but not answered, and started again.
+        By round, the client that is killed after it has trained but before it has replied, and then restarted.
     server_killed
-        The round in which the server is killed and started again.
+        The round in which the server is killed and restarted.
     """
 
     names: tuple[str, ...]
     rounds: int
     overrides: tuple[str, ...]
-    lies: Mapping[RngContext, str]
+    false_updates: Mapping[RoundClient, str]
     stopped: Mapping[int, int]
     killed: Mapping[int, int]
     server_killed: int
     deadline: float
 
     @property
-    def faults(self) -> set[RngContext]:
-        """What must be missing in the run."""
-        return {*self.lies, *self.stopped.items(), *self.killed.items()}
+    def faults(self) -> set[RoundClient]:
+        """The replies that must not be used."""
+        return {*self.false_updates, *self.stopped.items(), *self.killed.items()}
 
 
 TINY = (
@@ -83,18 +84,18 @@ METHODS = {
         "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2",
     ),
 }  # fmt: skip
-INTO_ITS_WORK = 3.0  # seconds
-# What a fault may be called in the records; a device that is slow on a busy machine is late before it is anything else.
-LATE = ("no reply within", "it is not connected", "Flower: ")
-REASONS = {"nan": ("not finite",), "shape": ("of shape", "as torch."), "scale": ("aggregate.norm_factor",)}
+KILL_DELAY_S = 3.0  # after the start of a round
+# Parts of the recorded failures. On a busy machine a slow client is late before its update can be rejected.
+LATE = ("no reply within", "not connected", "Flower: ")
+REJECTED = {"nan": ("not finite",), "shape": ("of shape", "as torch."), "scale": ("aggregate.norm_factor",)}
 
 
-def long_plan(method: str, deadline: float) -> Plan:
-    return Plan(
+def long_plan(method: str, deadline: float) -> FaultPlan:
+    return FaultPlan(
         names=("ada", "bob", "cid", "dot", "eve", "fay"),
         rounds=10,
         overrides=(*TINY, *METHODS[method]),
-        lies={(2, 1): "nan", (3, 2): "shape", (4, 3): "scale", (8, 1): "scale", (9, 4): "nan"},
+        false_updates={(2, 1): "nan", (3, 2): "shape", (4, 3): "scale", (8, 1): "scale", (9, 4): "nan"},
         stopped={5: 4},
         killed={6: 5},
         server_killed=7,
@@ -102,19 +103,19 @@ def long_plan(method: str, deadline: float) -> Plan:
     )
 
 
-# What a bad device does: once Flower's process has loaded vitfleet there, it answers falsely in some rounds, or not at
-# all until it is killed. Not earlier: Flower gives a process up that takes long to report.
-LIAR = """
+# Makes a client faulty: after vitfleet has been imported in its worker, the client sends false updates in some rounds,
+# or waits until it is killed. Not earlier: Flower gives up on a process that takes long to report.
+INJECTION = """
 import importlib.abc, importlib.util, os, sys, time
 
-plan = dict(part.split("=") for part in os.environ["CHAOS_LIES"].split(","))
+faults = dict(part.split("=") for part in os.environ["CHAOS_FAULTS"].split(","))
 change = {
-    "nan": lambda one: one * float("nan"),
-    "shape": lambda one: one[..., :-1],
-    "scale": lambda one: one * 1e6,
+    "nan": lambda tensor: tensor * float("nan"),
+    "shape": lambda tensor: tensor[..., :-1],
+    "scale": lambda tensor: tensor * 1e6,
 }
 
-class Liar(importlib.abc.MetaPathFinder):
+class FaultInjector(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name != "vitfleet.flower.client":
             return None
@@ -124,48 +125,48 @@ class Liar(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            honest = module.FlowerClient._train
+            correct_train = module.FlowerClient._train
 
-            def lie(self, payload):
-                reply = honest(self, payload)
-                how = plan.get(str(payload.request.round))
-                if how == "wait":
+            def faulty_train(self, payload):
+                reply = correct_train(self, payload)
+                fault = faults.get(str(payload.request.round))
+                if fault == "wait":
                     time.sleep(3600)
-                elif how and reply.message:
-                    for name, one in reply.message.tensors.items():
-                        if one.is_floating_point():
-                            reply.message.tensors[name] = change[how](one)
+                elif fault and reply.message:
+                    for name, tensor in reply.message.tensors.items():
+                        if tensor.is_floating_point():
+                            reply.message.tensors[name] = change[fault](tensor)
                 return reply
 
-            module.FlowerClient._train = lie
+            module.FlowerClient._train = faulty_train
 
         spec.loader.exec_module = exec_module
         return spec
 
-sys.meta_path.insert(0, Liar())
+sys.meta_path.insert(0, FaultInjector())
 """
 
 
 @dataclass
-class Restricted(FleetWrapper[Fleet]):
-    """A fleet in one process of which some replies are never asked for."""
+class FleetWithoutReplies(FleetWrapper[Fleet]):
+    """A fleet in one process in which some replies are never requested."""
 
-    without: set[RngContext]
+    excluded: set[RoundClient]
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         for request in requests:
-            if (request.round, request.client) in self.without:
-                yield Reply(request.client, None, failure="left out")
+            if (request.round, request.client) in self.excluded:
+                yield Reply(request.client, None, failure="excluded")
             else:
                 yield from self.inner.train([request])
 
 
 @dataclass
-class Site:
-    """A folder with a fleet's keys, its devices' images and what each keeps, and the processes."""
+class FleetProcesses:
+    """The processes of a fleet, and a folder with its keys, its clients' images and their states."""
 
     out: Path
-    plan: Plan
+    plan: FaultPlan
     port: int = field(default_factory=free_port)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -173,49 +174,50 @@ class Site:
         return [sys.executable, "-m", "vitfleet", *map(str, arguments)]
 
     def prepare(self) -> None:
-        """Make keys, deal the images, write down how to lie."""
-        (self.out / "liar").mkdir(parents=True)
-        (self.out / "liar" / "sitecustomize.py").write_text(LIAR)
+        """Create the keys, export the images, write the fault injection."""
+        (self.out / "injection").mkdir(parents=True)
+        (self.out / "injection" / "sitecustomize.py").write_text(INJECTION)
         names = self.plan.names
         make_certs(self.out / "fleet", [], names)
-        everybody = {"fleet.clients": len(names), "fleet.per_round": len(names)}
-        config = load_config("digits", self._overrides(), everybody)
+        fleet_size = {"fleet.clients": len(names), "fleet.per_round": len(names)}
+        config = load_config("digits", self._overrides(), fleet_size)
         data = load(config.data)
         export_clients(data, assign_images(config, data), list(names), self.out / "data")
 
-    def serve(self) -> None:
-        """Start the server, with a new run or the one that is there."""
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--certs", str(self.out / "fleet")]
+    def start_server(self) -> None:
+        """Start the server with a new run, or resume the existing one."""
+        address = ["--host", "127.0.0.1", "--port", str(self.port), "--certs", str(self.out / "fleet")]
         run = self.out / "run"
         if (run / "config.json").exists():
-            return self._start("server", self.vitfleet("server", run, *where))
-        patience = ["-o", f"fleet.deadline_s={self.plan.deadline:g}", "-o", "fleet.join_s=60"]
-        return self._start("server", self.vitfleet("server", "digits", *where, "--out", run, *self._given(), *patience))
+            return self._start("server", self.vitfleet("server", run, *address))
+        overrides = [*self._overrides(), f"fleet.deadline_s={self.plan.deadline:g}", "fleet.join_s=60"]
+        options = [argument for override in overrides for argument in ("-o", override)]
+        return self._start("server", self.vitfleet("server", "digits", *address, "--out", run, *options))
 
-    def join(self, client: int) -> None:
-        """Start a device."""
+    def start_client(self, client: int) -> None:
+        """Start a client, with its faults."""
         name = self.plan.names[client]
-        bad = {**self.plan.lies, **dict.fromkeys(self.plan.killed.items(), "wait")}
-        lies = ",".join(f"{round}={how}" for (round, liar), how in bad.items() if liar == client)
-        path = os.pathsep.join([str(self.out / "liar"), os.environ.get("PYTHONPATH", "")])
+        all_faults = {**self.plan.false_updates, **dict.fromkeys(self.plan.killed.items(), "wait")}
+        faults = ",".join(f"{round}={fault}" for (round, faulty), fault in all_faults.items() if faulty == client)
+        python_path = os.pathsep.join([str(self.out / "injection"), os.environ.get("PYTHONPATH", "")])
         command = self.vitfleet(
             "client", "--server", f"127.0.0.1:{self.port}", "--name", name, "--data", self.out / "data" / name,
             "--certs", self.out / "fleet", "--state", self.out / "state" / name, "--device", "cpu", "--threads", "1",
         )  # fmt: skip
-        self._start(name, command, {"CHAOS_LIES": lies, "PYTHONPATH": path} if lies else {})
+        self._start(name, command, {"CHAOS_FAULTS": faults, "PYTHONPATH": python_path} if faults else {})
 
-    def signal(self, name: str, how: signal.Signals) -> None:
-        os.killpg(self.processes[name].pid, how)
+    def signal(self, name: str, signal_number: signal.Signals) -> None:
+        os.killpg(self.processes[name].pid, signal_number)
 
     def kill(self, name: str) -> None:
-        """Kill a process outright, if it is still there, with what it started."""
+        """Kill a process and all processes that it started, if it is still running."""
         process = self.processes[name]
         if process.poll() is None:
             self.signal(name, signal.SIGKILL)
             process.wait()
 
-    def await_round(self, round: int) -> None:
-        """Wait until a round is under way: the one before it is over."""
+    def wait_for_round(self, round: int) -> None:
+        """Wait until a round is in progress: until the one before it is recorded."""
         while sum(1 for _ in read_records(self.out / "run")) < round - 1:
             if self.processes["server"].poll() is not None:
                 raise RuntimeError(f"the server ended: see {self.out / 'server.log'}")
@@ -224,106 +226,102 @@ class Site:
     def _overrides(self) -> list[str]:
         return [f"rounds={self.plan.rounds}", *self.plan.overrides]
 
-    def _given(self) -> list[str]:
-        return [part for one in self._overrides() for part in ("-o", one)]
-
-    def _start(self, name: str, command: list[str], more: Mapping[str, str] | None = None) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
+    def _start(self, name: str, command: list[str], variables: Mapping[str, str] | None = None) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         with (self.out / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
-def play(plan: Plan, out: Path) -> None:
-    """Run a plan with all its troubles to its end."""
-    site = Site(out, plan)
-    site.prepare()
+def run_plan(plan: FaultPlan, out: Path) -> None:
+    """Run a plan with all its faults to its end."""
+    fleet = FleetProcesses(out, plan)
+    fleet.prepare()
     try:
-        site.serve()
+        fleet.start_server()
         for client in range(len(plan.names)):
-            site.join(client)
-        make_trouble(site)
-        if site.processes["server"].wait() != 0:
+            fleet.start_client(client)
+        inject_faults(fleet)
+        if fleet.processes["server"].wait() != 0:
             raise RuntimeError(f"the server failed: see {out / 'server.log'}")
     finally:
-        for name in site.processes:
-            site.kill(name)
+        for name in fleet.processes:
+            fleet.kill(name)
 
 
-def make_trouble(site: Site) -> None:
-    """Make every trouble in its round."""
-    plan = site.plan
+def inject_faults(fleet: FleetProcesses) -> None:
+    """Stop and kill processes in the rounds of the plan."""
+    plan = fleet.plan
     for round in range(1, plan.rounds + 1):
-        site.await_round(round)
+        fleet.wait_for_round(round)
         print(f"{time.strftime('%X')} round {round}", flush=True)
         if round in plan.stopped:
             name = plan.names[plan.stopped[round]]
-            site.signal(name, signal.SIGSTOP)
-            site.await_round(round + 1)
-            site.signal(name, signal.SIGCONT)
+            fleet.signal(name, signal.SIGSTOP)
+            fleet.wait_for_round(round + 1)
+            fleet.signal(name, signal.SIGCONT)
         if round in plan.killed:
-            time.sleep(INTO_ITS_WORK)
-            site.kill(plan.names[plan.killed[round]])
-            site.join(plan.killed[round])
+            time.sleep(KILL_DELAY_S)
+            fleet.kill(plan.names[plan.killed[round]])
+            fleet.start_client(plan.killed[round])
         if round == plan.server_killed:
-            time.sleep(INTO_ITS_WORK)
-            site.kill("server")
-            site.serve()
+            time.sleep(KILL_DELAY_S)
+            fleet.kill("server")
+            fleet.start_server()
 
 
-def check(plan: Plan, out: Path) -> dict[RngContext, str]:
-    """Hold a run to the same run in one process, asked only for the replies that were used.
+def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
+    """Compare a run with the same run in one process that uses the same replies.
 
     Returns
     -------
     dict
-        The replies that were not, and why.
+        The replies that were not used, and why.
     """
-    run, honest = out / "run", out / "restricted"
+    run, inline = out / "run", out / "inline"
     records = list(read_records(run))
     assert [record.round for record in records] == list(range(1, plan.rounds + 1))
-    left_out = {
+    failures = {
         (record.round, entry.client): entry.failure
         for record in records
         for entry in record.clients
         if entry.failure is not None
     }
-    assert plan.faults <= set(left_out), f"used all the same: {plan.faults - set(left_out)}"
-    for place, how in plan.lies.items():
-        assert any(words in left_out[place] for words in (*REASONS[how], *LATE)), (place, left_out[place])
-    restrict(read_config(run / "config.json"), honest, set(left_out))
-    for troubled, restricted in zip(records, read_records(honest), strict=True):
-        assert used(troubled) == used(restricted), f"the records of round {troubled.round} differ"
-        assert_same_marks(troubled.task, restricted.task)
-    assert server_state(run) == server_state(honest), "the states differ"
-    return left_out
+    assert plan.faults <= set(failures), f"used in spite of a fault: {plan.faults - set(failures)}"
+    for key, fault in plan.false_updates.items():
+        assert any(part in failures[key] for part in (*REJECTED[fault], *LATE)), (key, failures[key])
+    run_without_replies(read_config(run / "config.json"), inline, set(failures))
+    for record, expected in zip(records, read_records(inline), strict=True):
+        assert used_part(record) == used_part(expected), f"the records of round {record.round} differ"
+        assert_same_evaluations(record.task, expected.task)
+    assert server_state(run) == server_state(inline), "the server states differ"
+    return failures
 
 
-def restrict(config: Config, folder: Path, without: set[RngContext]) -> None:
+def run_without_replies(config: Config, folder: Path, excluded: set[RoundClient]) -> None:
     """Run a configuration in one process without some replies."""
-    inline = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "inline", "names": ()})})
-    context = open_run(inline, folder)
-    run_rounds(replace(context, fleet=Restricted(context.fleet, without)))
+    fleet = config.fleet.model_copy(update={"kind": "inline", "names": ()})
+    context = open_run(config.model_copy(update={"fleet": fleet}), folder)
+    run_rounds(replace(context, fleet=FleetWithoutReplies(context.fleet, excluded)))
 
 
-def used(record: RoundRecord) -> list[object]:
-    """Return what a round's record says of the replies that were used."""
+def used_part(record: RoundRecord) -> list[object]:
+    """Return the part of a round's record that depends only on the replies that were used."""
     entries = [entry for entry in record.clients if entry.failure is None]
     return [record.round, record.lr, record.loss, record.accuracy, entries]
 
 
-def assert_same_marks(troubled: TaskRecord | None, restricted: TaskRecord | None) -> None:
-    """Hold a task's exam to the same in one process: who sat it has the same marks, who did not has none."""
-    assert (troubled is None) == (restricted is None)
-    if troubled is None or restricted is None:
+def assert_same_evaluations(actual: TaskRecord | None, expected: TaskRecord | None) -> None:
+    """Compare the evaluations after a task; a client whose evaluation failed has none."""
+    assert (actual is None) == (expected is None)
+    if actual is None or expected is None:
         return
-    for client, (row, expected) in enumerate(zip(troubled.matrix, restricted.matrix, strict=True)):
-        missing = str(client) in troubled.failures
-        assert row == ([None] * len(row) if missing else expected), f"task {troubled.task}: client {client}"
-    for row, expected in zip(troubled.initial or [], restricted.initial or [], strict=True):
-        assert row in (expected, [None] * len(expected))
-    print(
-        f"task {troubled.task}: {len(troubled.matrix) - len(troubled.failures)} of {len(troubled.matrix)} sat the exam"
-    )
+    for client, (row, expected_row) in enumerate(zip(actual.matrix, expected.matrix, strict=True)):
+        failed = str(client) in actual.failures
+        assert row == ([None] * len(row) if failed else expected_row), f"task {actual.task}: client {client}"
+    for row, expected_row in zip(actual.initial or [], expected.initial or [], strict=True):
+        assert row in (expected_row, [None] * len(expected_row))
+    evaluated = len(actual.matrix) - len(actual.failures)
+    print(f"task {actual.task}: {evaluated} of {len(actual.matrix)} clients evaluated")
 
 
 def server_state(folder: Path) -> dict[str, bytes]:
@@ -336,16 +334,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", choices=sorted(METHODS), default="transfl")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--deadline", type=float, default=60.0)
-    given = parser.parse_args()
-    out = given.out.resolve()
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds per round")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
-    plan = long_plan(given.method, given.deadline)
-    play(plan, out)
-    left_out = check(plan, out)
-    for (round, client), failure in left_out.items():
+    plan = long_plan(arguments.method, arguments.deadline)
+    run_plan(plan, out)
+    failures = check(plan, out)
+    for (round, client), failure in failures.items():
         print(f"round {round}, {plan.names[client]}: {failure}")
-    print(f"complete: {len(left_out)} replies left out, the state is that of the honest ones, bit for bit")
+    print(f"complete: {len(failures)} replies not used; the state equals that of the other replies, bit for bit")
 
 
 if __name__ == "__main__":

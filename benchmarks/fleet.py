@@ -30,17 +30,9 @@ from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load
 from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.processes import (
-    LINK,
-    Endpoint,
-    client_command,
-    environment,
-    flwr,
-    free_port,
-    open_endpoint,
-    start_run,
-    stop,
-)
+from vitfleet.flower.commands import CONNECTION, ServerSettings, client_command, environment, free_port
+from vitfleet.flower.flwr_cli import run_flwr, start_run
+from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
 from vitfleet.run.folder import create
 from vitfleet.run.records import RoundRecord, read_records
@@ -78,13 +70,13 @@ class Peaks:
                     continue
 
 
-def join(out: Path, names: Sequence[str], endpoint: Endpoint, certs: Certs) -> list[subprocess.Popen[bytes]]:
+def join(out: Path, names: Sequence[str], settings: ServerSettings, certs: Certs) -> list[subprocess.Popen[bytes]]:
     processes = []
     for name in names:
         home = out / "devices" / name
         home.mkdir(parents=True, exist_ok=True)
         command = client_command(
-            f"127.0.0.1:{endpoint.port}", name, out / "data" / name, home, certs, {"device": "cpu", "threads": 1}
+            f"127.0.0.1:{settings.port}", name, out / "data" / name, home, certs, {"device": "cpu", "threads": 1}
         )
         with (home / "log").open("ab") as log:
             processes.append(
@@ -106,15 +98,15 @@ def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Conf
 
 
 def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
-    endpoint = Endpoint("127.0.0.1", free_port(), certs.home, certs)
-    with open_endpoint(endpoint, names):
-        devices = join(out, names, endpoint, certs)
+    settings = ServerSettings("127.0.0.1", free_port(), certs.home, certs)
+    with running_server(settings, names):
+        devices = join(out, names, settings, certs)
         try:
             create(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
-            follow(endpoint, out / "run", start_run(endpoint, out / "run"), print_round)
+            follow(settings, out / "run", start_run(settings, out / "run"), print_round)
         finally:
             for device in devices:
-                stop(device)
+                stop_process_group(device)
 
 
 def play_timed(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> list[float]:
@@ -144,7 +136,7 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
     port, home = free_port(), out / "flower-home"
     home.mkdir()
     (home / "config.toml").write_text(
-        f'[superlink.{LINK}]\naddress = "127.0.0.1:{port}"\nroot-certificates = "{certs.ca}"\n'
+        f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\nroot-certificates = "{certs.ca}"\n'
     )
     env = {key: value for key, value in environment(home).items() if key != "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"}
     link = ["flower-superlink", "--port", str(port), "--enable-supernode-auth", "--ssl-ca-certfile", str(certs.ca)]
@@ -153,9 +145,9 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
     processes = [subprocess.Popen(link, env=env, stdout=log, stderr=log, start_new_session=True)]
     try:
         time.sleep(10)
-        endpoint = Endpoint("127.0.0.1", port, home, certs)
+        settings = ServerSettings("127.0.0.1", port, home, certs)
         keys = [str(certs.node_public_key(name)) for name in names]
-        flwr(endpoint, *(["supernode", "register", key, LINK] for key in keys))
+        run_flwr(settings, *(["supernode", "register", key, CONNECTION] for key in keys))
         for name in names:
             node = ["flower-supernode", "--superlink", f"127.0.0.1:{port}", "--root-certificates", str(certs.ca)]
             node += ["--auth-supernode-private-key", str(certs.node_key(name)), "--port", str(free_port())]
@@ -164,14 +156,14 @@ def play_minimal(out: Path, names: Sequence[str], certs: Certs, rounds: int, flo
         report = out / "minimal.json"
         words = f'rounds={rounds} floats={floats} report="{report}"'
         app = str(Path(__file__).parent / "flower_minimal")
-        flwr(endpoint, ["run", app, LINK, "--run-config", words])
+        run_flwr(settings, ["run", app, CONNECTION, "--run-config", words])
         while not report.exists():
             time.sleep(0.5)
         ends = json.loads(report.read_text())["ends"]
         return [later - earlier for earlier, later in pairwise(ends[1:])]
     finally:
         for process in reversed(processes):
-            stop(process)
+            stop_process_group(process)
 
 
 def overhead(out: Path) -> None:

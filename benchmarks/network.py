@@ -27,7 +27,7 @@ from pathlib import Path
 
 from vitfleet.config.fleet import DeviceName
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
-from vitfleet.flower.processes import stop
+from vitfleet.flower.processes import stop_process_group
 from vitfleet.run.records import read_records
 
 SERVER, DEVICE = "vitfleet-server", "vitfleet-device"  # namespaces; also, shortened, their interfaces
@@ -197,7 +197,7 @@ def play(out: Path, overrides: list[str], rounds: int, line: float) -> list[Roun
             thread.join()
     finally:
         for process in started.values():
-            stop(process)
+            stop_process_group(process)
 
 
 def follow(run: Path, server: subprocess.Popen[bytes], watch: Watch, rounds: int, line: float) -> Iterator[Round]:

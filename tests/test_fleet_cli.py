@@ -1,4 +1,4 @@
-"""The commands of a fleet: what they make, and what they say when something is missing."""
+"""The commands of a fleet: their output and their error messages."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from vitfleet.data.local_dataset import DataSpec, load_local
 DIGITS = tuple(str(digit) for digit in range(10))
 
 
-def test_keys_for_every_device(vitfleet: Command, tmp_path: Path) -> None:
+def test_certs_creates_a_key_for_every_client(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "certs", "fleet", "--host", "fleet.example.org", "--names", "kitchen, garden")
     assert result.returncode == 0, result.stderr
     for name in ("kitchen", "garden"):
-        assert f"device {name}: give it fleet/ca.crt and fleet/nodes/{name}" in result.stdout
+        assert f"client {name}: copy fleet/ca.crt and fleet/nodes/{name} to it" in result.stdout
         assert (tmp_path / "fleet" / "nodes" / name).is_file()
 
 
-def test_every_client_gets_its_images(vitfleet: Command, tmp_path: Path) -> None:
+def test_export_writes_every_clients_images(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "export", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
     assert result.returncode == 0, result.stderr
-    form = DataSpec(DIGITS, 1, 8, 0.2, 0.0)
-    assert sum(len(load_local(tmp_path / "shards" / name, form).train) for name in ("a", "b", "c")) == 100
+    spec = DataSpec(DIGITS, 1, 8, 0.2, 0.0)
+    assert sum(len(load_local(tmp_path / "shards" / name, spec).train) for name in ("a", "b", "c")) == 100
 
 
-def test_without_keys_the_remedy_is_named(vitfleet: Command, tmp_path: Path) -> None:
+def test_missing_certificates_are_reported_with_the_remedy(vitfleet: Command, tmp_path: Path) -> None:
     server = vitfleet(tmp_path, "server", "digits", "--certs", "nowhere")
     assert server.returncode == 2
-    assert "ca.crt: is not there; `vitfleet certs" in server.stderr
+    assert "ca.crt: missing; `vitfleet certs" in server.stderr
     assert not (tmp_path / "runs").exists()
     client = vitfleet(tmp_path, "client", "--server", "127.0.0.1", "--data", ".", "--name", "a", "--certs", "nowhere")
     assert client.returncode == 2
-    assert "ca.crt: is not there; copy it from the server" in client.stderr
+    assert "ca.crt: missing; copy it from the server" in client.stderr
 
 
-def test_without_encryption_there_is_a_warning(vitfleet: Command, tmp_path: Path) -> None:
+def test_insecure_client_prints_a_warning(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "client", "--server", "127.0.0.1", "--data", "gone", "--name", "a", "--insecure")
-    assert "warning: --insecure: nothing is encrypted" in result.stderr
+    assert "warning: --insecure: no encryption" in result.stderr
     assert result.returncode == 2
     assert "--data gone: no such file or folder" in result.stderr
 
 
-def test_a_fleet_of_devices_needs_a_server(vitfleet: Command, tmp_path: Path) -> None:
+def test_run_rejects_a_flower_fleet(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "run", "digits", "-o", "fleet.kind=flower")
     assert result.returncode == 2
     assert "fleet.kind = 'flower': is started with `vitfleet server`" in result.stderr
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_fleet_in_trouble_is_told_in_its_configuration(vitfleet: Command, tmp_path: Path) -> None:
-    for override, client_metrics in {
+def test_run_rejects_invalid_fleet_keys(vitfleet: Command, tmp_path: Path) -> None:
+    for override, reason in {
         "fleet.spare=1": "needs fleet.kind = flower",
         "fleet.min_replies=6": "must be between 1 and fleet.per_round = 5",
         'fleet.names=["a"]': "needs fleet.kind = flower",
     }.items():
         result = vitfleet(tmp_path, "run", "digits", "-o", override)
         assert result.returncode == 2
-        assert client_metrics in result.stderr
+        assert reason in result.stderr

@@ -1,13 +1,14 @@
-"""Flower's grid without Flower's processes: every message is put into bytes and taken out of them again."""
+"""Flower's grid without Flower's processes: every message is serialized and deserialized on its way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.common import MessageType
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
@@ -20,33 +21,49 @@ from vitfleet.data.local_dataset import DataSpec, load_local
 from vitfleet.data.sources import load
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
-from vitfleet.flower.fleet import EXAM
 from vitfleet.flower.payloads import RunSpec
+from vitfleet.flower.record_keys import CHUNK, HEADER
 
-# Flower's processes say this of themselves; its messages cannot be made without.
+# Flower's processes set these; its messages cannot be created without them.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
-ClientUpdate = Callable[[int, Message], RecordDict | Error | None]
+FIRST_NODE = 1000
+CHUNK_BYTES = 100_000
+
+#: Returns a client's reply to a message; ``None`` if it never replies.
+HandleMessage: TypeAlias = Callable[[int, Message], RecordDict | Error | None]
 
 
-def copied(content: RecordDict) -> RecordDict:
-    """Return what arrives of a content: new objects, made from its bytes."""
+def serialized_copy(content: RecordDict) -> RecordDict:
+    """Return the content as it arrives: new objects made from its bytes."""
     return RecordDict({name: ConfigRecord.inflate(record.deflate()) for name, record in content.items()})
+
+
+def with_encoded_message(reply: RecordDict, encoded: bytes) -> RecordDict:
+    """Return a reply with another message, in chunks of 100 kB."""
+    chunks = {
+        f"message/{start // CHUNK_BYTES:06d}": ConfigRecord({CHUNK: encoded[start : start + CHUNK_BYTES]})
+        for start in range(0, len(encoded), CHUNK_BYTES)
+    }
+    return RecordDict({HEADER: reply.config_records[HEADER], **chunks})
 
 
 @dataclass
 class LoopbackGrid(Grid):
-    """Nodes are numbered as their clients are, from 1000 on; ``answer`` is what a node does with a message."""
+    """A grid whose node ``1000 + i`` has the i-th name; ``handle`` makes each node's reply."""
 
-    answer: ClientUpdate
+    handle: HandleMessage
     names: list[str]
     replies: dict[str, Message] = field(default_factory=dict)
     pushed: list[Message] = field(default_factory=list)
-    away: set[str] = field(default_factory=set)
+    disconnected: set[str] = field(default_factory=set)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        there = [(1000 + place, name) for place, name in enumerate(self.names) if name not in self.away]
-        return [NodeInfo(node_id=node, name=name) for node, name in there]
+        return [
+            NodeInfo(node_id=FIRST_NODE + client, name=name)
+            for client, name in enumerate(self.names)
+            if name not in self.disconnected
+        ]
 
     def get_node_ids(self) -> Iterable[int]:
         return [node.node_id for node in self.get_nodes()]
@@ -56,18 +73,19 @@ class LoopbackGrid(Grid):
         for message in messages:
             self.pushed.append(message)
             message_id = str(len(self.pushed))
-            arrived = Message(copied(message.content), message.metadata.dst_node_id, message.metadata.message_type)
+            node = message.metadata.dst_node_id
+            arrived = Message(serialized_copy(message.content), node, message.metadata.message_type)
             arrived.metadata.__dict__["_message_id"] = message_id
-            outcome = self.answer(message.metadata.dst_node_id - 1000, arrived)
-            if isinstance(outcome, Error):
-                self.replies[message_id] = Message(outcome, reply_to=arrived)
-            elif outcome is not None:
-                self.replies[message_id] = Message(copied(outcome), reply_to=arrived)
+            reply = self.handle(node - FIRST_NODE, arrived)
+            if isinstance(reply, Error):
+                self.replies[message_id] = Message(reply, reply_to=arrived)
+            elif reply is not None:
+                self.replies[message_id] = Message(serialized_copy(reply), reply_to=arrived)
             ids.append(message_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.replies.pop(one) for one in list(message_ids) if one in self.replies]
+        return [self.replies.pop(message_id) for message_id in list(message_ids) if message_id in self.replies]
 
     def set_run(self, run: object) -> NoReturn:
         raise NotImplementedError
@@ -83,40 +101,38 @@ class LoopbackGrid(Grid):
         raise NotImplementedError
 
 
-def deal(config: Config, folder: Path) -> None:
-    """Write every client's images into a folder of its own."""
+def client_names(config: Config) -> list[str]:
+    return [config.fleet.name_of(client) for client in range(config.fleet.clients)]
+
+
+def export_images(config: Config, folder: Path) -> None:
+    """Write each client's images to a folder of its own."""
     data = load(config.data)
-    export_clients(
-        data,
-        assign_images(config, data),
-        [config.fleet.name_of(client) for client in range(config.fleet.clients)],
-        folder,
-    )
+    export_clients(data, assign_images(config, data), client_names(config), folder)
 
 
 @dataclass
-class Devices:
-    """One device a client, each with its own folder of images and its own folder of what it keeps."""
+class LocalClients:
+    """Flower clients in this process, each with its own folders of images and of states."""
 
     config: Config
     data: Path
     state: Path
 
-    def device(self, client: int) -> FlowerClient:
-        name = self.config.fleet.name_of(client)
+    def client(self, number: int) -> FlowerClient:
+        name = self.config.fleet.name_of(number)
 
-        def images(config: Config, run_spec: RunSpec) -> DataSet:
-            form = DataSpec(tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, 0.0)
-            return load_local(self.data / name, form)
+        def load_images(config: Config, run_spec: RunSpec) -> DataSet:
+            spec = DataSpec(tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, 0.0)
+            return load_local(self.data / name, spec)
 
-        return FlowerClient(images, self.state / name, MachineConfig(device="cpu", threads=1))
+        return FlowerClient(load_images, self.state / name, MachineConfig(device="cpu", threads=1))
 
-    def answer(self, client: int, message: Message) -> RecordDict | Error | None:
-        device = self.device(client)
-        if message.metadata.message_type == EXAM:
-            return pack_eval_reply(device.evaluate(unpack_eval_request(message.content)))
-        return pack_reply(device.train(unpack_train_request(message.content)))
+    def handle(self, number: int, message: Message) -> RecordDict | Error | None:
+        client = self.client(number)
+        if message.metadata.message_type == MessageType.EVALUATE:
+            return pack_eval_reply(client.evaluate(unpack_eval_request(message.content)))
+        return pack_reply(client.train(unpack_train_request(message.content)))
 
-    def grid(self, answer: ClientUpdate | None = None) -> LoopbackGrid:
-        names = [self.config.fleet.name_of(client) for client in range(self.config.fleet.clients)]
-        return LoopbackGrid(answer or self.answer, names)
+    def grid(self, handle: HandleMessage | None = None) -> LoopbackGrid:
+        return LoopbackGrid(handle or self.handle, client_names(self.config))

@@ -1,4 +1,4 @@
-"""A fleet behind Flower's grid against the same fleet in one process: bit for bit, whatever the method."""
+"""A fleet behind Flower's grid gives the same bits as a fleet in one process, for every method."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loopback import ClientUpdate, Devices, deal
+from loopback import HandleMessage, LocalClients, export_images
 
 from conftest import MakeConfig
 from vitfleet.config.registry import METHODS
@@ -26,39 +26,39 @@ OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "fedvit": ("train.epochs=2", "method.head_epochs=1"),
 }
 TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
-TASK_AFTER_TASK = {"gem", "a-gem", "fedvit"}  # what they do has no meaning without tasks
+CONTINUAL_METHODS = {"gem", "a-gem", "fedvit"}  # they need tasks
 
 
 def flower(config: Config) -> Config:
     return config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
 
 
-def play(config: Config, folder: Path, answer: ClientUpdate | None = None) -> RunState:
-    """Play a run on devices in this process; their images and states lie beside the run's folder."""
-    devices = Devices(config, folder.parent / "data", folder.parent / "state")
-    context = open_run(config, folder, make_fleet=fleet_factory(devices.grid(answer)))
+def run_on_grid(config: Config, folder: Path, handle: HandleMessage | None = None) -> RunState:
+    """Run all rounds on clients in this process; their images and states are beside the run's folder."""
+    clients = LocalClients(config, folder.parent / "data", folder.parent / "state")
+    context = open_run(config, folder, make_fleet=fleet_factory(clients.grid(handle)))
     return run_rounds(context).state
 
 
-def same(state: RunState, other: RunState) -> bool:
-    mine, others = state.server, other.server
+def same_server_state(first: RunState, second: RunState) -> bool:
+    state, other = first.server, second.server
     return (
-        mine.tensors.keys() == others.tensors.keys()
-        and all(torch.equal(mine.tensors[name], others.tensors[name]) for name in mine.tensors)
-        and mine.numbers == others.numbers
-        and list(mine.parts) == list(others.parts)
+        state.tensors.keys() == other.tensors.keys()
+        and all(torch.equal(state.tensors[name], other.tensors[name]) for name in state.tensors)
+        and state.numbers == other.numbers
+        and list(state.parts) == list(other.parts)
         and all(
-            torch.equal(one, others.parts[part].tensors[name])
-            for part in mine.parts
-            for name, one in mine.parts[part].tensors.items()
+            torch.equal(tensor, other.parts[part].tensors[name])
+            for part in state.parts
+            for name, tensor in state.parts[part].tensors.items()
         )
     )
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.names()))
-def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    tasks = (*TASKS, "rounds=6") if name in TASK_AFTER_TASK else ()
-    equal_to_one_process(
+def test_flower_fleet_equals_inline_fleet(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    tasks = (*TASKS, "rounds=6") if name in CONTINUAL_METHODS else ()
+    assert_equals_inline(
         tiny_config(
             f"method.name={name}", *OVERRIDES.get(name, ()), *tasks, "eval.clients=0", "data.augment.flip=true"
         ),
@@ -68,10 +68,10 @@ def test_the_same_bits_as_in_one_process(name: str, tiny_config: MakeConfig, tmp
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper", "standalone"])
 @pytest.mark.parametrize("incremental", ["task", "class"])
-def test_any_method_learns_tasks_on_devices(
+def test_flower_fleet_equals_inline_fleet_on_tasks(
     name: str, incremental: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    equal_to_one_process(
+    assert_equals_inline(
         tiny_config(
             f"method.name={name}", *TASKS, "data.tasks.count=2", "rounds=4", f"data.tasks.incremental={incremental}"
         ),
@@ -79,11 +79,11 @@ def test_any_method_learns_tasks_on_devices(
     )
 
 
-def equal_to_one_process(config: Config, tmp_path: Path) -> None:
-    deal(config, tmp_path / "data")
+def assert_equals_inline(config: Config, tmp_path: Path) -> None:
+    export_images(config, tmp_path / "data")
     inline = run_rounds(open_run(config, tmp_path / "inline")).state
-    assert same(inline, play(flower(config), tmp_path / "flower"))
-    lines = [(tmp_path / where / "records.jsonl").read_bytes() for where in ("inline", "flower")]
-    assert lines[0] == lines[1]
-    assert b'"failure":null' in lines[0]
-    assert b'"failure":"' not in lines[0]
+    assert same_server_state(inline, run_on_grid(flower(config), tmp_path / "flower"))
+    inline_records, flower_records = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("inline", "flower"))
+    assert inline_records == flower_records
+    assert b'"failure":null' in inline_records
+    assert b'"failure":"' not in inline_records

@@ -1,4 +1,4 @@
-"""Flower's own simulation engine runs the same app, to the same bits."""
+"""Flower's simulation engine runs the same app and gives the same bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from chaos import server_state
 from conftest import MakeConfig
-from vitfleet.flower.processes import Endpoint, await_health, connection, environment, free_port, start_run, stop
+from vitfleet.flower.commands import ServerSettings, environment, flower_config, free_port
+from vitfleet.flower.flwr_cli import start_run
+from vitfleet.flower.processes import stop_process_group, wait_for_superlink
 from vitfleet.flower.server import follow
 from vitfleet.run.folder import create
 from vitfleet.run.loop import run_rounds
@@ -19,24 +21,25 @@ OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0
 
 
 @pytest.mark.long
-def test_a_simulation_is_as_good_as_one_process(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_simulation_equals_inline_fleet(tiny_config: MakeConfig, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra `flower-sim` is not installed")
     config = tiny_config(*OVERRIDES)
     folder, home, port = tmp_path / "flower", tmp_path / "home", free_port()
     fleet = config.fleet.model_copy(update={"kind": "flower", "join_s": 200.0})
     create(config.model_copy(update={"fleet": fleet}), folder, "flower", ["test"]).release()
     home.mkdir()
-    endpoint = Endpoint("127.0.0.1", port, home, None)
-    (home / "config.toml").write_text(connection(endpoint, port))
+    settings = ServerSettings("127.0.0.1", port, home, None)
+    (home / "config.toml").write_text(flower_config(settings, port))
     command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
-        link = subprocess.Popen(command, env=environment(home), stdout=log, stderr=log, start_new_session=True)
+        superlink = subprocess.Popen(command, env=environment(home), stdout=log, stderr=log, start_new_session=True)
     try:
-        await_health(endpoint, port, link)
-        size = "num-supernodes=3 client-resources-num-cpus=1"
-        follow(endpoint, folder, start_run(endpoint, folder, "--federation-config", size))
+        wait_for_superlink(settings, port, superlink)
+        federation = "num-supernodes=3 client-resources-num-cpus=1"
+        flower_run_id = start_run(settings, folder, "--federation-config", federation)
+        follow(settings, folder, flower_run_id)
     finally:
-        stop(link)
+        stop_process_group(superlink)
     run_rounds(open_run(config, tmp_path / "inline"))
     assert (tmp_path / "inline" / "records.jsonl").read_bytes() == (folder / "records.jsonl").read_bytes()
     assert server_state(tmp_path / "inline") == server_state(folder)

@@ -1,7 +1,7 @@
-"""A fleet's certificates and keys: a certificate authority, the server's certificate, a key pair for every device.
+"""A fleet's certificates and keys: a certificate authority, the server's certificate, a key pair for every client.
 
-Everything lies in one folder, which belongs to the server. A device is given two files of it, by hand: ``ca.crt`` and
-``nodes/<its name>``. Made again, what is there stays, and what is missing is added.
+All files are in one folder on the server. Copy two of them to each client by hand: ``ca.crt`` and ``nodes/NAME``. A
+second call keeps existing files and adds missing ones.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from vitfleet.errors import UserError
 
 CURVE = ec.SECP384R1()
 LOOPBACK = ("127.0.0.1", "localhost")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
 class Certs:
-    """Where in a fleet's folder what lies."""
+    """Paths of a fleet's certificates and keys."""
 
     folder: Path
 
     @property
     def ca(self) -> Path:
-        """The authority's certificate, which everybody knows."""
+        """The authority's certificate. Clients use it to verify the server."""
         return self.folder / "ca.crt"
 
     @property
     def ca_key(self) -> Path:
-        """The authority's key: whoever has it can pretend to be the server."""
+        """The authority's private key. Its holder can impersonate the server."""
         return self.folder / "ca.key"
 
     @property
@@ -49,56 +49,57 @@ class Certs:
 
     @property
     def server_key(self) -> Path:
-        """The server's key."""
+        """The server's private key."""
         return self.folder / "server.key"
 
     @property
     def home(self) -> Path:
-        """What Flower's processes on the server write: logs, the app."""
+        """Folder of the files of Flower's processes on the server: logs, the app."""
         return self.folder / "flower"
 
     def node_key(self, name: str) -> Path:
-        """Return where a device's private key lies."""
+        """Return the path of a client's private key."""
         return self.folder / "nodes" / name
 
     def node_public_key(self, name: str) -> Path:
-        """Return where a device's public key lies."""
+        """Return the path of a client's public key."""
         return self.folder / "nodes" / f"{name}.pub"
 
     def names(self) -> list[str]:
-        """Return the names of the devices that have a key, in the order of the alphabet."""
+        """Return the names of the clients that have a key, sorted."""
         return sorted(path.name.removesuffix(".pub") for path in (self.folder / "nodes").glob("*.pub"))
 
     def check_server(self) -> None:
-        """Complain if something that a server needs is not there."""
+        """Raise an error if a file that the server needs is missing."""
         for path in (self.ca, self.server, self.server_key):
             if not path.is_file():
-                raise UserError(
-                    f"{path}: is not there; `vitfleet certs {self.folder} --host HOST --names A,B` makes it"
-                )
+                raise UserError(f"{path}: missing; `vitfleet certs {self.folder} --host HOST --names A,B` creates it")
 
     def check_client(self, name: str) -> None:
-        """Complain if something that a device needs is not there."""
+        """Raise an error if a file that a client needs is missing."""
         for path in (self.ca, self.node_key(name)):
             if not path.is_file():
-                raise UserError(f"{path}: is not there; copy it from the server, where `vitfleet certs` made it")
+                raise UserError(f"{path}: missing; copy it from the server, where `vitfleet certs` created it")
 
 
 def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str], days: int = 3650) -> Certs:
-    """Make what is missing of a fleet's certificates and keys.
+    """Create the missing certificates and keys of a fleet.
 
     Parameters
     ----------
     hosts
-        Names and addresses under which devices reach the server; this machine's own loopback is added.
+        Host names and addresses under which clients reach the server. This machine's loopback is added.
     names
-        The devices' names.
+        The clients' names.
     days
-        How long certificates are good for.
+        Validity of the certificates.
     """
     for name in names:
-        if not NAME.fullmatch(name):
-            raise UserError(f"{name!r}: a device's name must be letters, digits, '.', '_' and '-', at most 63")
+        if not CLIENT_NAME.fullmatch(name):
+            raise UserError(
+                f"{name!r}: a client's name must have at most 63 characters: letters, digits, '.', '_', '-'; "
+                "the first a letter or digit"
+            )
     certs = Certs(folder)
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -120,7 +121,7 @@ def _make_authority(certs: Certs, days: int) -> None:
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     certificate = (
-        _certificate(name, name, key.public_key(), days)
+        _certificate_builder(name, name, key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -137,8 +138,8 @@ def _make_server(certs: Certs, hosts: Sequence[str], days: int) -> None:
     key = ec.generate_private_key(CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "vitfleet server")])
     certificate = (
-        _certificate(name, authority.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
+        _certificate_builder(name, authority.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
@@ -149,7 +150,7 @@ def _make_server(certs: Certs, hosts: Sequence[str], days: int) -> None:
 
 
 def _make_node(certs: Certs, name: str) -> None:
-    """Make a device's key pair, in OpenSSH's form, as Flower wants it."""
+    """Create a client's key pair in OpenSSH's format, which Flower requires."""
     key = ec.generate_private_key(CURVE)
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -159,7 +160,7 @@ def _make_node(certs: Certs, name: str) -> None:
     certs.node_public_key(name).write_bytes(public + b"\n")
 
 
-def _certificate(
+def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
@@ -169,13 +170,13 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # A device's clock may be behind.
+        # A client's clock may be slow.
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=days))
     )
 
 
-def _alternative(host: str) -> x509.GeneralName:
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -189,6 +190,6 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write_secret(path: Path, data: bytes) -> None:
-    """Write a file that nobody but its owner can ever have read."""
+    """Write a file that only its owner can read, from the moment of its creation."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)

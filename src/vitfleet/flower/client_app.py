@@ -1,7 +1,8 @@
-"""Flower's ClientApp: takes one message to whoever answers it.
+"""Flower's ClientApp: passes one message to the code that handles it.
 
-Flower starts a new process for every message, so this imports Flower and little else; a real device's worker stays.
-A simulation's processes stay themselves, and answer.
+Flower starts a new process for every message, so this module imports little besides Flower: on a real client it passes
+the message to the client's worker process. The processes of a Flower simulation persist, so there it is handled
+directly.
 """
 
 from __future__ import annotations
@@ -11,51 +12,53 @@ from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common import MessageType
 
 from vitfleet.errors import UserError
-from vitfleet.flower import worker
+from vitfleet.flower.record_keys import CLIENT_NAME, HEADER
+from vitfleet.flower.worker import call_worker
 
-SIMULATED = "partition-id"  # what Flower's simulation tells a node of itself
+SIMULATED_CLIENT = "partition-id"  # the node setting in which Flower's simulation puts the client's number
 app = ClientApp()
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Do a round's work."""
-    return _answer("train", message, context)
+    """Handle a training request."""
+    return _handle(MessageType.TRAIN, message, context)
 
 
-@app.query("exam")
-def exam(message: Message, context: Context) -> Message:
-    """Say how the device's model does on its tasks."""
-    return _answer("exam", message, context)
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Handle an evaluation request."""
+    return _handle(MessageType.EVALUATE, message, context)
 
 
-@app.query("hello")
-def hello(message: Message, context: Context) -> Message:
-    """Say the device's name; in a simulation, its number."""
-    name = _word(context, SIMULATED if _is_simulated(context) else "name")
-    return Message(RecordDict({"header": ConfigRecord({"name": name})}), reply_to=message)
+@app.query(CLIENT_NAME)
+def client_name(message: Message, context: Context) -> Message:
+    """Return the client's name; in a simulation, its number."""
+    name = _node_setting(context, SIMULATED_CLIENT if _is_simulated(context) else "name")
+    return Message(RecordDict({HEADER: ConfigRecord({CLIENT_NAME: name})}), reply_to=message)
 
 
-def _answer(kind: str, message: Message, context: Context) -> Message:
-    words = ConfigRecord({**context.node_config, "kind": kind})
+def _handle(message_type: str, message: Message, context: Context) -> Message:
+    settings = ConfigRecord({**context.node_config, "message_type": message_type})
     if _is_simulated(context):
-        from vitfleet.flower.client_handler import answer
+        from vitfleet.flower.client_handler import handle_message
 
-        words["folder"] = str(context.run_config.get("folder", ""))
-        words["client"] = int(context.node_config[SIMULATED])
-        return Message(answer(words, message.content), reply_to=message)
-    data, state = (Path(_word(context, key)).resolve() for key in ("data", "state"))
-    words["data"], words["state"] = str(data), str(state)
-    return Message(worker.ask(state, os.getppid(), words, message.content), reply_to=message)
+        settings["folder"] = str(context.run_config.get("folder", ""))
+        settings["client"] = int(context.node_config[SIMULATED_CLIENT])
+        return Message(handle_message(settings, message.content), reply_to=message)
+    data, state = (Path(_node_setting(context, key)).resolve() for key in ("data", "state"))
+    settings["data"], settings["state"] = str(data), str(state)
+    return Message(call_worker(state, os.getppid(), settings, message.content), reply_to=message)
 
 
 def _is_simulated(context: Context) -> bool:
-    return SIMULATED in context.node_config and "data" not in context.node_config
+    return SIMULATED_CLIENT in context.node_config and "data" not in context.node_config
 
 
-def _word(context: Context, key: str) -> str:
+def _node_setting(context: Context, key: str) -> str:
     if key not in context.node_config:
-        raise UserError(f"this device does not say its {key}: start it with `vitfleet client`, or give --node-config")
+        raise UserError(f"the node setting {key!r} is missing: start with `vitfleet client`, or give --node-config")
     return str(context.node_config[key])

@@ -1,4 +1,4 @@
-"""What a device answers to a message: of a real one in its worker, of a simulated one in Flower's own process."""
+"""Handles one Flower message on a client: in a real client's worker, or in a process of Flower's simulation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from flwr.app import ConfigRecord, RecordDict
+from flwr.common import MessageType
 
 from vitfleet.config import read_config
 from vitfleet.config.schema import Config, MachineConfig
@@ -20,60 +21,58 @@ from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.payloads import RunSpec
 
-KIND = "kind"  # of a message
-TRAIN, EXAM = "train", "exam"
+MACHINE_KEYS = ("device", "precision", "threads", "deterministic")
 
 
-def answer(words: ConfigRecord, content: RecordDict) -> RecordDict:
-    """Return a device's answer to the content of a message.
+def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
+    """Return the content of a client's reply to a message.
 
     Parameters
     ----------
-    words
-        The message's kind, and what the device says of itself: either where its images are and where it keeps things,
-        or, of a simulated one, its number and the run's folder. And what it computes on.
+    settings
+        ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a simulated
+        client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``.
     """
-    given = {key: words[key] for key in ("device", "precision", "threads", "deterministic") if key in words}
-    machine = MachineConfig.model_validate(given)
-    if "folder" in words:
-        device = simulated(Path(str(words["folder"])), int(str(words["client"])), machine)
+    machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
+    if "folder" in settings:
+        client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)
     else:
-        device = real(Path(str(words["data"])), Path(str(words["state"])), machine)
-    if words[KIND] == TRAIN:
-        return pack_reply(device.train(unpack_train_request(content)))
-    return pack_eval_reply(device.evaluate(unpack_eval_request(content)))
+        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine)
+    if settings["message_type"] == MessageType.TRAIN:
+        return pack_reply(client.train(unpack_train_request(content)))
+    return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
 
 
 @lru_cache(maxsize=1)
-def real(data: Path, state: Path, machine: MachineConfig) -> FlowerClient:
-    """Return a device with its own folder of images; it stays, with what it works with."""
-    own = LocalDataset(data, state / "images")
+def local_client(data: Path, state: Path, machine: MachineConfig) -> FlowerClient:
+    """Return a client with images on this machine. It is cached, with its model and images."""
+    dataset = LocalDataset(data, state / "images")
 
-    def images(config: Config, run_spec: RunSpec) -> DataSet:
-        form = DataSpec(
+    def load_images(config: Config, run_spec: RunSpec) -> DataSet:
+        spec = DataSpec(
             tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, config.data.max_corrupt
         )
-        return own.load(form)
+        return dataset.load(spec)
 
-    return FlowerClient(images, state, machine)
+    return FlowerClient(load_images, state, machine)
 
 
-def simulated(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:
-    """Return a device of Flower's simulation: its images are dealt from the run's own set, on the same machine."""
+def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:
+    """Return a client of Flower's simulation. Its images are its part of the run's own data set."""
     if not (folder / "config.json").exists():
         raise UserError("a simulation needs --run-config 'folder=\"…\"', the absolute path of the run's folder")
 
-    def images(config: Config, run_spec: RunSpec) -> DataSet:
-        data, held = dealt(folder)
-        train, test = (torch.from_numpy(deal.for_client(client)) for deal in held)
-        return DataSet(data.name, data.classes, data.train.take(train), data.test.take(test))
+    def load_images(config: Config, run_spec: RunSpec) -> DataSet:
+        data, (train, test) = _assigned_images(folder)
+        train_index, test_index = (torch.from_numpy(indices.for_client(client)) for indices in (train, test))
+        return DataSet(data.name, data.classes, data.train.take(train_index), data.test.take(test_index))
 
-    return FlowerClient(images, folder / "devices" / str(client), machine)
+    return FlowerClient(load_images, folder / "clients" / str(client), machine)
 
 
 @cache
-def dealt(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
-    """Return a run's images and how they are dealt; a simulation's processes stay, so once is enough."""
+def _assigned_images(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
+    """Return a run's images and each client's indices. Cached: the processes of a simulation persist."""
     config = read_config(folder / "config.json")
     data = load(config.data)
     return data, assign_images(config, data)

@@ -19,12 +19,11 @@ from flwr.app.message.recorddict import RecordType
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
+from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.wire import decode_chunks, encode_chunks
 
-HEADER = "header"  # the record of everything except tensors
-CHUNK = "chunk"  # the only field of a record that holds a part of a message
 MAX_INTEGER = 2**53  # the largest up to which a float represents every integer
 MAX_LIST_LENGTH = 65536
 MAX_FAILURE_LENGTH = 500

@@ -1,318 +1,209 @@
-"""A fleet on real machines: Flower's grid carries orders to devices and their reports back.
+"""A fleet on real machines: Flower's grid carries requests to clients and their replies back.
 
-Orders are pushed one by one and reports pulled one by one, in the order of the requests, so a server holds one message
-at a time however many clients there are; those that came early wait in the SuperLink. Only with spare clients, where
-it matters who was first, are reports pulled as they come.
+Requests are pushed one by one, and replies are pulled one by one in the order of the requests. So the server holds one
+message at a time, however many clients there are; early replies wait in the SuperLink. Only with spare clients, where
+the fastest replies count, are replies pulled in the order of their arrival.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
+from flwr.common import MessageType
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import pull_objects
 
 from vitfleet.config.schema import Config, DataConfig, FleetConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
-from vitfleet.flower.codec import (
-    HEADER,
-    pack_eval_request,
-    pack_train_request,
-    unpack_eval_reply,
-    unpack_reply,
-)
+from vitfleet.flower.codec import pack_eval_request, pack_train_request, unpack_eval_reply, unpack_reply
+from vitfleet.flower.nodes import TTL_MARGIN_S, NodeDirectory
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
+from vitfleet.flower.polling import MAX_INTERVAL_S, MIN_INTERVAL_S, Clock, object_polling
 from vitfleet.message import Message as Content
 from vitfleet.message import State
 from vitfleet.run.folder import identity
 from vitfleet.run.setup import MakeFleet
 
-TRAIN, EXAM, HELLO = "train", "query.exam", "query.hello"
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between looks into the SuperLink
-GRACE = 3600.0  # seconds that a report which came in time may wait for its turn
 MEGABYTE = 10**6
-NOT_CONNECTED, NOT_TAKEN = "it is not connected", "Flower did not take the message"
+MAX_REASON_LENGTH = 200  # characters of Flower's own error messages
+
+AnyReply = TypeVar("AnyReply", Reply, EvalReply)
+AnyPayload = TypeVar("AnyPayload", TrainPayload, EvalPayload)
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Time, so that a test can pass it by hand."""
-
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-def make_run_spec(config: Config, data: DataSet, run: str) -> RunSpec:
-    """Return what devices must know of a run: nothing about the server's own files."""
-    shared = config.model_copy(
-        update={
-            "data": DataConfig(
-                name=config.data.name,
-                test_share=config.data.test_share,
-                max_corrupt=config.data.max_corrupt,
-                augment=config.data.augment,
-                tasks=config.data.tasks,
-            ),
-            "model": config.model.model_copy(update={"weights": None}),
-        }
+def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
+    """Return what clients must know of a run, without the paths of the server's files."""
+    data_config = DataConfig(
+        name=config.data.name,
+        test_share=config.data.test_share,
+        max_corrupt=config.data.max_corrupt,
+        augment=config.data.augment,
+        tasks=config.data.tasks,
     )
-    return RunSpec(run, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
+    model_config = config.model.model_copy(update={"weights": None})
+    shared = config.model_copy(update={"data": data_config, "model": model_config})
+    return RunSpec(run_id, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
 
 
-def fleet_factory(grid: Grid) -> MakeFleet:
-    """Return what :func:`vitfleet.run.setup.open_run` makes a fleet behind a Flower grid with."""
+def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:
+    """Return a function with which :func:`vitfleet.run.setup.open_run` makes a fleet behind a Flower grid."""
 
     def make_fleet(config: Config, data: DataSet, folder: Path, base: Content) -> FlowerFleet:
-        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, identity(folder)), base)
+        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, identity(folder)), base, clock)
 
     return make_fleet
 
 
-class Outcome(Protocol):
-    """What comes of a message to a device: something, or the reason why nothing did."""
+@dataclass(frozen=True)
+class _ReplyFactory(Generic[AnyReply]):
+    """Makes a client's reply, from a message's content or from the reason why there is none."""
 
-    @property
-    def failure(self) -> str | None:
-        """The reason."""
-        ...
-
-
-Came = TypeVar("Came", bound=Outcome)
+    unpack: Callable[[int, RecordDict], AnyReply]
+    failed: Callable[[int, str], AnyReply]
 
 
 class FlowerFleet:
-    """Clients on machines of their own, behind Flower's grid.
+    """Clients behind Flower's grid, one per node.
 
     Parameters
     ----------
-    grid
-        Flower's.
+    run_spec
+        Sent to a client with every request.
     base
-        What a newcomer is given.
+        The method's base message. A new client receives it with its first request.
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        config: FleetConfig,
-        run_spec: RunSpec,
-        base: Content,
-        clock: Clock = Clock(),  # noqa: B008
+        self, grid: Grid, config: FleetConfig, run_spec: RunSpec, base: Content, clock: Clock | None = None
     ) -> None:
         self.grid = grid
         self.config = config
         self.run_spec = run_spec
         self.base = base
-        self.clock = clock
-        self.client_of = {config.name_of(client): client for client in range(config.clients)}
-        self._names: dict[int, str] = {}  # what nodes that were not registered by name said theirs is
-        self._greeted = False
+        self.clock = clock or Clock()
+        self.nodes = NodeDirectory(grid, config, self.clock)
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Send the orders out, then take the reports in until all are there or the deadline has passed."""
-        nodes = self._muster()
-        end = self.clock.now() + self.config.deadline_s
-        sent: dict[int, str] = {}
-        for request in requests:
-            node = nodes.get(request.client)
-            if node is None:
-                yield Reply(request.client, None, failure=NOT_CONNECTED)
-                continue
-            base = self.base if request.last_round is None else None
-            payload = TrainPayload(request, self.run_spec, base)
-            message_id = self._push(pack_train_request(payload), node, TRAIN, end)
-            if message_id is None:
-                yield Reply(request.client, None, failure=NOT_TAKEN)
-            else:
-                sent[request.client] = message_id
-        limit = int(self.config.max_message_mb * MEGABYTE)
-        yield from self._collect(
-            sent,
-            end,
-            lambda client, content: unpack_reply(content, client, limit),
-            lambda client, reason: Reply(client, None, failure=reason),
-            self.config.per_round,
+        """Send the requests, then yield replies until all have arrived or the deadline has passed."""
+        payloads = (
+            (request.client, TrainPayload(request, self.run_spec, self._base_for(request.last_round)))
+            for request in requests
         )
+        max_bytes = int(self.config.max_message_mb * MEGABYTE)
+        replies = _ReplyFactory(
+            lambda client, content: unpack_reply(content, client, max_bytes),
+            lambda client, reason: Reply(client, None, failure=reason),
+        )
+        yield from self._exchange(payloads, pack_train_request, MessageType.TRAIN, replies, self.config.per_round)
 
-    def commit(self, taken: Collection[int]) -> None:
-        """Do nothing: every order says which round a device goes on from."""
+    def commit(self, accepted: Collection[int]) -> None:
+        """Do nothing: every request names the round that its client continues from."""
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
-        """Send everybody the exam and take the marks in until all are there or the deadline has passed."""
-        nodes = self._muster()
-        end = self.clock.now() + self.config.deadline_s
-        sent: dict[int, str] = {}
+        """Send an evaluation request to each client, then yield replies until all have arrived or the deadline."""
+        num_tasks = eval_request.num_tasks
         server = Content(eval_request.server.tensors, eval_request.server.numbers)
-        for client, last_round in eval_request.last_round.items():
-            node = nodes.get(client)
-            if node is None:
-                yield EvalReply(client, failure=NOT_CONNECTED)
-                continue
-            payload = EvalPayload(
-                client,
-                eval_request.num_tasks,
-                last_round,
-                self.run_spec,
-                server,
-                self.base if last_round is None else None,
-            )
-            message_id = self._push(pack_eval_request(payload), node, EXAM, end)
-            if message_id is None:
-                yield EvalReply(client, failure=NOT_TAKEN)
-            else:
-                sent[client] = message_id
-        yield from self._collect(
-            sent,
-            end,
-            lambda client, content: unpack_eval_reply(content, client, eval_request.num_tasks),
-            lambda client, reason: EvalReply(client, failure=reason),
-            len(sent),
+        payloads = (
+            (client, EvalPayload(client, num_tasks, last_round, self.run_spec, server, self._base_for(last_round)))
+            for client, last_round in eval_request.last_round.items()
         )
+        replies = _ReplyFactory(
+            lambda client, content: unpack_eval_reply(content, client, num_tasks),
+            lambda client, reason: EvalReply(client, failure=reason),
+        )
+        yield from self._exchange(payloads, pack_eval_request, MessageType.EVALUATE, replies)
 
     def client_state(self, client: int) -> State | None:
-        """Return nothing: what a device keeps it keeps to itself."""
+        """Return ``None``: clients store their states themselves."""
         return None
 
     def changed_states(self) -> Mapping[int, State | None]:
-        """Return nothing: devices keep their states themselves."""
+        """Return nothing: clients store their states themselves."""
         return {}
 
-    def _push(self, content: RecordDict, node: int, what: str, end: float) -> str | None:
-        patience = max(1.0, end - self.clock.now()) + GRACE
-        return next(iter(self.grid.push_messages([Message(content, node, what, ttl=patience)])), None)
+    def _base_for(self, last_round: int | None) -> Content | None:
+        return self.base if last_round is None else None
+
+    def _exchange(
+        self,
+        payloads: Iterable[tuple[int, AnyPayload]],
+        pack: Callable[[AnyPayload], RecordDict],
+        message_type: str,
+        replies: _ReplyFactory[AnyReply],
+        required: int | None = None,
+    ) -> Iterator[AnyReply]:
+        """Send each client its payload and yield one reply per client, see :meth:`_collect`."""
+        nodes = self.nodes.wait_for_nodes()
+        deadline = self.clock.now() + self.config.deadline_s
+        sent: dict[int, str] = {}
+        for client, payload in payloads:
+            if client not in nodes:
+                yield replies.failed(client, "not connected")
+                continue
+            message_id = self._push(pack(payload), nodes[client], message_type, deadline)
+            if message_id is None:
+                yield replies.failed(client, "Flower did not accept the message")
+            else:
+                sent[client] = message_id
+        yield from self._collect(sent, deadline, replies, required)
+
+    def _push(self, content: RecordDict, node: int, message_type: str, deadline: float) -> str | None:
+        ttl = max(1.0, deadline - self.clock.now()) + TTL_MARGIN_S
+        return next(iter(self.grid.push_messages([Message(content, node, message_type, ttl=ttl)])), None)
 
     def _collect(
-        self,
-        sent: dict[int, str],
-        end: float,
-        unpack: Callable[[int, RecordDict], Came],
-        fail: Callable[[int, str], Came],
-        enough: int,
-    ) -> Iterator[Came]:
-        """Yield what came of every message: what the device sent, what is wrong with it, or that it came too late.
+        self, sent: Mapping[int, str], deadline: float, replies: _ReplyFactory[AnyReply], required: int | None
+    ) -> Iterator[AnyReply]:
+        """Yield a reply for every sent message: the client's own, why it is invalid, or that it is too late.
 
-        Once ``enough`` are usable, nobody is waited for.
+        With ``required``, clients that have not replied are given up as soon as that many replies are usable.
         """
         pending = dict(sent)
-        usable, pause = 0, FIRST_PAUSE
+        usable, interval = 0, MIN_INTERVAL_S
         while pending:
-            if usable == enough:
-                yield from (fail(client, "not waited for: enough were faster") for client in pending)
+            if usable == required:
+                yield from (replies.failed(client, "not waited for: enough others replied") for client in pending)
                 return
-            over = self.clock.now() >= end
-            watched = list(pending) if self.config.spare or over else list(pending)[:1]
-            some = False
-            for client in watched:
-                came = self._pull(client, pending[client], end, unpack, fail)
-                if came is None and over:
-                    came = fail(client, self._too_late)
-                if came is None:
+            expired = self.clock.now() >= deadline
+            polled = list(pending) if self.config.spare or expired else list(pending)[:1]
+            arrived = False
+            for client in polled:
+                reply = self._pull(client, pending[client], deadline, replies)
+                if reply is None and expired:
+                    reply = replies.failed(client, self._too_late)
+                if reply is None:
                     continue
-                some = True
+                arrived = True
                 del pending[client]
-                usable += came.failure is None
-                yield came
-                del came  # before the next one is pulled
-            pause = FIRST_PAUSE if some else min(2 * pause, LONGEST_PAUSE)
-            if pending and not some:
-                self.clock.sleep(pause)
+                usable += reply.failure is None
+                yield reply
+                del reply  # frees its message before the next one is pulled
+            interval = MIN_INTERVAL_S if arrived else min(2 * interval, MAX_INTERVAL_S)
+            if pending and not arrived:
+                self.clock.sleep(interval)
 
-    def _pull(
-        self,
-        client: int,
-        message_id: str,
-        end: float,
-        unpack: Callable[[int, RecordDict], Came],
-        fail: Callable[[int, str], Came],
-    ) -> Came | None:
-        """Return what came of a message; ``None``: nothing yet. A report that is on its way is waited for."""
-        with looking_often(end - self.clock.now()):
+    def _pull(self, client: int, message_id: str, deadline: float, replies: _ReplyFactory[AnyReply]) -> AnyReply | None:
+        """Return the reply to a message; ``None`` if there is none yet. Waits for a reply that is being uploaded."""
+        with object_polling(deadline - self.clock.now()):
             messages = self.grid.pull_messages([message_id])
         for message in messages:
             if not message.has_error():
-                return unpack(client, message.content)
-            unfinished = message.error.code == ErrorCode.MESSAGE_UNAVAILABLE and self.clock.now() >= end
-            return fail(client, self._too_late if unfinished else _in_short(message.error.reason))
+                return replies.unpack(client, message.content)
+            incomplete = message.error.code == ErrorCode.MESSAGE_UNAVAILABLE and self.clock.now() >= deadline
+            return replies.failed(client, self._too_late if incomplete else _flower_reason(message.error.reason))
         return None
 
     @property
     def _too_late(self) -> str:
         return f"no reply within fleet.deadline_s = {self.config.deadline_s:g}"
 
-    # Who is there
 
-    def _muster(self) -> dict[int, int]:
-        """Return the node of every client that is connected.
-
-        At the start of a server everybody is waited for a while; later, only until the fewest that a round needs
-        are there.
-        """
-        needed = self.config.min_replies if self._greeted else self.config.clients
-        patience = self.config.deadline_s if self._greeted else self.config.join_s
-        end = self.clock.now() + patience
-        self._greeted = True
-        while True:
-            nodes = self._connected()
-            if len(nodes) >= needed or self.clock.now() >= end:
-                return nodes
-            self.clock.sleep(LONGEST_PAUSE)
-
-    def _connected(self) -> dict[int, int]:
-        names = {node.node_id: node.name for node in self.grid.get_nodes()}
-        strangers = [node for node, name in names.items() if not name and node not in self._names]
-        self._names |= {node: name for node, name in self._hear_names(strangers) if name}
-        # Registered names come last, and so win: nobody takes another's by saying it.
-        client_metrics = {name: node for node, name in self._names.items() if node in names}
-        registered = {name: node for node, name in names.items() if name}
-        return {
-            self.client_of[name]: node
-            for name, node in {**client_metrics, **registered}.items()
-            if name in self.client_of
-        }
-
-    def _hear_names(self, nodes: list[int]) -> Iterator[tuple[int, str]]:
-        """Ask nodes for their names: those of a simulation, or of a fleet without keys, are not registered by name."""
-        hello = RecordDict({HEADER: ConfigRecord()})
-        messages = [Message(hello, node, HELLO, ttl=self.config.join_s + GRACE) for node in nodes]
-        pending = dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
-        end = self.clock.now() + max(self.config.join_s, LONGEST_PAUSE)
-        while pending and self.clock.now() < end:
-            for reply in self.grid.pull_messages(list(pending)):
-                node = pending.pop(reply.metadata.reply_to_message_id)
-                name = "" if reply.has_error() else reply.content.config_records[HEADER].get("name", "")
-                yield node, str(name)
-            if pending:
-                self.clock.sleep(FIRST_PAUSE)
-
-
-@contextmanager
-def looking_often(patience: float) -> Iterator[None]:
-    """Let Flower look often, but not for longer than some seconds, for the pieces of a report that is on its way.
-
-    A report is announced before its first piece is sent. Flower's server then looks for every piece after 1, 2, 4, 8,
-    10, 10, … seconds, and does so for two hours: on a slow line a round would last seconds longer than it need, and no
-    deadline would hold for a device that stops while it sends. Flower has no setting for it but these defaults.
-    """
-    defaults = pull_objects.__kwdefaults__ or {}
-    before = dict(defaults)
-    defaults.update(
-        initial_backoff=FIRST_PAUSE, backoff_cap=LONGEST_PAUSE, max_time=max(0.0, patience), max_tries_per_object=None
-    )
-    try:
-        yield
-    finally:
-        defaults.update(before)
-
-
-def _in_short(reason: str | None) -> str:
-    """Say in one line what Flower says of a message that came to nothing."""
+def _flower_reason(reason: str | None) -> str:
+    """Return the first line of Flower's reason for a failed message."""
     lines = (reason or "").strip().splitlines()
-    return f"Flower: {lines[0][:200]}" if lines else "Flower lost the message"
+    return f"Flower: {lines[0][:MAX_REASON_LENGTH]}" if lines else "Flower lost the message"

@@ -12,8 +12,7 @@ from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.flower.fleet import fleet_factory
-from vitfleet.flower.processes import ERROR_FILE
-from vitfleet.flower.progress_file import ProgressFile
+from vitfleet.flower.progress_file import ERROR_FILE, ProgressFile
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.folder import RunFolder, create, reopen

@@ -1,11 +1,11 @@
-"""A device's worker: the process that stays, with torch, the model and the images in memory.
+"""A client's worker: a process that persists between messages, with torch, the model and the images in memory.
 
-Flower starts a new process for every message. That one imports Flower and nothing else: it hands the message to the
-worker, through a socket in the device's folder that only its owner can open, and waits for the answer. It starts the
-worker when there is none, and again when there is none any more. A worker ends when Flower's process that starts
-the others (its owner) has ended, or when nobody has asked it for some minutes.
+Flower starts a new process for every message. That process imports Flower and nothing else. It passes the message to
+the worker through a socket in the client's folder, which only the folder's owner can open, and waits for the reply. It
+starts a worker if none is running. A worker exits when Flower's parent process (the SuperNode) has ended, or after some
+minutes without a message.
 
-What goes through the socket are the records of an envelope as Flower writes them, never pickle.
+The socket carries the records of a message as Flower serializes them, never pickle.
 """
 
 from __future__ import annotations
@@ -28,150 +28,149 @@ from typing import TypeAlias
 
 from flwr.app import ConfigRecord, RecordDict
 
-IDLE = 600.0  # seconds after which a worker that nobody asks gives its memory back
-LOOK_EVERY = 1.0  # seconds between looks after the owner, where the system does not tell of its end
-DEVICE, FAILURE = "device", "failure"  # records of our own, beside an envelope's
-TEXT = "text"
+IDLE_TIMEOUT_S = 600.0  # an idle worker exits, which frees its memory
+PARENT_POLL_S = 1.0  # where the system cannot signal the end of another process
+SETTINGS, FAILURE = "settings", "failure"  # records added to those of a message
 _LENGTHS = struct.Struct("<IQ")  # of a record's name, of its bytes
-Stream: TypeAlias = io.BufferedRWPair
+SocketFile: TypeAlias = io.BufferedRWPair
 
 
 class WorkerError(Exception):
-    """A worker could not answer; says why."""
+    """A worker could not handle a message; names the reason."""
 
 
-def ask(folder: Path, owner: int, device: ConfigRecord, content: RecordDict) -> RecordDict:
-    """Let the worker of a folder answer a message, and return its answer.
+def call_worker(folder: Path, parent: int, settings: ConfigRecord, content: RecordDict) -> RecordDict:
+    """Let the worker of a folder handle a message, and return the content of its reply.
 
     Parameters
     ----------
-    owner
-        Number of the process that the worker shall end with.
-    device
-        What is asked, and what the device says of itself: see :func:`vitfleet.flower.client_handler.answer`.
+    parent
+        Id of the process with which the worker ends.
+    settings
+        See :func:`vitfleet.flower.client_handler.handle_message`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"worker-{owner}.sock"
-    with suppress(FileNotFoundError, ConnectionError, EOFError):  # there is none, or it has just ended: a new one then
-        return _exchange(_connect(folder, name), device, content)
-    _start(folder, name, owner)
+    name = f"worker-{parent}.sock"
+    with suppress(FileNotFoundError, ConnectionError, EOFError):  # no worker, or one that has just ended
+        return _call(_connect(folder, name), settings, content)
+    _start_worker(folder, name, parent)
     try:
-        return _exchange(_connect(folder, name), device, content)
+        return _call(_connect(folder, name), settings, content)
     except (ConnectionError, EOFError):
-        raise WorkerError("the device's worker ended while it was at work; the device's log may say why") from None
+        raise WorkerError("the client's worker ended while handling a message; see the client's log") from None
 
 
 def _connect(folder: Path, name: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    with chdir(folder):  # a socket's address has room for a hundred letters, and a folder's may have more
+    with chdir(folder):  # a socket's path may have about 100 characters, a folder's path more
         connection.connect(name)
     return connection
 
 
-def _start(folder: Path, name: str, owner: int) -> None:
-    """Start a worker, which is handed a socket that listens already: who connects need not wait until it is ready."""
+def _start_worker(folder: Path, name: str, parent: int) -> None:
+    """Start a worker and pass it a listening socket: a caller can connect before the worker is ready."""
     for stale in folder.glob("worker-*.sock"):
         stale.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
-        before = os.umask(0o077)
+        umask = os.umask(0o077)
         try:
             with chdir(folder):
                 listener.bind(name)
         finally:
-            os.umask(before)
+            os.umask(umask)
         listener.listen()
-        command = [sys.executable, "-m", "vitfleet.flower.worker", str(listener.fileno()), str(owner)]
+        command = [sys.executable, "-m", "vitfleet.flower.worker", str(listener.fileno()), str(parent)]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
 
 
-def _exchange(connection: socket.socket, device: ConfigRecord, content: RecordDict) -> RecordDict:
-    with connection, connection.makefile("rwb") as stream:
-        _write(stream, RecordDict({DEVICE: device, **content}))
-        answer = _read(stream)
-    if FAILURE in answer:
-        raise WorkerError(str(answer.config_records[FAILURE][TEXT]))
-    return answer
+def _call(connection: socket.socket, settings: ConfigRecord, content: RecordDict) -> RecordDict:
+    with connection, connection.makefile("rwb") as file:
+        _write_records(file, RecordDict({SETTINGS: settings, **content}))
+        reply = _read_records(file)
+    if FAILURE in reply:
+        raise WorkerError(str(reply.config_records[FAILURE]["reason"]))
+    return reply
 
 
-def _write(stream: Stream, content: RecordDict) -> None:
-    """Write records, each as its name and its bytes; a record without a name ends them."""
+def _write_records(file: SocketFile, content: RecordDict) -> None:
+    """Write each record as its name and its bytes; a record without a name is the end marker."""
     for name, record in content.items():
         key, data = name.encode(), record.deflate()
-        stream.write(_LENGTHS.pack(len(key), len(data)))
-        stream.write(key)
-        stream.write(data)
-    stream.write(_LENGTHS.pack(0, 0))
-    stream.flush()
+        file.write(_LENGTHS.pack(len(key), len(data)))
+        file.write(key)
+        file.write(data)
+    file.write(_LENGTHS.pack(0, 0))
+    file.flush()
 
 
-def _read(stream: Stream) -> RecordDict:
+def _read_records(file: SocketFile) -> RecordDict:
     content = RecordDict()
     while True:
-        key, data = _LENGTHS.unpack(_take(stream, _LENGTHS.size))
-        if not key:
+        key_length, data_length = _LENGTHS.unpack(_read_exactly(file, _LENGTHS.size))
+        if not key_length:
             return content
-        name = _take(stream, key).decode()
-        content[name] = ConfigRecord.inflate(_take(stream, data))
+        name = _read_exactly(file, key_length).decode()
+        content[name] = ConfigRecord.inflate(_read_exactly(file, data_length))
 
 
-def _take(stream: Stream, length: int) -> bytes:
-    data = stream.read(length)
+def _read_exactly(file: SocketFile, length: int) -> bytes:
+    data = file.read(length)
     if len(data) < length:
         raise EOFError
     return data
 
 
-# The worker itself
+# The worker process
 
 
 def main() -> None:
-    """Answer whoever connects, one after the other."""
-    parser = argparse.ArgumentParser(description="Answer a device's messages; Flower's ClientApp starts this.")
-    parser.add_argument("listener", type=int, help="number of the open socket to listen at")
-    parser.add_argument("owner", type=int, help="number of the process to end with")
-    given = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, and its end is ours
-    threading.Thread(target=_end_with, args=(given.owner,), daemon=True).start()
-    listener = socket.socket(fileno=given.listener)
-    listener.settimeout(IDLE)
+    """Handle messages, one connection after the other."""
+    parser = argparse.ArgumentParser(description="Handle a client's messages; Flower's ClientApp starts this process.")
+    parser.add_argument("listener", type=int, help="file descriptor of the listening socket")
+    parser.add_argument("parent", type=int, help="id of the process with which this one ends")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
+    threading.Thread(target=_exit_with_parent, args=(arguments.parent,), daemon=True).start()
+    listener = socket.socket(fileno=arguments.listener)
+    listener.settimeout(IDLE_TIMEOUT_S)
     while True:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             return
         connection.settimeout(None)
-        with connection, connection.makefile("rwb") as stream, suppress(ConnectionError, EOFError):
-            _serve(stream)
+        with connection, connection.makefile("rwb") as file, suppress(ConnectionError, EOFError):
+            _serve(file)
 
 
-def _serve(stream: Stream) -> None:
-    content = _read(stream)
-    device = content.pop(DEVICE)
-    assert isinstance(device, ConfigRecord)
+def _serve(file: SocketFile) -> None:
+    content = _read_records(file)
+    settings = content.pop(SETTINGS)
+    assert isinstance(settings, ConfigRecord)
     try:
-        from vitfleet.flower.client_handler import answer  # some seconds, the first time
+        from vitfleet.flower.client_handler import handle_message  # takes seconds the first time
 
-        reply = answer(device, content)
-    except Exception as error:  # noqa: BLE001  (as Flower's own process does: the message fails, the device stays)
+        reply = handle_message(settings, content)
+    except Exception as error:  # noqa: BLE001  (as in Flower's own process: the message fails, the client continues)
         traceback.print_exc()
-        reply = RecordDict({FAILURE: ConfigRecord({TEXT: f"{type(error).__name__}: {error}"})})
+        reply = RecordDict({FAILURE: ConfigRecord({"reason": f"{type(error).__name__}: {error}"})})
     del content
-    _write(stream, reply)
+    _write_records(file, reply)
 
 
-def _end_with(owner: int) -> None:
-    """End this process, whatever it does, when its owner has ended."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit this process, whatever it is doing, when its parent has ended."""
     try:
-        select.select([os.pidfd_open(owner)], [], [])
+        select.select([os.pidfd_open(parent)], [], [])
     except ProcessLookupError:
         pass
     except (AttributeError, OSError):  # not on Linux
-        while _is_there(owner):
-            time.sleep(LOOK_EVERY)
+        while _is_running(parent):
+            time.sleep(PARENT_POLL_S)
     os._exit(0)
 
 
-def _is_there(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

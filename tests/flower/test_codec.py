@@ -1,0 +1,93 @@
+"""Packing and unpacking of Flower messages, and the rejection of invalid ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+from loopback import with_encoded_message
+
+from vitfleet.fleet.base import EvalReply, EvalResult, Reply
+from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_reply, unpack_reply
+from vitfleet.flower.record_keys import CHUNK, HEADER
+from vitfleet.message import Message
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    numbers=st.dictionaries(st.sampled_from(["loss", "samples", "layers"]), JSON_VALUES),
+    correct=st.integers(-(2**60), 2**60),
+    tested=st.integers(-(2**60), 2**60),
+)
+def test_unpack_reply_accepts_only_numbers_that_the_records_can_hold(
+    numbers: dict[str, object], correct: int, tested: int
+) -> None:
+    metadata = b'{"__metadata__":' + json.dumps({"numbers": json.dumps(numbers)}).encode() + b"}"
+    encoded = len(metadata).to_bytes(8, "little") + metadata
+    header = ConfigRecord({"failure": "", "state_lost": False, "correct": correct, "tested": tested})
+    reply = unpack_reply(with_encoded_message(RecordDict({HEADER: header}), encoded), 0, 10**6)
+    assert (reply.message is None) == (reply.failure is not None)
+    if reply.message is not None:
+        json.dumps(dict(reply.message.numbers), allow_nan=False)
+        assert isinstance(reply.message.numbers["loss"], float)
+        assert isinstance(reply.message.numbers["samples"], int)
+        assert reply.evaluation is None or 0 <= reply.evaluation.correct <= reply.evaluation.tested
+
+
+def test_unpack_reply_inverts_pack_reply() -> None:
+    message = Message({"w": torch.randn(3)}, {"loss": 0.5, "samples": 7, "layers": [1, 2]})
+    for evaluation in (None, EvalResult(3, 9), EvalResult(0, 0)):
+        unpacked = unpack_reply(pack_reply(Reply(4, message, evaluation)), 4, 10**6)
+        assert (unpacked.client, unpacked.evaluation) == (4, evaluation)
+        assert (unpacked.failure, unpacked.state_lost) == (None, False)
+        assert unpacked.message is not None
+        assert torch.equal(unpacked.message.tensors["w"], message.tensors["w"])
+        assert unpacked.message.numbers == message.numbers
+    lost = Reply(4, None, failure="gone", state_lost=True)
+    assert unpack_reply(pack_reply(lost), 4, 10**6) == lost
+
+
+@pytest.mark.parametrize("missing", [HEADER, "message", CHUNK, "failure"])
+def test_unpack_reply_names_what_is_missing(missing: str) -> None:
+    complete = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})))
+    header = {key: value for key, value in complete.config_records[HEADER].items() if key != missing}
+    chunks = [
+        {} if missing == CHUNK else dict(complete.config_records[key])
+        for key in complete
+        if key != HEADER and missing != "message"
+    ]
+    content = RecordDict({f"message/{number}": ConfigRecord(chunk) for number, chunk in enumerate(chunks)})
+    if missing != HEADER:
+        content[HEADER] = ConfigRecord(header)
+    assert unpack_reply(content, 0, 10**6).failure == f"its reply has no {missing!r}"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"failure": ""},
+        {"failure": "", "correct": [1], "tested": [1]},
+        {"failure": "", "correct": 1, "tested": 1},
+        {"failure": "", "correct": [1, -1], "tested": [1, 1]},
+        {"failure": "", "correct": [1.0, 0.5], "tested": [1, 1]},
+    ],
+)
+def test_unpack_eval_reply_rejects_impossible_counts(header: dict[str, Any]) -> None:
+    reply = unpack_eval_reply(RecordDict({HEADER: ConfigRecord(header)}), 7, 2)
+    assert reply.failure
+    assert reply.evaluations == ()
+
+
+def test_unpack_eval_reply_inverts_pack_eval_reply() -> None:
+    for reply in (EvalReply(3, (EvalResult(1, 2), EvalResult(0, 0))), EvalReply(3, failure="no images")):
+        assert unpack_eval_reply(pack_eval_reply(reply), 3, 2) == reply
