@@ -28,9 +28,9 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import set_up_machine
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.machine import set_up_machine
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100
 ROUNDS = 2

@@ -25,11 +25,11 @@ from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, Tr
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import set_up_machine
-from vitfleet.train.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
-from vitfleet.train.surgery import GradientIntegrator, MostDissimilar, inner_products, solve_dual, to_chunks
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.machine import set_up_machine
+from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, inner_products, solve_dual, to_chunks
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100
 SIDE = 32

@@ -34,9 +34,9 @@ from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt_model, make_method
 from vitfleet.methods.episodic_memory import Stored, write
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up_machine
-from vitfleet.train.trainer import ALL_PARTS, Trainer, preprocess_for
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
 
 CLASSES, SIDE, ROUNDS, STEPS = 100, 224, 2, 3
 TASKS, STORED = 5, 16  # learned before, and samples stored of each

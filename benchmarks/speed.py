@@ -37,10 +37,10 @@ from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort_driver import Participant, run_cohort
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up_machine
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort_driver import Participant, run_cohort
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 SEED = 0
 

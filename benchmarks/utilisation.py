@@ -19,10 +19,10 @@ from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.models.zoo import build
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine, set_up_machine
-from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES, SIDE, TRIES = 100, 224, 3
 

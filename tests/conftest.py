@@ -31,8 +31,8 @@ from vitfleet.models.zoo import build
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
-from vitfleet.train.machine import Machine
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.machine import Machine
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 # A busy machine is slow: that says nothing of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vitfleet.train.step_runner import CudaGraphRunner, StepKind
+from vitfleet.training.step_runner import CudaGraphRunner, StepKind
 
 
 @dataclass(frozen=True)

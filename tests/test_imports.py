@@ -18,14 +18,14 @@ LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "sys
 
 # Each room and the rooms it may know besides itself and the loose modules.
 _BELOW_TRAIN = {"config", "data", "models"}
-_BELOW_METHODS = {*_BELOW_TRAIN, "train"}
+_BELOW_METHODS = {*_BELOW_TRAIN, "training"}
 _BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet", "costs"}
 _BELOW_CLI = {*_BELOW_RUN, "run", "report"}
 MAY_KNOW = {
     "config": set[str](),
     "data": {"config"},
     "models": {"config"},
-    "train": _BELOW_TRAIN,
+    "training": _BELOW_TRAIN,
     "methods": _BELOW_METHODS,
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
     "costs": {*_BELOW_METHODS, "methods"},

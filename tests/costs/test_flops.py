@@ -21,9 +21,9 @@ from vitfleet.models.zoo import build
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.train.cohort_inputs import ClientFit
-from vitfleet.train.objective import FitResult
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit
+from vitfleet.training.objective import FitResult
+from vitfleet.training.trainer import Trainer
 
 DEPTH, WIDTH, CLASSES = 12, 768, 100
 

@@ -24,10 +24,10 @@ from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import thread_limit
-from vitfleet.train.objective import Fit, FitResult, Objective
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.machine import thread_limit
+from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.trainer import Trainer
 
 
 @dataclass

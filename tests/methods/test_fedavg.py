@@ -15,8 +15,8 @@ from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, FitResult, Objective
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.objective import Fit, FitResult, Objective
 
 
 def message(samples: int, **tensors: Tensor) -> Message:

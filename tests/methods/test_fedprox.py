@@ -15,8 +15,8 @@ from vitfleet.methods import ClientJob
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.fedprox import FedProx, FedProxParams
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, FitResult, Step
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.objective import Fit, FitResult, Step
 
 PLACE = RngContext(0, 1, 0)
 

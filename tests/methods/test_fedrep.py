@@ -16,9 +16,9 @@ from vitfleet.methods import ClientJob
 from vitfleet.methods.fedper import FedPer, FedPerParams
 from vitfleet.methods.fedrep import FedRep, FedRepParams
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_driver import run_participant
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_driver import run_participant
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)
 

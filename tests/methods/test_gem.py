@@ -15,9 +15,9 @@ from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.episodic_memory import read
 from vitfleet.methods.gem import AGem, AGemParams, Gem, GemParams
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_driver import run_participant
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_driver import run_participant
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
 

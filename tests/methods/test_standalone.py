@@ -12,8 +12,8 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.objective import Fit, Objective
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from vitfleet.randomness import Address, Purpose
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.train.cohort_driver import run_participant
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.machine import Machine
-from vitfleet.train.objective import Fit, Objective, Step
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort_driver import run_participant
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.machine import Machine
+from vitfleet.training.objective import Fit, Objective, Step
+from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size
 
 CPU = torch.device("cpu")

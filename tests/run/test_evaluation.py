@@ -24,8 +24,8 @@ from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
 from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.train.machine import Machine
-from vitfleet.train.trainer import preprocess_for
+from vitfleet.training.machine import Machine
+from vitfleet.training.trainer import preprocess_for
 
 # 40 test images: client 1 has none, the others unequally many, none of them neighbours.
 OWNERS = np.array(([0, 2, 3, 0, 4, 0, 3, 0, 0, 3] * 4), dtype=np.int64)

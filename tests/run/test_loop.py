@@ -26,10 +26,10 @@ from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.train.cohort_inputs import ClientFit
-from vitfleet.train.objective import FitResult
-from vitfleet.train.optim import learning_rate
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit
+from vitfleet.training.objective import FitResult
+from vitfleet.training.optim import learning_rate
+from vitfleet.training.trainer import Trainer
 from vitfleet.wire import decode
 
 

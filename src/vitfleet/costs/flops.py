@@ -24,8 +24,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import memory_widths
-from vitfleet.train.objective import Fit, FitResult, Objective
+from vitfleet.training.cohort_inputs import memory_widths
+from vitfleet.training.objective import Fit, FitResult, Objective
 from vitfleet.wire import encoded_size
 
 NOTHING: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the labels of a client without images

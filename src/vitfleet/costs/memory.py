@@ -25,11 +25,11 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.train.cohort import Cohort
-from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.train.machine import Machine
-from vitfleet.train.objective import EpisodicMemory, Fit
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.cohort import Cohort
+from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.machine import Machine
+from vitfleet.training.objective import EpisodicMemory, Fit
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from vitfleet.config.schema import Config
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build
-from vitfleet.train.machine import Machine
-from vitfleet.train.trainer import Trainer, preprocess_for
+from vitfleet.training.machine import Machine
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 
 @dataclass(frozen=True)

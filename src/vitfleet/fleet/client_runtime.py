@@ -12,9 +12,9 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
-from vitfleet.train.cohort_driver import Participant
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_driver import Participant
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.trainer import Trainer
 
 #: Evaluates model weights on the test images of clients' tasks.
 EvaluateTasks: TypeAlias = Callable[[Tensors, Sequence[ClientTask]], list[EvalResult]]

@@ -16,8 +16,8 @@ from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
-from vitfleet.train.cohort_driver import Participant, run_cohort
-from vitfleet.train.machine import thread_limit
+from vitfleet.training.cohort_driver import Participant, run_cohort
+from vitfleet.training.machine import thread_limit
 
 # Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
 SORT_WINDOW = 4

@@ -19,7 +19,7 @@ from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import State, to_device
-from vitfleet.train.cohort_driver import run_cohort
+from vitfleet.training.cohort_driver import run_cohort
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
 

@@ -16,8 +16,8 @@ from vitfleet.fleet.build import build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.payloads import RunSpec
 from vitfleet.message import Tensors
-from vitfleet.train.evaluator import Evaluator
-from vitfleet.train.machine import set_up_machine
+from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.machine import set_up_machine
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ half says what a device does with its images. What travels between them is a :cl
 A method never learns where its clients live, and keeps nothing in itself: state comes in and goes out as a
 value.
 
-The client half is a generator: it *yields* each training it wants as a :class:`~vitfleet.train.objective.Fit`
+The client half is a generator: it *yields* each training it wants as a :class:`~vitfleet.training.objective.Fit`
 and is sent back what came of it. It reads like the algorithm in the paper, while whoever drives it decides how
 the training is run: alone, or together with the other clients of the cohort that stand at the same yield.
 """
@@ -31,7 +31,7 @@ from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
-from vitfleet.train.objective import Fit, FitResult
+from vitfleet.training.objective import Fit, FitResult
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from vitfleet.methods.base import (
 from vitfleet.methods.median_sampling import Plan, draw_plan
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.objective import Fit, Objective, Step
+from vitfleet.training.objective import Fit, Objective, Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 RECORDED_AT_ONCE = 32  # what is recorded is a multiple of this long

@@ -19,7 +19,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors
-from vitfleet.train.objective import EpisodicMemory
+from vitfleet.training.objective import EpisodicMemory
 
 _PREFIX = "memory."
 MOST_STORED = 2**31  # more than any device has: a count that a message says is not believed beyond it

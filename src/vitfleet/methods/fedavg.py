@@ -14,7 +14,7 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.objective import Fit, Objective
 
 Params = TypeVar("Params", bound=MethodParams)
 

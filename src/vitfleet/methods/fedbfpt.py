@@ -30,7 +30,7 @@ from vitfleet.methods.base import (
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.objective import Fit, Objective
 
 
 def schedule(rounds: int, local_layers: int) -> list[int]:

@@ -11,7 +11,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.objective import Fit, Objective
 
 
 class FedPerParams(MethodParams):

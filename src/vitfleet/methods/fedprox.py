@@ -13,7 +13,7 @@ from torch import Tensor
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.methods.fedavg import WeightAveraging
-from vitfleet.train.objective import Objective, Step, cross_entropy
+from vitfleet.training.objective import Objective, Step, cross_entropy
 
 
 class FedProxParams(MethodParams):

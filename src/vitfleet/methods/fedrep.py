@@ -14,7 +14,7 @@ from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody, check_head_epochs
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.objective import Fit, Objective
 
 
 class FedRepParams(MethodParams):

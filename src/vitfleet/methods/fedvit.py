@@ -21,8 +21,8 @@ from vitfleet.methods.episodic_memory import MemoryParams
 from vitfleet.methods.memory_method import MemoryMethod
 from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult, check_head_epochs
-from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.surgery import GradientIntegrator, GradientRotation, MostDissimilar
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.surgery import GradientIntegrator, GradientRotation, MostDissimilar
 
 FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
 

@@ -23,8 +23,8 @@ from vitfleet.methods.memory_method import MemoryMethod
 from vitfleet.methods.projection_metrics import projection_counts
 from vitfleet.methods.shared_body import LocalGenerator, LocalResult
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.surgery import GradientIntegrator
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.surgery import GradientIntegrator
 
 Params = TypeVar("Params", bound=MemoryParams)
 

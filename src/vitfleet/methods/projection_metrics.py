@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vitfleet.message import Numbers
 from vitfleet.methods.client_metrics import ClientMetric
-from vitfleet.train.objective import FitResult
-from vitfleet.train.surgery import COUNT_NAMES, OBTUSE
+from vitfleet.training.objective import FitResult
+from vitfleet.training.surgery import COUNT_NAMES, OBTUSE
 
 
 def projection_metrics(prefix: str = "", steps: str = "steps") -> tuple[ClientMetric, ...]:

@@ -18,7 +18,7 @@ from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
-from vitfleet.train.objective import Fit, FitResult
+from vitfleet.training.objective import Fit, FitResult
 
 Params = TypeVar("Params", bound=MethodParams)
 

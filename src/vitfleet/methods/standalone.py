@@ -7,7 +7,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
-from vitfleet.train.objective import Fit, Objective
+from vitfleet.training.objective import Fit, Objective
 
 
 class StandaloneParams(MethodParams):

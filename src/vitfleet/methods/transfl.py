@@ -34,7 +34,7 @@ from vitfleet.methods.base import (
 )
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.models.anatomy import Anatomy, Selection
-from vitfleet.train.objective import Fit, Objective, Step
+from vitfleet.training.objective import Fit, Objective, Step
 
 
 class TransFLParams(MethodParams):

@@ -12,7 +12,7 @@ from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
 from vitfleet.report.units import format_bytes, format_count, format_seconds
 from vitfleet.run.compare import Comparison, Row
-from vitfleet.train.execution import ExecutionSummary
+from vitfleet.training.execution import ExecutionSummary
 
 _CONTINUAL_ROWS = {
     "average_accuracy": "average accuracy over all tasks",

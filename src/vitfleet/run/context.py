@@ -26,8 +26,8 @@ from vitfleet.run.partitions import RunPartition, train_labels
 from vitfleet.run.records import ClientCosts, read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState
-from vitfleet.train.machine import Machine
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.machine import Machine
+from vitfleet.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.evaluator import Evaluator
-from vitfleet.train.machine import Machine
+from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.machine import Machine
 
 
 @dataclass(frozen=True)

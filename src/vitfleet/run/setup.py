@@ -34,8 +34,8 @@ from vitfleet.run.evaluation import FleetEvaluator
 from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.virtual_fleet import VirtualFleet, make_virtual_fleet
-from vitfleet.train.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
-from vitfleet.train.memory_budget import estimate_client_bytes
+from vitfleet.training.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
+from vitfleet.training.memory_budget import estimate_client_bytes
 
 STATE_CACHE_SHARE = 16  # client states may take 1/16 of a GPU's memory
 

@@ -20,16 +20,16 @@ from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.train.engine import StepEngine
-from vitfleet.train.execution import ExecutionSummary
-from vitfleet.train.fit_results import fit_results
-from vitfleet.train.machine import Machine
-from vitfleet.train.memory_budget import MemoryBudget
-from vitfleet.train.objective import Fit, FitResult
-from vitfleet.train.optim import learning_rate
-from vitfleet.train.runner_cache import RunnerCache
-from vitfleet.train.step_runner import StepRunner
+from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.engine import StepEngine
+from vitfleet.training.execution import ExecutionSummary
+from vitfleet.training.fit_results import fit_results
+from vitfleet.training.machine import Machine
+from vitfleet.training.memory_budget import MemoryBudget
+from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.optim import learning_rate
+from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.step_runner import StepRunner
 
 ALL_PARTS = 1 << 30
 CAPTURED_WIDTH_MULTIPLE = 8  # samples; the width of a captured batch is rounded up, so that shapes recur

@@ -14,8 +14,8 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
-from vitfleet.train.machine import Machine
-from vitfleet.train.objective import mask_other_tasks
+from vitfleet.training.machine import Machine
+from vitfleet.training.objective import mask_other_tasks
 
 # Keys of the table `train` that no step depends on: they decide how many steps there are and at which learning rate,
 # and the learning rate is a tensor that is set before a training begins.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from vitfleet.message import Tensors
 from vitfleet.packing import pack_tensors
-from vitfleet.train.cohort import Cohort
-from vitfleet.train.cohort_inputs import ClientFit
-from vitfleet.train.objective import FitResult
-from vitfleet.train.stack import unpad
+from vitfleet.training.cohort import Cohort
+from vitfleet.training.cohort_inputs import ClientFit
+from vitfleet.training.objective import FitResult
+from vitfleet.training.stack import unpad
 
 SCORING_BATCH = 256  # images per client in one forward pass
 

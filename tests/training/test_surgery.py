@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from vitfleet.train.objective import ReferenceGradients, Step
-from vitfleet.train.surgery import (
+from vitfleet.training.objective import ReferenceGradients, Step
+from vitfleet.training.surgery import (
     COUNT_NAMES,
     OBTUSE,
     GradientIntegrator,

@@ -9,11 +9,11 @@ import torch
 
 from conftest import NO_IMAGES, MakeShard, MakeTrainer
 from vitfleet.models.net import Net
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.execution import ExecutionSummary
-from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.step_runner import CudaGraphRunner
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.execution import ExecutionSummary
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.trainer import Trainer
 
 
 def train(trainer: Trainer, net: Net, make_shard: MakeShard, clients: int) -> None:

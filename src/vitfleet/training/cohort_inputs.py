@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
-from vitfleet.train.objective import EpisodicMemory, Fit
-from vitfleet.train.stack import Stack, stack, unstacked
+from vitfleet.training.objective import EpisodicMemory, Fit
+from vitfleet.training.stack import Stack, stack, unstacked
 
 PART_WIDTH_MULTIPLE = 8  # samples
 MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capturing another one costs more
@@ -38,7 +38,7 @@ class RngContext:
 
 @dataclass(frozen=True)
 class ClientFit:
-    """A :class:`~vitfleet.train.objective.Fit` with the client's images and its random address."""
+    """A :class:`~vitfleet.training.objective.Fit` with the client's images and its random address."""
 
     fit: Fit
     shard: Shard

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, TypeAlias
 
-from vitfleet.train.engine import StepEngine
+from vitfleet.training.engine import StepEngine
 
 RunnerName: TypeAlias = Literal["eager", "cuda graph"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.train.objective import ReferenceGradients, Step
+from vitfleet.training.objective import ReferenceGradients, Step
 
 # Everything below is on rows of unit length: these are sines and cosines.
 VIOLATED = 1e-10  # a constraint is taken up when it is broken by more than this

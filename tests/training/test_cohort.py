@@ -21,10 +21,18 @@ from vitfleet.models.zoo import build
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.train.cohort_driver import group_fits
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_driver import group_fits
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.objective import (
+    EpisodicMemory,
+    Fit,
+    FitResult,
+    Objective,
+    ReferenceGradients,
+    Step,
+    cross_entropy,
+)
+from vitfleet.training.trainer import Trainer
 
 SIZES = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full
 ALL = AugmentConfig(crop=0.25, flip=True, brightness=0.4)

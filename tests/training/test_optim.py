@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.train.optim import Optimizer, learning_rate
+from vitfleet.training.optim import Optimizer, learning_rate
 
 
 def test_warm_up_then_half_a_cosine() -> None:

@@ -12,8 +12,8 @@ from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.train.machine import Machine
-from vitfleet.train.objective import mask_other_tasks
+from vitfleet.training.machine import Machine
+from vitfleet.training.objective import mask_other_tasks
 
 
 @dataclass(frozen=True)

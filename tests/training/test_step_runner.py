@@ -18,12 +18,12 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.machine import Machine, set_up_machine
-from vitfleet.train.objective import EpisodicMemory, Fit, FitResult, Objective
-from vitfleet.train.step_runner import CudaGraphRunner, clients_per_step
-from vitfleet.train.surgery import GradientIntegrator
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.objective import EpisodicMemory, Fit, FitResult, Objective
+from vitfleet.training.step_runner import CudaGraphRunner, clients_per_step
+from vitfleet.training.surgery import GradientIntegrator
+from vitfleet.training.trainer import Trainer
 
 
 def remember(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:

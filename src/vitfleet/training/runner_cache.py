@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from vitfleet.data.batches import EpochBatches
-from vitfleet.train.cohort import Cohort
-from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
-from vitfleet.train.engine import StepEngine
-from vitfleet.train.execution import ExecutionLog
-from vitfleet.train.step_runner import CudaGraphRunner, EagerRunner, StepRunner
-from vitfleet.train.warmup import WarmupTimer
+from vitfleet.training.cohort import Cohort
+from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.engine import StepEngine
+from vitfleet.training.execution import ExecutionLog
+from vitfleet.training.step_runner import CudaGraphRunner, EagerRunner, StepRunner
+from vitfleet.training.warmup import WarmupTimer
 
 MAX_RUNNERS = 10  # with captured steps
 

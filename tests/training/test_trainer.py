@@ -18,10 +18,10 @@ from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
-from vitfleet.train.optim import learning_rate
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
+from vitfleet.training.optim import learning_rate
+from vitfleet.training.trainer import Trainer
 
 PLACE = RngContext(seed=7, round=3, client=2)
 PLAIN_SGD: Mapping[str, object] = {

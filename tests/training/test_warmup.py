@@ -12,9 +12,9 @@ import torch
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.progress import Advance
-from vitfleet.train.cohort_inputs import RngContext
-from vitfleet.train.objective import Fit, Objective
-from vitfleet.train.warmup import WarmupTimer
+from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.warmup import WarmupTimer
 
 
 class Listener:

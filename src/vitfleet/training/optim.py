@@ -65,7 +65,7 @@ class Optimizer:
         self.taken = torch.zeros(clients or 1, device=device)
         self.kernel: Any = None
         if kernels and adaptive and clients is not None:
-            self.kernel = import_module("vitfleet.train.fused_adamw")  # only then: it needs Triton
+            self.kernel = import_module("vitfleet.training.fused_adamw")  # only then: it needs Triton
 
     def restart(self, rate: float) -> None:
         """Forget what was, and set the learning rate."""

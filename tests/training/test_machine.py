@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vitfleet.config.schema import MachineConfig
-from vitfleet.train import machine
-from vitfleet.train.machine import WORKERS, set_up_machine, thread_limit
+from vitfleet.training import machine
+from vitfleet.training.machine import WORKERS, set_up_machine, thread_limit
 
 
 @pytest.mark.parametrize(

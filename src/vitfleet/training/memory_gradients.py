@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.train.cohort_inputs import CohortInputs
-from vitfleet.train.engine import StepEngine
-from vitfleet.train.gradients import client_gradients
-from vitfleet.train.objective import Objective, ReferenceGradients
+from vitfleet.training.cohort_inputs import CohortInputs
+from vitfleet.training.engine import StepEngine
+from vitfleet.training.gradients import client_gradients
+from vitfleet.training.objective import Objective, ReferenceGradients
 
 
 @dataclass(frozen=True)

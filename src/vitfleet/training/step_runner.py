@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from vitfleet.data.batches import Batch, EpochBatches
-from vitfleet.train.cohort import Cohort
-from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
-from vitfleet.train.engine import StepEngine
-from vitfleet.train.execution import ExecutionLog, RunnerName
-from vitfleet.train.warmup import WarmupTimer
+from vitfleet.training.cohort import Cohort
+from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.engine import StepEngine
+from vitfleet.training.execution import ExecutionLog, RunnerName
+from vitfleet.training.warmup import WarmupTimer
 
 LONG_EPOCH = 8  # steps; only then is it worth capturing steps of fewer clients
 BUFFERED_STEPS = 32  # steps whose batches a captured step can read; a longer epoch is loaded chunk by chunk

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from vitfleet.data.batches import Batch
 from vitfleet.message import Tensors
-from vitfleet.train.cohort_inputs import ClientFit, CohortInputs
-from vitfleet.train.engine import StepEngine
-from vitfleet.train.gradients import client_gradients, clip_gradients
-from vitfleet.train.memory_gradients import MemoryGradients, concatenate
-from vitfleet.train.objective import ReferenceGradients, Step, mask_other_tasks
-from vitfleet.train.optim import Optimizer
-from vitfleet.train.stack import lift
+from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.engine import StepEngine
+from vitfleet.training.gradients import client_gradients, clip_gradients
+from vitfleet.training.memory_gradients import MemoryGradients, concatenate
+from vitfleet.training.objective import ReferenceGradients, Step, mask_other_tasks
+from vitfleet.training.optim import Optimizer
+from vitfleet.training.stack import lift
 
 
 class Cohort:

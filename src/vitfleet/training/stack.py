@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.message import Tensors
-from vitfleet.train.objective import Step
+from vitfleet.training.objective import Step
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def lift(function: Callable[..., Any], stacked: bool, constants: Stack, *in_dims
     Parameters
     ----------
     function
-        Its last argument is a :class:`~vitfleet.train.objective.Step`.
+        Its last argument is a :class:`~vitfleet.training.objective.Step`.
     stacked
         Whether the step has an axis of clients. If not, the function is returned as it is.
     constants

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from vitfleet.data.images import Shard
-from vitfleet.train.cohort_inputs import ClientFit, RngContext
-from vitfleet.train.objective import Fit, FitResult
-from vitfleet.train.trainer import Trainer
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.trainer import Trainer
 
 Outcome = TypeVar("Outcome")
 IndexedFit: TypeAlias = tuple[int, ClientFit]
