@@ -34,7 +34,7 @@ from vitfleet.flower.commands import CONNECTION, ServerSettings, client_command,
 from vitfleet.flower.flwr_cli import run_flwr, start_run
 from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 from vitfleet.run.records import RoundRecord, read_records
 
 MIB = 2**20
@@ -102,7 +102,7 @@ def play(out: Path, config: Config, certs: Certs, names: Sequence[str]) -> None:
     with running_server(settings, names):
         devices = join(out, names, settings, certs)
         try:
-            create(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
+            create_run_folder(config, out / "run", "fleet", ["benchmarks/fleet.py"]).release()
             follow(settings, out / "run", start_run(settings, out / "run"), print_round)
         finally:
             for device in devices:

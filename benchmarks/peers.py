@@ -47,7 +47,7 @@ from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
 from vitfleet.data.partition import partition_dataset  # noqa: E402
 from vitfleet.data.sources import load as load_data  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
-from vitfleet.run.folder import processor  # noqa: E402
+from vitfleet.run.folder import processor_name  # noqa: E402
 from vitfleet.run.round_plan import choose_clients  # noqa: E402
 
 SCRIPTS = {"ours": "ours.py", "eager": "eager.py", "pfl": "pfl_research.py", "flower": "flower.py"}
@@ -266,7 +266,7 @@ def surroundings(threads: int) -> dict[str, str]:
     packages = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "hardware": f"{processor()}, {threads} threads, {place}",
+        "hardware": f"{processor_name()}, {threads} threads, {place}",
         "versions": f"Python {platform.python_version()}, {packages}",
         "command": " ".join(["python", "benchmarks/peers.py", *sys.argv[1:]]),
     }

@@ -18,7 +18,7 @@ import pytest
 
 from conftest import Command, MakeConfig
 from vitfleet.config import presets
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 
 # What makes any preset on digits a run of some seconds.
 SMALL = ("data.limit=200", "train.epochs=1", "model.dim=16", "model.patch_size=4")
@@ -252,7 +252,7 @@ def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
     launch: Launch, tiny_config: MakeConfig, vitfleet: Command, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    create(tiny_config(), folder, "run", ["test"]).release()
+    create_run_folder(tiny_config(), folder, "run", ["test"]).release()
     machine = folder / "machine.json"
     os.mkfifo(machine)  # a file that is read while a run is set up: there it stays until it is stopped
     process = launch("resume", folder)

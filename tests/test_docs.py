@@ -19,7 +19,7 @@ from vitfleet.cli.base import app
 from vitfleet.config import Config, load_config
 from vitfleet.config.keys import every_key
 from vitfleet.errors import UserError
-from vitfleet.run.compare import sweep_of, variants_of
+from vitfleet.run.compare import parse_method_variants, parse_sweeps
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -123,8 +123,8 @@ def configurations(options: dict[str, Any]) -> Iterator[Config]:
         methods = options.get("method") or []
         if "sweep" not in options:  # `cost --method NAME` takes a name only
             methods = [name.split()[0] for name in methods]
-        for _, own in variants_of(methods):
-            for _, swept in sweep_of(options.get("sweep") or []):
+        for _, own in parse_method_variants(methods):
+            for _, swept in parse_sweeps(options.get("sweep") or []):
                 yield load_config("digits" if is_file else source, [*options.get("override", []), *own, *swept])
 
 

@@ -13,7 +13,7 @@ from conftest import Command, InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.fleet.distributed import assign_ranks
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
@@ -52,7 +52,7 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def begin(config: Config, folder: Path) -> Path:
-    create(config, folder, "run", ["vitfleet"])
+    create_run_folder(config, folder, "run", ["vitfleet"])
     return folder
 
 

@@ -22,7 +22,7 @@ from vitfleet.flower.commands import ServerSettings, client_command, environment
 from vitfleet.flower.flwr_cli import start_run
 from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 
@@ -115,7 +115,7 @@ def test_real_fleet_equals_inline_fleet(
         for name, config in configs.items():
             folder = tmp_path / f"flower-{name}"
             export_images(config, NAMES, tmp_path / "data")  # a run with tasks has another partition
-            create(flower(config), folder, name, ["test"]).release()
+            create_run_folder(flower(config), folder, name, ["test"]).release()
             follow(fleet.settings, folder, start_run(fleet.settings, folder))
         assert stranger.wait(60) != 0
         assert "Failed to activate SuperNode" in fleet.log("stranger")

@@ -13,7 +13,7 @@ from vitfleet.flower.commands import ServerSettings, environment, flower_config,
 from vitfleet.flower.flwr_cli import start_run
 from vitfleet.flower.processes import stop_process_group, wait_for_superlink
 from vitfleet.flower.server import follow
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 
@@ -26,7 +26,7 @@ def test_simulation_equals_inline_fleet(tiny_config: MakeConfig, tmp_path: Path)
     config = tiny_config(*OVERRIDES)
     folder, home, port = tmp_path / "flower", tmp_path / "home", free_port()
     fleet = config.fleet.model_copy(update={"kind": "flower", "join_s": 200.0})
-    create(config.model_copy(update={"fleet": fleet}), folder, "flower", ["test"]).release()
+    create_run_folder(config.model_copy(update={"fleet": fleet}), folder, "flower", ["test"]).release()
     home.mkdir()
     settings = ServerSettings("127.0.0.1", port, home, None)
     (home / "config.toml").write_text(flower_config(settings, port))

@@ -24,7 +24,7 @@ from vitfleet.config.schema import Config
 from vitfleet.flower.client_app import train
 from vitfleet.flower.fleet import fleet_factory
 from vitfleet.flower.worker import WorkerError, call_worker
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
@@ -189,7 +189,7 @@ def test_client_app_does_not_import_torch() -> None:
 def test_simulated_client_uses_no_worker(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("rounds=2", "eval.clients=0")
     folder = tmp_path / "flower"
-    create(flower(config), folder, "flower", ["test"]).release()
+    create_run_folder(flower(config), folder, "flower", ["test"]).release()
 
     def handle(client: int, message: Message) -> RecordDict:
         node_config: UserConfig = {"partition-id": client, "num-partitions": config.fleet.clients, "threads": 1}

@@ -11,19 +11,19 @@ from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.run.compare import (
     ComparedRun,
-    begin,
-    command_of,
-    reach,
+    cost_to_target,
+    create_comparison,
+    parse_method_variants,
+    parse_sweeps,
+    read_command,
     read_comparison,
     read_members,
-    sweep_of,
-    variants_of,
 )
 
 
 def test_sweeps_are_every_combination() -> None:
-    assert list(sweep_of([])) == [("", [])]
-    assert list(sweep_of(["method.k=1,2", "train.lr=1e-3, 1e-4"])) == [
+    assert list(parse_sweeps([])) == [("", [])]
+    assert list(parse_sweeps(["method.k=1,2", "train.lr=1e-3, 1e-4"])) == [
         ("k=1 lr=1e-3", ["method.k=1", "train.lr=1e-3"]),
         ("k=1 lr=1e-4", ["method.k=1", "train.lr=1e-4"]),
         ("k=2 lr=1e-3", ["method.k=2", "train.lr=1e-3"]),
@@ -31,27 +31,27 @@ def test_sweeps_are_every_combination() -> None:
     ]
     for wrong in ("k", "=1,2", "method.k=1,,2", "method.k="):
         with pytest.raises(UserError, match="must look like key=value,value"):
-            list(sweep_of([wrong]))
+            list(parse_sweeps([wrong]))
 
 
 def test_methods_with_what_they_alone_are_given() -> None:
-    assert variants_of([]) == [("", [])]
-    assert variants_of(["fedavg", "fed-full train.lr=3e-4 train.mask_ratio=0"]) == [
+    assert parse_method_variants([]) == [("", [])]
+    assert parse_method_variants(["fedavg", "fed-full train.lr=3e-4 train.mask_ratio=0"]) == [
         ("fedavg", ["method.name=fedavg"]),
         ("fed-full", ["method.name=fed-full", "train.lr=3e-4", "train.mask_ratio=0"]),
     ]
-    several = variants_of(["fedvit", "fedvit method.tune_epochs=0", "gem"])
+    several = parse_method_variants(["fedvit", "fedvit method.tune_epochs=0", "gem"])
     assert [called for called, _ in several] == ["fedvit", "fedvit tune_epochs=0", "gem"]
     for wrong in ("train.lr=1", "fedavg lr", ""):
         with pytest.raises(UserError, match="must be a method's name, and key=value after it"):
-            variants_of([wrong])
+            parse_method_variants([wrong])
 
 
 def test_what_a_target_took(make_run: MakeRun) -> None:
     run = make_run("a")  # 0.1 more a round, 9000 bytes, an hour each
-    assert reach(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
-    assert reach(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
-    assert reach(run, None)["rounds"] is None
+    assert cost_to_target(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
+    assert cost_to_target(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
+    assert cost_to_target(run, None)["rounds"] is None
 
 
 def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:
@@ -60,7 +60,7 @@ def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:
         for name, method in (("one", "fedavg"), ("two", "fedprox"))
         for seed in (0, 1)
     ]
-    path = begin(members, tmp_path / "both", "vitfleet compare one two", target)
+    path = create_comparison(members, tmp_path / "both", "vitfleet compare one two", target)
     for member in members:
         played = 5 if member.name == "one" else 4  # the second ends a tenth lower
         make_run(f"both/{member.folder(path).name}", member.config.method.name, member.config.seed, played, played)
@@ -75,7 +75,7 @@ def test_without_a_target_it_is_what_all_reached(make_run: MakeRun, tmp_path: Pa
     assert (one.mean("to_target", "rounds"), two.mean("to_target", "rounds")) == (4, 4)
     assert one.mean("accuracy", "global") == pytest.approx(0.505)
     assert one.spread("accuracy", "global") == pytest.approx(0.00707, rel=0.01)
-    assert command_of(path) == "vitfleet compare one two"
+    assert read_command(path) == "vitfleet compare one two"
     assert [member.name for member in read_members(path)] == ["one", "one", "two", "two"]
 
 
@@ -93,4 +93,4 @@ def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path
 def test_a_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
     member = ComparedRun("one", load_config("digits"))
     with pytest.raises(UserError, match="would be compared with itself"):
-        begin([member, member], tmp_path / "x", "")
+        create_comparison([member, member], tmp_path / "x", "")

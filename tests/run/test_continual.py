@@ -18,7 +18,7 @@ from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import ClientTask
 from vitfleet.methods.episodic_memory import read
-from vitfleet.run.compare import ComparedRun, begin, shards_differ
+from vitfleet.run.compare import ComparedRun, create_comparison, partitions_differ
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients
 from vitfleet.run.loop import run_rounds
@@ -275,10 +275,10 @@ def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
         load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"]) for name in ("gem", "fedavg")
     ]
     members = [ComparedRun(config.method.name, config) for config in configs]
-    path = begin(members, tmp_path / "both", "vitfleet compare")
+    path = create_comparison(members, tmp_path / "both", "vitfleet compare")
     for member in members:
         open_run(member.config, member.folder(path))
-    assert not shards_differ(path)
+    assert not partitions_differ(path)
 
 
 @pytest.mark.parametrize("method", ["fedvit", "a-gem"])

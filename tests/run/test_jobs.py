@@ -11,15 +11,15 @@ import psutil
 import pytest
 
 from conftest import MakeConfig
-from vitfleet.run.folder import create
+from vitfleet.run.folder import create_run_folder
 
 PATIENCE = 30.0
 PLAYER = """
 import sys
 from pathlib import Path
-from vitfleet.run.jobs import play
+from vitfleet.run.jobs import run_jobs
 
-for ended in play([Path(folder) for folder in sys.argv[1:]], 2):
+for ended in run_jobs([Path(folder) for folder in sys.argv[1:]], 2):
     print(ended)
 """
 
@@ -40,7 +40,7 @@ def runs_of(player: subprocess.Popen[str], count: int) -> list[psutil.Process]:
 def test_runs_end_with_a_player_that_is_killed_outright(tiny_config: MakeConfig, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
-        create(tiny_config("rounds=100000"), folder, folder.name, ["test"]).release()
+        create_run_folder(tiny_config("rounds=100000"), folder, folder.name, ["test"]).release()
     player = subprocess.Popen([sys.executable, "-c", PLAYER, *map(str, folders)], stdout=subprocess.PIPE, text=True)
     try:
         runs = runs_of(player, len(folders))

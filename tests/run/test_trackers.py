@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.errors import ConfigError
-from vitfleet.run.folder import identity
+from vitfleet.run.folder import run_id
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.setup import open_run
@@ -65,7 +65,7 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
 
     assert [name for name, _, _ in wandb.calls] == ["init", "log", "log", "finish"]
     begun = wandb.calls[0][2]
-    assert (begun["id"], begun["name"]) == (identity(tmp_path), tmp_path.name)
+    assert (begun["id"], begun["name"]) == (run_id(tmp_path), tmp_path.name)
     assert begun["resume"] == "allow"
     assert begun["config"]["rounds"] == 2
     assert [name for name, _, _ in mlflow.calls if name.startswith("log_m")] == ["log_metrics"] * 2

@@ -1,4 +1,4 @@
-"""What all commands share: the application, its two consoles, and options that several have."""
+"""Shared by all commands: the application, its two consoles, and common options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
-complaints = Console(stderr=True)
+error_console = Console(stderr=True)
 
 Overrides = Annotated[
     list[str],
@@ -31,16 +31,20 @@ Overrides = Annotated[
 ]
 
 
-Out = Annotated[Path | None, typer.Option(help="The folder; default: the next free one in runs/.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON; all else goes to standard error.")]
-Jobs = Annotated[
-    int, typer.Option(min=1, help="Runs of a comparison at a time, each a process of its own: they can share a GPU.")
+Out = Annotated[Path | None, typer.Option(help="Output folder. Default: the next free one in runs/.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one line of JSON at the end; everything else goes to standard error.")
 ]
-DataDir = Annotated[str | None, typer.Option(envvar="VITFLEET_DATA", help="Where data sets lie, one folder each.")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Number of runs at a time, each in a process of its own. They can share a GPU.")
+]
+DataDir = Annotated[
+    str | None, typer.Option(envvar="VITFLEET_DATA", help="Folder of the data sets, one subfolder each.")
+]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.print(f"vitfleet {__version__}", highlight=False)
         raise typer.Exit
 
@@ -48,7 +52,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -57,23 +61,23 @@ def _common(
 def configure(
     source: str, override: list[str], seed: int | None, data_dir: str | None, more: Mapping[str, Any] | None = None
 ) -> Config:
-    """Read a configuration as the command line asks for it."""
+    """Load a configuration with the options of the command line."""
     from vitfleet.config import load_config
 
-    given = {"seed": seed, "data.dir": data_dir, **(more or {})}
-    return load_config(source, override, {key: value for key, value in given.items() if value is not None})
+    options = {"seed": seed, "data.dir": data_dir, **(more or {})}
+    return load_config(source, override, {key: value for key, value in options.items() if value is not None})
 
 
-def for_machines(as_json: bool) -> None:
-    """Leave standard output to the JSON that is asked for."""
+def reserve_stdout(as_json: bool) -> None:
+    """Print to standard error instead if standard output is reserved for JSON."""
     console.stderr = as_json
 
 
-def say(to: Console, text: str) -> None:
-    """Print text as it is: no markup, no colours, no line breaks that a reader would have to undo."""
-    to.print(text, highlight=False, markup=False, soft_wrap=True)
+def print_text(target: Console, text: str) -> None:
+    """Print text unchanged: without markup, colours or line breaks."""
+    target.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Take a signal for a Ctrl-C."""
+def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal like Ctrl-C."""
     raise KeyboardInterrupt

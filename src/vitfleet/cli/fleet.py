@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli.base import DataDir, Out, Overrides, app, complaints, configure, console, interrupt, say
+from vitfleet.cli.base import (
+    DataDir,
+    Out,
+    Overrides,
+    app,
+    configure,
+    console,
+    error_console,
+    print_text,
+    raise_interrupt,
+)
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +59,7 @@ def export(
     data = load(config.data)
     clients = config.fleet.clients
     export_clients(data, assign_images(config, data), client_names or [str(client) for client in range(clients)], out)
-    say(console, f"images of {clients} clients written to {out}")
+    print_text(console, f"images of {clients} clients written to {out}")
 
 
 @app.command()
@@ -67,9 +77,9 @@ def certs(
     from vitfleet.flower.certificates import make_certs
 
     fleet_certs = make_certs(folder, host, _split_names(names))
-    say(console, f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
+    print_text(console, f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
     for name in fleet_certs.names():
-        say(console, f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
+        print_text(console, f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
 
 
 @app.command()
@@ -100,7 +110,7 @@ def server(
     """
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.commands import ServerSettings
-    from vitfleet.run.folder import create, reopen
+    from vitfleet.run.folder import create_run_folder, open_run_folder
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
@@ -108,14 +118,14 @@ def server(
     else:
         fleet_certs.check_server()
     if (Path(source) / "config.json").exists():
-        run_folder = reopen(Path(source), LOCK_TIMEOUT_S)
+        run_folder = open_run_folder(Path(source), LOCK_TIMEOUT_S)
     else:
         client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
         fleet_keys = {"fleet.kind": "flower", **_fleet_size(client_names)}
         if client_names:
             fleet_keys["fleet.names"] = client_names
         config = configure(source, override, seed, data_dir, fleet_keys)
-        run_folder = create(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
+        run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
     _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
 
 
@@ -151,9 +161,9 @@ def client(
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     command = client_command(address, name, data.resolve(), home, None if insecure else fleet_certs, machine)
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, raise_interrupt)
     try:
-        run_forever(command, home / "flower", lambda text: say(complaints, text))
+        run_forever(command, home / "flower", lambda text: print_text(error_console, text))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -166,14 +176,16 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     from vitfleet.report.terminal import RoundDisplay
     from vitfleet.run.records import read_records
 
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, raise_interrupt)
     folder, config = run_folder.path.resolve(), run_folder.config()
     names = [config.fleet.name_of(client) for client in range(config.fleet.clients)]
     run_folder.release()  # Flower's server process locks it
 
     def show_address() -> None:
         clients = ", ".join(names)
-        say(console, f"{config.method.name}: waiting for {clients} at port {settings.port}; run folder: {folder}")
+        print_text(
+            console, f"{config.method.name}: waiting for {clients} at port {settings.port}; run folder: {folder}"
+        )
 
     try:
         done = sum(1 for _ in read_records(folder))
@@ -181,12 +193,12 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
             serve(settings, folder, names, display.show_round, show_address, display)
     except KeyboardInterrupt:
         command = f"vitfleet server {shlex.quote(str(folder))}"
-        say(complaints, f"\nStopped. To resume from the last checkpoint: {command}")
+        print_text(error_console, f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     draw_results(folder)
     summary = json.loads((folder / "summary.json").read_text())
     console.print(summary_table(summary, config.title))
-    say(console, f"run folder: {folder}")
+    print_text(console, f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no client's reply could be used; see {folder / 'records.jsonl'}")
 
@@ -202,4 +214,4 @@ def _fleet_size(names: list[str]) -> dict[str, Any]:
 
 def _warn_insecure() -> None:
     text = "warning: --insecure: no encryption; anyone who reaches the port can join, read messages, or send false ones"
-    complaints.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    error_console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)

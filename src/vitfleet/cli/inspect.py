@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vitfleet.cli.base import Overrides, app, configure, console, say
+from vitfleet.cli.base import Overrides, app, configure, console, print_text
 
 
 @app.command()
@@ -69,13 +69,13 @@ def report(
     from vitfleet.report.write import watch_report, write_report
 
     if not watch:
-        say(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
+        print_text(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
         return
     try:
-        written = watch_report(runs, out, lambda page: say(console, f"live report: {page} (stop with Ctrl-C)"))
+        written = watch_report(runs, out, lambda page: print_text(console, f"live report: {page} (stop with Ctrl-C)"))
     except KeyboardInterrupt:
         return
-    say(console, f"report: {written.page}")
+    print_text(console, f"report: {written.page}")
 
 
 @app.command()

@@ -26,7 +26,7 @@ from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.polling import MAX_INTERVAL_S, MIN_INTERVAL_S, Clock, object_polling
 from vitfleet.message import Message as Content
 from vitfleet.message import State
-from vitfleet.run.folder import identity
+from vitfleet.run.folder import run_id
 from vitfleet.run.setup import MakeFleet
 
 MEGABYTE = 10**6
@@ -54,7 +54,7 @@ def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:
     """Return a function with which :func:`vitfleet.run.setup.open_run` makes a fleet behind a Flower grid."""
 
     def make_fleet(config: Config, data: DataSet, folder: Path, base: Content) -> FlowerFleet:
-        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, identity(folder)), base, clock)
+        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, run_id(folder)), base, clock)
 
     return make_fleet
 

@@ -15,7 +15,7 @@ from vitfleet.flower.fleet import fleet_factory
 from vitfleet.flower.progress_file import ERROR_FILE, ProgressFile
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext, load_state
-from vitfleet.run.folder import RunFolder, create, reopen
+from vitfleet.run.folder import RunFolder, create_run_folder, open_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
@@ -54,10 +54,10 @@ def open_folder(folder: str, preset: str, overrides: str) -> RunFolder:
     """Return the folder of a run to resume, or of a new one."""
     path = Path(folder) if folder else None
     if path is not None and (path / "config.json").exists():
-        return reopen(path, LOCK_SECONDS)
+        return open_run_folder(path, LOCK_SECONDS)
     keys = [override.strip() for override in overrides.split(";") if override.strip()]
     config = load_config(preset, ["fleet.kind=flower", *keys])
-    return create(config, path, Path(preset).stem, ["flwr", "run", preset, *keys])
+    return create_run_folder(config, path, Path(preset).stem, ["flwr", "run", preset, *keys])
 
 
 @app.main()

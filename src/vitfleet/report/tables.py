@@ -11,7 +11,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
 from vitfleet.report.units import format_bytes, format_count, format_seconds
-from vitfleet.run.compare import Comparison, Row
+from vitfleet.run.compare import Comparison, ComparisonRow
 from vitfleet.training.execution import ExecutionSummary
 
 _CONTINUAL_ROWS = {
@@ -81,7 +81,7 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def comparison_costs_table(rows: Sequence[Row]) -> Table:
+def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return the costs of a comparison, one row per configuration."""
     virtual = _has_virtual_time(rows)
     caption = (
@@ -105,7 +105,7 @@ def comparison_costs_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def continual_table(rows: Sequence[Row]) -> Table:
+def continual_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return a comparison of runs on task streams: accuracy, forgetting, transfer, costs."""
     caption = (
         "accuracy: mean over all tasks after the last one, clients' own models and test images · "
@@ -167,16 +167,16 @@ def _table(caption: str | None, headings: Sequence[str], padding: int = 1) -> Ta
     return table
 
 
-def _has_virtual_time(rows: Sequence[Row]) -> bool:
+def _has_virtual_time(rows: Sequence[ComparisonRow]) -> bool:
     return any(row.mean("total", "virtual_seconds") is not None for row in rows)
 
 
-def _mean(row: Row, table: str, key: str, format: Callable[[float], str]) -> str:
+def _mean(row: ComparisonRow, table: str, key: str, format: Callable[[float], str]) -> str:
     mean = row.mean(table, key)
     return "–" if mean is None else format(mean)
 
 
-def _percent(row: Row, table: str, key: str, scale: float) -> str:
+def _percent(row: ComparisonRow, table: str, key: str, scale: float) -> str:
     """Return mean and standard deviation over the seeds in percent; ``scale`` is 100 for fractions, 1 for percent."""
     mean, deviation = row.mean(table, key), row.spread(table, key)
     if mean is None:

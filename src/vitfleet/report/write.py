@@ -14,7 +14,7 @@ from vitfleet.report.page import REFRESH_SECONDS, render, report_figures
 from vitfleet.report.plotting import draw_files
 from vitfleet.report.run_plots import can_draw
 from vitfleet.report.runs import all_finished, read_groups
-from vitfleet.run.folder import next_free
+from vitfleet.run.folder import next_free_folder
 
 PAGE = "report.html"
 FIGURES = "figures"
@@ -32,7 +32,7 @@ def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
     """Return the folder of a report: ``out``, or the run's or comparison's own, or for several a new one in runs/."""
     if out is not None:
         return out
-    return paths[0] if len(paths) == 1 else next_free(Path("runs"), "report")
+    return paths[0] if len(paths) == 1 else next_free_folder(Path("runs"), "report")
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = NO_PROGRESS) -> WrittenReport:

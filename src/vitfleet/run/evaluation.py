@@ -1,11 +1,11 @@
-"""Global accuracy on the common test set, local accuracy on each client's own split."""
+"""Evaluation: global accuracy on the common test set, local accuracy on each client's own test images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,22 +26,33 @@ from vitfleet.training.evaluator import Evaluator
 from vitfleet.training.machine import Machine
 
 
+class GlobalEvaluation(NamedTuple):
+    """Accuracy and loss on the common test set, means over a number of models; ``None`` if no model was evaluated.
+
+    The loss is also ``None`` if it is not finite.
+    """
+
+    accuracy: float | None
+    loss: float | None
+    models: int
+
+
 @dataclass(frozen=True)
 class FleetEvaluator:
-    """Measures models on the test images, whole (never masked), in large batches on the device.
+    """Evaluates models on test images: whole ones, never masked, in large batches.
 
     Attributes
     ----------
-    deal
+    client_indices
         Each client's test images, task by task.
-    tasks
-        The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
+    class_tasks
+        The task of each class, ``[classes]``, if the model is told an image's task; ``None``: all classes compete.
     """
 
     net: Net
     preprocess: Preprocess
     test: ImageSet
-    deal: ClientIndices
+    client_indices: ClientIndices
     machine: Machine
     config: EvalConfig
     seed: int
@@ -52,56 +63,61 @@ class FleetEvaluator:
         method: Method[Any],
         round: int,
         server: State,
-        base: Tensors,
-        own: Callable[[int], State | None],
+        base_weights: Tensors,
+        client_state: Callable[[int], State | None],
         progress: Progress = NO_PROGRESS,
-    ) -> tuple[float | None, float | None, int]:
-        """Return accuracy and loss on the common test set, and how many models they are the mean of.
+    ) -> GlobalEvaluation:
+        """Evaluate the global model on the common test set.
 
-        Where the server has no model of its own, the models of at most ``eval.clients`` clients stand for it,
-        drawn anew each time; where none of them may be looked at, there is nothing to measure.
+        Without a global model, the models of at most ``eval.clients`` clients are evaluated instead, drawn anew each
+        time.
+
+        Parameters
+        ----------
+        client_state
+            Returns a client's state; ``None`` for a client that has none.
         """
-        if method.has_global_model:
-            states: list[State | None] = [None]
-        else:
-            # Clients that never took part all have the same model: it is measured once and counts for each of them.
-            states = sorted((own(client) for client in self._draw_clients(round)), key=lambda state: state is None)
+        states: list[State | None] = [None]
+        if not method.has_global_model:
+            # All clients without a state have the same model. It is evaluated once and counts for each of them.
+            clients = self._draw_clients(round)
+            states = sorted((client_state(client) for client in clients), key=lambda state: state is None)
         if not states:
-            return None, None, 0
-        measured: list[tuple[float, float]] = []
+            return GlobalEvaluation(None, None, 0)
+        results: list[tuple[float, float]] = []
         with progress.task(f"round {round}: evaluation", len(states)) as advance:
-            for position, state in enumerate(states):
+            for index, state in enumerate(states):
                 advance(1)
-                if state is None and position and states[position - 1] is None:
-                    measured.append(measured[-1])
+                if state is None and index and states[index - 1] is None:
+                    results.append(results[-1])
                     continue
-                correct, losses = self.evaluate(method.model_weights(server, base, state))
-                measured.append((float(correct.mean()), float(losses.mean())))
-        accuracy, loss = (sum(column) / len(measured) for column in zip(*measured, strict=True))
-        return accuracy, loss if math.isfinite(loss) else None, len(measured)
+                correct, losses = self.evaluate(method.model_weights(server, base_weights, state))
+                results.append((float(correct.mean()), float(losses.mean())))
+        accuracy, loss = (sum(column) / len(results) for column in zip(*results, strict=True))
+        return GlobalEvaluation(accuracy, loss if math.isfinite(loss) else None, len(results))
 
-    def evaluate_clients(self, model: Tensors, places: Sequence[ClientTask]) -> list[EvalResult]:
-        """Try a model out on the test images of clients' stages: together, in large batches, each image once."""
-        held = [self.test_indices(client, task_index) for client, task_index in places]
-        index, back = np.unique(np.concatenate(held), return_inverse=True)
-        if not len(index):
-            return [EvalResult(0, 0)] * len(places)
-        correct = self.evaluate(model, index)[0].cpu().numpy()[back]
-        parts = np.split(correct, np.cumsum([len(one) for one in held])[:-1])
-        return [EvalResult(int(part.sum()), len(part)) for part in parts]
+    def evaluate_clients(self, weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        """Evaluate one model on the test images of clients' tasks, each image once, in large batches."""
+        indices = [self.test_indices(client, task_index) for client, task_index in tasks]
+        distinct, inverse = np.unique(np.concatenate(indices), return_inverse=True)
+        if not len(distinct):
+            return [EvalResult(0, 0)] * len(tasks)
+        correct = self.evaluate(weights, distinct)[0].cpu().numpy()[inverse]
+        by_task = np.split(correct, np.cumsum([len(index) for index in indices])[:-1])
+        return [EvalResult(int(part.sum()), len(part)) for part in by_task]
 
     def test_indices(self, client: int, task_index: int) -> NDArray[np.int64]:
-        """Return a client's test images of a stage."""
-        return self.deal.for_client(client, task_index)
+        """Return the indices of a client's test images of a task."""
+        return self.client_indices.for_client(client, task_index)
 
     def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each test image, whether it is named rightly (0 or 1) and its cross-entropy."""
-        judge = Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
+        """Return, for each test image, whether it is predicted correctly (0 or 1), and its cross-entropy."""
+        evaluator = Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
-        return judge.evaluate(weights, self.test, chosen)
+        return evaluator.evaluate(weights, self.test, chosen)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.deal.num_clients)
+        candidates = np.arange(self.client_indices.num_clients)
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and who may write to it."""
+"""The folder of a run: creating it, locking it, and what it says about the run."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 
-# What a run that was killed before it was one may have left in its folder.
+# Files that a process which was killed before it wrote config.json may have left.
 _BEFORE_CONFIG = {".lock", "about.json", ".about.json.tmp", ".config.json.tmp"}
 _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 
 
 class RunFolder:
-    """A run's folder, held by one process at a time.
+    """A run's folder, locked by one process at a time.
 
     Parameters
     ----------
-    patience
-        Seconds to wait for another process to let go of it: one whose server was killed takes some to notice.
+    lock_seconds
+        How long to wait for another process to release the lock: one whose server was killed needs time to end.
     """
 
-    def __init__(self, path: Path, patience: float = 0.0) -> None:
+    def __init__(self, path: Path, lock_seconds: float = 0.0) -> None:
         self.path = path
         self._lock: IO[str] = (path / ".lock").open("w")
-        end = time.monotonic() + patience
-        while not self._hold():
+        end = time.monotonic() + lock_seconds
+        while not self._try_lock():
             if time.monotonic() >= end:
-                raise UserError(f"{path}: another process is running this run right now")
+                raise UserError(f"{path}: another process is running this run")
             time.sleep(0.2)
 
-    def _hold(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
-            # Released by the system when the process ends, however it ends.
+            # The system releases the lock when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -58,67 +58,67 @@ class RunFolder:
         return read_config(self.path / "config.json")
 
     def release(self) -> None:
-        """Let another process have the folder."""
+        """Release the lock."""
         self._lock.close()
 
     def discard(self) -> None:
-        """Take back a folder that was made for a run which never got under way, so that its name is free again."""
+        """Remove the folder of a run that never started, so that its name is free again."""
         shutil.rmtree(self.path)
 
 
-def create(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
-    """Make a new run's folder and write down what the run is.
+def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
+    """Create a new run's folder with its configuration, and lock it.
 
     Parameters
     ----------
     out
-        Where; ``None`` takes the next free ``runs/<name>-<method>-NNN``.
+        The folder; ``None``: the next free ``runs/<name>-<method>-NNN``.
     argv
-        The command that asked for the run.
+        The command that started the run.
     """
-    path = out or next_free(Path("runs"), f"{name}-{config.method.name}")
+    path = out or next_free_folder(Path("runs"), f"{name}-{config.method.name}")
     if (path / "config.json").exists():
-        raise UserError(
-            f"{path} already holds a run: `vitfleet resume {path}` goes on with it, or choose another --out"
-        )
-    if path.is_dir() and (
-        strange := sorted(entry.name for entry in path.iterdir() if entry.name not in _BEFORE_CONFIG)
-    ):
-        raise UserError(f"--out {path}: is not empty ({strange[0]} is in it); choose another --out")
+        raise UserError(f"{path} already holds a run: `vitfleet resume {path}` resumes it, or choose another --out")
+    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if foreign := [name for name in entries if name not in _BEFORE_CONFIG]:
+        raise UserError(f"--out {path}: is not empty ({foreign[0]} is in it); choose another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {path}: cannot be made ({error.strerror})") from None
+        raise UserError(f"--out {path}: cannot be created ({error.strerror})") from None
     folder = RunFolder(path)
-    about = {
-        "command": shlex.join(argv),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {package: _version(package) for package in _PACKAGES},
-        "python": sys.version.split()[0],
-        "machine": platform.machine(),
-        "processor": processor(),
-    }
-    write_atomically(path / "about.json", json.dumps(about, indent=2).encode())
+    write_atomically(path / "about.json", json.dumps(_about(argv), indent=2).encode())
     # Last: a folder with a configuration in it can be resumed.
     write_atomically(path / "config.json", config.model_dump_json(indent=2).encode())
     return folder
 
 
-def reopen(path: Path, patience: float = 0.0) -> RunFolder:
-    """Open a run's folder to go on with it, waiting a while for who has it."""
+def _about(argv: Sequence[str]) -> dict[str, object]:
+    return {
+        "command": shlex.join(argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "python": sys.version.split()[0],
+        "machine": platform.machine(),
+        "processor": processor_name(),
+    }
+
+
+def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
+    """Lock the folder of a run to resume it."""
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: holds no run (there is no config.json in it)")
-    return RunFolder(path, patience)
+    return RunFolder(path, lock_seconds)
 
 
-def next_free(parent: Path, stem: str) -> Path:
-    """Return the first of ``<stem>-001``, ``<stem>-002``, … after those that are taken."""
-    taken = [
+def next_free_folder(parent: Path, stem: str) -> Path:
+    """Return the first of ``<stem>-001``, ``<stem>-002``, … after the last that exists."""
+    numbers = [
         int(match[1])
         for entry in (parent.iterdir() if parent.is_dir() else [])
         if (match := re.fullmatch(rf"{re.escape(stem)}-(\d+)", entry.name))
     ]
-    return parent / f"{stem}-{max(taken, default=0) + 1:03d}"
+    return parent / f"{stem}-{max(numbers, default=0) + 1:03d}"
 
 
 def _version(package: str) -> str | None:
@@ -128,7 +128,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Return the name of this machine's processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -138,8 +138,8 @@ def processor() -> str:
     return platform.processor()
 
 
-def identity(folder: Path) -> str:
-    """Return what tells a run from every other one, the same after a restart: devices keep their states under it."""
+def run_id(folder: Path) -> str:
+    """Return the unique identifier of a run, under which remote clients store their states. A resume keeps it."""
     path = folder / "identity"
     if not path.exists():
         write_atomically(path, secrets.token_hex(16).encode())

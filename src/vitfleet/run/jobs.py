@@ -1,4 +1,4 @@
-"""Several runs at a time, each a process of its own: what one leaves of a GPU, another uses."""
+"""Several runs at a time, each in a process of its own, so that they can share a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,68 +15,74 @@ from vitfleet.config import read_config
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.system import die_with_parent
 
-OUTPUT = "output.txt"  # in a run's folder: what its process said
-LOOK_EVERY = 0.2  # seconds
-STOP_PATIENCE = 20.0
+OUTPUT = "output.txt"  # in a run's folder: the output of its process
+POLL_SECONDS = 0.2
+TERMINATE_SECONDS = 20.0  # after which a process that was asked to end is killed
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """A run whose process has ended; ``code`` is 0 if all went well."""
+    """A run whose process has ended; ``code`` is the exit code."""
 
     folder: Path
     code: int
     seconds: float
 
     @property
-    def complaint(self) -> str:
-        """The last line that it said."""
+    def last_line(self) -> str:
+        """The last line of the process's output."""
         lines = (self.folder / OUTPUT).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
 
-def play(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRESS) -> Generator[JobResult, None, None]:
-    """Play the runs in these folders, each from where it stands, so many at a time; yield each that has ended.
+@dataclass(frozen=True)
+class _Job:
+    process: subprocess.Popen[bytes]
+    started: float
 
-    Whoever stops listening stops them all: they can be gone on with.
+
+def run_jobs(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRESS) -> Generator[JobResult, None, None]:
+    """Resume the runs in these folders, a number of them at a time, and yield each when its process has ended.
+
+    Closing the generator stops all processes. Their runs can be resumed.
     """
     waiting = list(folders)
-    playing: dict[Path, tuple[subprocess.Popen[bytes], float]] = {}
-    rounds = {folder: _rounds(folder) for folder in folders}
-    total = sum(_wanted(folder) - rounds[folder] for folder in folders)
-    with progress.task(f"rounds of {len(folders)} runs, {jobs} at a time", total) as advance, _stopping(playing):
-        while waiting or playing:
-            while waiting and len(playing) < jobs:
+    running: dict[Path, _Job] = {}
+    rounds_done = {folder: _rounds_done(folder) for folder in folders}
+    total = sum(read_config(folder / "config.json").rounds - rounds_done[folder] for folder in folders)
+    with progress.task(f"rounds of {len(folders)} runs, {jobs} at a time", total) as advance, _stop_at_exit(running):
+        while waiting or running:
+            while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                playing[folder] = _start(folder, jobs), time.monotonic()
-            time.sleep(LOOK_EVERY)
-            for folder, (process, started) in list(playing.items()):
-                now = _rounds(folder)
-                advance(now - rounds[folder])
-                rounds[folder] = now
-                if process.poll() is not None:
-                    del playing[folder]
-                    yield JobResult(folder, process.returncode, time.monotonic() - started)
+                running[folder] = _Job(_start(folder, jobs), time.monotonic())
+            time.sleep(POLL_SECONDS)
+            for folder, job in list(running.items()):
+                now = _rounds_done(folder)
+                advance(now - rounds_done[folder])
+                rounds_done[folder] = now
+                if job.process.poll() is not None:
+                    del running[folder]
+                    yield JobResult(folder, job.process.returncode, time.monotonic() - job.started)
 
 
 @contextmanager
-def _stopping(playing: dict[Path, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Stop what is still playing at the end, however it comes."""
+def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
+    """Stop the processes that are still running at the end, whatever ends the block."""
     try:
         yield
     finally:
-        for process, _ in playing.values():
-            process.terminate()
-        for process, _ in playing.values():
+        for job in running.values():
+            job.process.terminate()
+        for job in running.values():
             try:
-                process.wait(STOP_PATIENCE)
+                job.process.wait(TERMINATE_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                job.process.kill()
+                job.process.wait()
 
 
 def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
-    # Processes with all of a machine's threads each get in each other's way.
+    # Processes that each use all threads of the machine slow each other down.
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     with (folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
@@ -85,15 +91,11 @@ def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a Ctrl-C is for whoever started them
-            preexec_fn=die_with_parent,  # who is killed outright cannot stop them
+            start_new_session=True,  # Ctrl-C is for the parent process, which then stops this one
+            preexec_fn=die_with_parent,  # a parent that was killed cannot stop it
         )
 
 
-def _rounds(folder: Path) -> int:
+def _rounds_done(folder: Path) -> int:
     records = folder / "records.jsonl"
     return records.read_bytes().count(b"\n") if records.exists() else 0
-
-
-def _wanted(folder: Path) -> int:
-    return read_config(folder / "config.json").rounds

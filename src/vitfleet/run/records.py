@@ -1,7 +1,7 @@
-"""What a run writes down: one line a round, curves, and a summary.
+"""The records of a run: one line of JSON per round.
 
-``records.jsonl`` holds nothing that depends on the clock, so that two runs of one seed, or one run and the
-same run killed and resumed, write the same bytes. Seconds go to ``timings.jsonl``.
+``records.jsonl`` holds nothing that depends on the wall clock, so that two runs of one seed, or a run and the same run
+killed and resumed, write the same bytes. Durations go to ``timings.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ class ClientRecord:
 
     Attributes
     ----------
+    down_bytes, up_bytes
+        Size of the messages to and from the client.
     numbers
-        What its message said of itself.
-    right, tested
-        Its own model on its own test images, in rounds that are evaluated.
+        The numbers in the client's update, such as ``samples`` and ``loss``; empty if it was not used.
+    correct, tested
+        In rounds that are evaluated: how many of its own test images the client's model predicted correctly, and how
+        many there are.
+    failure
+        Why the update was not used; ``None`` if it was.
     gflops
-        Operations of its training, forward and backward, in billions.
+        Operations of the training, forward and backward, in billions.
     began, ended
-        When it was asked and when its answer was in, in virtual seconds since the run began, where the fleet has
-        devices.
+        Start and end on the virtual clock, in seconds since the run began; ``None`` if the fleet has no devices.
     """
 
     client: int
@@ -46,26 +50,27 @@ class ClientRecord:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of its own test images named rightly; ``None`` if it has none or was not asked."""
+        """Local test accuracy, 0…1; ``None`` if it was not measured or the client has no test images."""
         return self.correct / self.tested if self.tested and self.correct is not None else None
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of test images named rightly, 0…1.
+    """Test accuracies, 0…1.
 
     Attributes
     ----------
     global_
-        On the common test set: the server's model, or the mean over ``models`` clients' where it has none.
-        ``None`` where nobody may look at those, and in a run of tasks: there the record's ``learned`` counts.
+        Accuracy of the global model on the common test set; without a global model, the mean over the models of
+        ``models`` clients. ``None`` if those are on remote clients, and in a run of tasks, which has ``task`` in its
+        records instead.
     loss
-        Mean cross-entropy there; ``None`` where it is not finite.
+        Mean cross-entropy on the common test set; ``None`` if it is not finite.
     models
-        How many models that is.
+        Number of models that were evaluated.
     local
-        Mean over the round's clients of the model each has just trained, on its own test images; ``None`` if
-        none of them has any.
+        Local test accuracy: the mean over the round's clients, each with the model it has just trained on its own
+        test images; ``None`` if none of them has any.
     """
 
     global_: float | None
@@ -76,21 +81,21 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """How every client's model does once a task is learned; shares 0…1.
+    """Accuracies of all clients' models after a task was learned, 0…1.
 
     Attributes
     ----------
     task
-        Tasks learned so far, m.
+        Number of tasks learned so far, m.
     matrix
         For each client a_{m,1}, a_{m,2}, … on its own test images of its first, second, … task: those learned, and the
-        next one, which is not; ``None`` where it has no test images, or did not answer.
+        next one, which is not; ``None`` if the client has no test images of the task, or failed to evaluate.
     initial
-        The same for the untrained model, of all tasks; kept with the first task only.
+        The same for the untrained model and all tasks; in the record of the first task only.
     average_accuracy, forgetting, backward_transfer, forward_transfer
-        Means over the clients: see :mod:`vitfleet.run.continual`. Only the first is known after one task.
+        Means over clients: see :mod:`vitfleet.run.continual`. After one task there is only the first.
     failures
-        Clients that did not answer, and why.
+        Why clients failed to evaluate.
     """
 
     task: int
@@ -105,10 +110,24 @@ class TaskRecord:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One round. ``loss`` is the mean training loss, weighted by samples; totals run from round 1.
+    """One round.
 
-    ``learned`` is there in the last round of a task, ``virtual_seconds``, the virtual clock at the round's end, where
-    the fleet has devices.
+    Attributes
+    ----------
+    lr
+        The learning rate.
+    loss
+        The mean training loss, weighted by samples.
+    accuracy
+        In rounds that are evaluated (``eval.every``).
+    clients
+        Every client of the round, in ascending order.
+    total_up_bytes, total_down_bytes
+        Bytes of all messages since round 1.
+    task
+        In the last round of a task.
+    virtual_seconds
+        The virtual clock at the end of the round; ``None`` if the fleet has no devices.
     """
 
     round: int
@@ -127,33 +146,33 @@ class RoundRecord:
 
     @classmethod
     def parse(cls, line: str) -> RoundRecord:
-        """Read back a line."""
+        """Return the record that a line holds."""
         tree = json.loads(line)
         accuracy = tree.pop("accuracy")
         clients = [ClientRecord(**client) for client in tree.pop("clients")]
-        learned = tree.pop("task", None)
+        task = tree.pop("task", None)
         return cls(
             **tree,
             accuracy=Accuracy(**accuracy) if accuracy else None,
             clients=clients,
-            task=TaskRecord(**learned) if learned else None,
+            task=TaskRecord(**task) if task else None,
         )
 
 
 class LineFile:
-    """A file of lines that is only ever appended to, and cut back to a checkpoint's length on resume."""
+    """A file to which lines are appended, and which is truncated to a checkpoint's length on resume."""
 
     def __init__(self, path: Path, length: int | None = None) -> None:
         self.path = path
         self._file = path.open("ab")
         if length is not None:
             if self._file.tell() < length:
-                raise UserError(f"{path}: is shorter than its checkpoint says; it was changed from outside")
+                raise UserError(f"{path}: is shorter than at its last checkpoint; it was modified from outside")
             self._file.truncate(length)
             self._file.seek(length)
 
     def append(self, line: str) -> int:
-        """Append a line and return the file's length with it, on disk."""
+        """Append a line, flush it to disk and return the file's length."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -169,7 +188,7 @@ class LineFile:
 
 
 def read_records(folder: Path) -> Iterator[RoundRecord]:
-    """Yield a run's records, one at a time; a last line cut short by a crash is left out."""
+    """Yield a run's records, one at a time; a last line that a crash cut short is skipped."""
     path = folder / "records.jsonl"
     if not path.exists():
         return
@@ -180,12 +199,12 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
 
 
 def read_seconds(folder: Path, which: str = "seconds") -> float:
-    """Return the seconds a run's rounds took, all its sessions together.
+    """Return the duration of all rounds of a run in seconds, over all sessions.
 
     Parameters
     ----------
     which
-        ``seconds``, or ``warm_up_seconds``: those of them in which steps were compiled or captured.
+        ``seconds``, or ``warm_up_seconds``: the part in which steps were compiled or captured.
     """
     path = folder / "timings.jsonl"
     if not path.exists():
@@ -196,7 +215,17 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
 
 @dataclass(frozen=True)
 class ClientCosts:
-    """What a client holds and does: its model's parameters, those that train, a sample's operations, its memory."""
+    """Costs of one client.
+
+    Attributes
+    ----------
+    params, trainable_params
+        Number of parameters of its model, and of those that it trains.
+    forward_gflops, train_gflops
+        Operations per sample in billions, of the forward pass and of a training step.
+    peak_memory_bytes
+        Memory that its training needs.
+    """
 
     params: int
     trainable_params: int

@@ -17,7 +17,7 @@ from vitfleet.config.registry import TRACKERS, register_tracker
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import write_atomically
-from vitfleet.run.folder import identity
+from vitfleet.run.folder import run_id
 from vitfleet.run.records import RoundRecord
 
 
@@ -144,7 +144,7 @@ class WeightsAndBiases:
         self._run = _import("wandb").init(
             project=params.project,
             name=folder.resolve().name,
-            id=identity(folder),  # other folders may have the same name
+            id=run_id(folder),  # other folders may have the same name
             resume="allow",
             dir=str(folder),
             config=config.model_dump(mode="json"),
