@@ -1,4 +1,4 @@
-"""The command, as a user meets it: what it says, what it leaves behind, how it ends."""
+"""The commands run, resume, compare, cost and report: output, files and exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import Command, MakeConfig
 from vitfleet.config import presets
 from vitfleet.run.folder import create_run_folder
 
-# What makes any preset on digits a run of some seconds.
+# Overrides that make any preset on digits a run of seconds.
 SMALL = ("data.limit=200", "train.epochs=1", "model.dim=16", "model.patch_size=4")
 Result: TypeAlias = subprocess.CompletedProcess[str]
 Launch: TypeAlias = Callable[..., subprocess.Popen[str]]
@@ -30,8 +30,8 @@ def options(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("-o", override)]
 
 
-def assert_refused(result: Result, *words: str) -> None:
-    """It ended with code 2 and one sentence that holds these words."""
+def assert_rejected(result: Result, *words: str) -> None:
+    """Assert that a command ended with code 2 and one sentence that contains these words."""
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1, result.stderr
@@ -46,7 +46,7 @@ def finished(
     environment: dict[str, str],
     tiny_overrides: tuple[str, ...],
 ) -> tuple[Path, Result]:
-    """Return the folder of a tiny run that the command finished in a process of its own, and what it said."""
+    """Return the folder of a tiny run that the command finished in a process of its own, and its output."""
     cwd = tmp_path_factory.mktemp("finished")
     command = [str(executable), "run", "digits", *options(*tiny_overrides), "--out", "done", "--seed", "4"]
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -55,10 +55,10 @@ def finished(
 
 @pytest.fixture
 def launch(executable: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[Launch]:
-    """Return a function that starts the command and does not wait for its end."""
+    """Return a function that starts the command without waiting for its end."""
     processes: list[subprocess.Popen[str]] = []
 
-    def begin(*arguments: str | Path) -> subprocess.Popen[str]:
+    def start_command(*arguments: str | Path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [str(executable), *map(str, arguments)],
             cwd=tmp_path,
@@ -71,7 +71,7 @@ def launch(executable: Path, environment: dict[str, str], tmp_path: Path) -> Ite
         processes.append(process)
         return process
 
-    yield begin
+    yield start_command
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -92,16 +92,16 @@ def test_every_command_has_help(command: str, vitfleet: Command, tmp_path: Path)
     assert f"vitfleet {command}" in result.stdout
 
 
-def test_presets_lists_all_with_a_line_each(vitfleet: Command, tmp_path: Path) -> None:
+def test_presets_lists_every_preset_with_its_title(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "presets")
     assert result.returncode == 0
-    client_metrics = " ".join(result.stdout.split())
+    output = " ".join(result.stdout.split())
     for name, title in presets().items():
-        assert name in client_metrics
-        assert title.split(":")[0].split()[0] in client_metrics
+        assert name in output
+        assert title.split(":")[0].split()[0] in output
 
 
-def test_a_run_ends_with_a_table_and_a_folder(finished: tuple[Path, Result]) -> None:
+def test_run_prints_a_summary_and_writes_its_folder(finished: tuple[Path, Result]) -> None:
     folder, result = finished
     assert result.returncode == 0, result.stderr
     assert "accuracy" in result.stdout
@@ -118,20 +118,21 @@ def test_a_run_ends_with_a_table_and_a_folder(finished: tuple[Path, Result]) -> 
     assert list((folder / "tensorboard").glob("events.*"))
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(finished: tuple[Path, Result], vitfleet: Command) -> None:
+def test_run_rejects_a_folder_that_holds_a_run(finished: tuple[Path, Result], vitfleet: Command) -> None:
     folder, _ = finished
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
-    assert_refused(vitfleet(folder.parent, "run", "digits", "--out", "done"), "done", "resume", "--out")
+    assert_rejected(vitfleet(folder.parent, "run", "digits", "--out", "done"), "done", "resume", "--out")
     assert {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
-def test_a_finished_run_can_be_resumed_and_stays(finished: tuple[Path, Result], vitfleet: Command) -> None:
+def test_resume_of_a_finished_run_changes_nothing(finished: tuple[Path, Result], vitfleet: Command) -> None:
     folder, _ = finished
-    lasting = [folder / "records.jsonl", folder / "summary.json", folder / "config.json"]
-    before = [path.read_bytes() for path in lasting]
+    files = [folder / "records.jsonl", folder / "summary.json", folder / "config.json"]
+    before = [path.read_bytes() for path in files]
     result = vitfleet(folder.parent, "resume", "done")
     assert result.returncode == 0, result.stderr
-    assert [path.read_bytes() for path in lasting] == before
+    assert "this run is finished" in result.stdout
+    assert [path.read_bytes() for path in files] == before
 
 
 @pytest.mark.parametrize(
@@ -147,41 +148,42 @@ def test_a_finished_run_can_be_resumed_and_stays(finished: tuple[Path, Result], 
         ("fleet.per_round=99", ["fleet.per_round", "99"]),
     ],
 )
-def test_a_bad_override_is_one_sentence(override: str, words: list[str], vitfleet: Command, tmp_path: Path) -> None:
-    assert_refused(vitfleet(tmp_path, "run", "digits", "-o", override, "--out", "bad"), *words)
+def test_run_rejects_a_bad_override_in_one_sentence(
+    override: str, words: list[str], vitfleet: Command, tmp_path: Path
+) -> None:
+    assert_rejected(vitfleet(tmp_path, "run", "digits", "-o", override, "--out", "bad"), *words)
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_preset_nobody_knows_is_one_sentence(launch: Launch, vitfleet: Command, tmp_path: Path) -> None:
+def test_run_rejects_an_unknown_preset_in_one_sentence(launch: Launch, vitfleet: Command, tmp_path: Path) -> None:
     process = launch("run", "digit")
-    out, client_metrics = process.communicate(timeout=60)
-    assert_refused(
-        subprocess.CompletedProcess(process.args, process.returncode, out, client_metrics), "digit", "'digits'"
-    )
-    assert_refused(vitfleet(tmp_path, "run", "none.toml"), "none.toml")
+    stdout, stderr = process.communicate(timeout=60)
+    result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    assert_rejected(result, "digit", "'digits'")
+    assert_rejected(vitfleet(tmp_path, "run", "none.toml"), "none.toml")
     assert not (tmp_path / "runs").exists()
 
 
-def test_more_clients_than_images_is_one_sentence_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+def test_run_rejects_more_clients_than_images_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     arguments = options("data.limit=50", "fleet.clients=51", "machine.device=cpu")
     result = vitfleet(tmp_path, "run", "digits", *arguments, "--out", "crowd")
-    assert_refused(result, "fleet.clients", "51", "between 1 and 50")
+    assert_rejected(result, "fleet.clients", "51", "between 1 and 50")
     assert not (tmp_path / "crowd").exists()
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_a_data_set_that_is_not_there_is_one_sentence_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+def test_run_rejects_a_missing_data_set_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     arguments = options("data.name=cifar100", "machine.device=cpu")
     result = vitfleet(tmp_path, "run", "digits", *arguments, "--data-dir", "data", "--out", "missing")
-    assert_refused(result, "cifar100", str(tmp_path / "data"))
+    assert_rejected(result, "cifar100", str(tmp_path / "data"))
     assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.parametrize("folder", ["empty", "nowhere"])
-def test_a_folder_without_a_run_cannot_be_resumed(folder: str, vitfleet: Command, tmp_path: Path) -> None:
+def test_resume_rejects_a_folder_without_a_run(folder: str, vitfleet: Command, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert_refused(vitfleet(tmp_path, "resume", folder), folder, "no run")
+    assert_rejected(vitfleet(tmp_path, "resume", folder), folder, "no run")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -191,18 +193,18 @@ Start: TypeAlias = Callable[[int], Started]
 
 @pytest.fixture
 def start(launch: Launch, tiny_overrides: tuple[str, ...], tmp_path: Path) -> Start:
-    """Return a function that starts a run of so many rounds and waits until it is under way."""
+    """Return a function that starts a run of a number of rounds and waits for its second record."""
 
-    def begin(rounds: int) -> Started:
+    def start_run(rounds: int) -> Started:
         folder = tmp_path / "a folder whose path is long enough to be wrapped in a narrow terminal" / "run"
         process = launch("run", "digits", *options(*tiny_overrides, f"rounds={rounds}"), "--out", folder)
-        wait_for(lambda: done(folder) >= 2, process)
+        wait_for(lambda: rounds_done(folder) >= 2, process)
         return process, folder
 
-    return begin
+    return start_run
 
 
-def done(folder: Path) -> int:
+def rounds_done(folder: Path) -> int:
     records = folder / "records.jsonl"
     return len(records.read_bytes().splitlines()) if records.exists() else 0
 
@@ -213,74 +215,72 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.01)
 
 
-def test_a_second_process_is_refused_while_the_first_runs(start: Start, vitfleet: Command, tmp_path: Path) -> None:
+def test_resume_rejects_a_run_that_another_process_runs(start: Start, vitfleet: Command, tmp_path: Path) -> None:
     process, folder = start(100_000)
-    assert_refused(vitfleet(tmp_path, "resume", folder), str(folder), "another process")
-    before = done(folder)
-    wait_for(lambda: done(folder) > before, process)  # the first one does not mind
+    assert_rejected(vitfleet(tmp_path, "resume", folder), str(folder), "another process")
+    before = rounds_done(folder)
+    wait_for(lambda: rounds_done(folder) > before, process)  # the first process is not disturbed
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_says_how_to_go_on_and_does(
+def test_an_interrupted_run_prints_how_to_resume_it(
     sent: signal.Signals, start: Start, vitfleet: Command, tmp_path: Path
 ) -> None:
     rounds = 60
     process, folder = start(rounds)
     process.send_signal(sent)
-    _, client_metrics = process.communicate(timeout=60)
-    assert process.returncode == 130, client_metrics
-    assert "Traceback" not in client_metrics
-    assert 2 <= done(folder) < rounds
-    assert f"vitfleet resume {shlex.quote(str(folder))}" in client_metrics  # whole, to be copied into a shell
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert 2 <= rounds_done(folder) < rounds
+    assert f"vitfleet resume {shlex.quote(str(folder))}" in stderr  # on one line, to be copied into a shell
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
-    assert done(folder) == rounds
+    assert rounds_done(folder) == rounds
     assert json.loads((folder / "summary.json").read_text())["rounds"] == rounds
 
 
 def open_when_read(pipe: Path, process: subprocess.Popen[str]) -> int:
-    """Wait until a process reads from a named pipe, and return the pipe's other end: nothing comes out of it."""
+    """Wait until a process reads from a named pipe, and return the pipe's other end, to which nothing is written."""
     while True:
         try:
             return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads from it yet
+        except OSError:  # no process reads from it yet
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
 
 
-def test_a_run_that_is_stopped_while_it_is_set_up_can_be_resumed_too(
+def test_a_run_interrupted_during_setup_can_be_resumed(
     launch: Launch, tiny_config: MakeConfig, vitfleet: Command, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     create_run_folder(tiny_config(), folder, "run", ["test"]).release()
     machine = folder / "machine.json"
-    os.mkfifo(machine)  # a file that is read while a run is set up: there it stays until it is stopped
+    os.mkfifo(machine)  # it is read during setup: reading blocks until the process is interrupted
     process = launch("resume", folder)
     pipe = open_when_read(machine, process)
     process.send_signal(signal.SIGINT)
-    _, client_metrics = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     os.close(pipe)
-    assert process.returncode == 130, client_metrics
-    assert "Traceback" not in client_metrics
-    assert "vitfleet resume" in client_metrics
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "vitfleet resume" in stderr
     machine.unlink()
     result = vitfleet(tmp_path, "resume", folder)
     assert result.returncode == 0, result.stderr
-    assert done(folder) == 3
+    assert rounds_done(folder) == 3
 
 
-def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
-    vitfleet: Command, tmp_path: Path
-) -> None:
+def test_run_without_a_configuration_compares_three_methods_on_one_partition(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options(*SMALL, "rounds=2")
-    done = vitfleet(tmp_path, "run", *sizes, "--out", "both")
-    assert done.returncode == 0, done.stderr
+    result = vitfleet(tmp_path, "run", *sizes, "--out", "both")
+    assert result.returncode == 0, result.stderr
     for name in ("digits", "transfl-digits", "eftvit-digits"):
-        assert name in done.stdout
+        assert name in result.stdout
         assert (tmp_path / "both" / f"{name}-s0" / "summary.json").exists()
-    deals = {(folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").glob("*-s0")}
-    assert len(deals) == 1
-    assert f"report: {Path('both') / 'report.html'}" in done.stdout
+    partitions = {(folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").glob("*-s0")}
+    assert len(partitions) == 1
+    assert f"report: {Path('both') / 'report.html'}" in result.stdout
     assert (tmp_path / "both" / "report.html").exists()
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4
@@ -290,66 +290,66 @@ def test_without_a_configuration_three_methods_are_compared_on_the_same_shards(
     assert again.returncode == 2
     assert "vitfleet resume both" in again.stderr
 
-    # One of its runs is taken away, as if it had been stopped before: resume makes it again, the same.
-    lost = tmp_path / "both" / "transfl-digits-s0"
-    records = (lost / "records.jsonl").read_bytes()
-    shutil.rmtree(lost)
+    # One of the runs is removed, as if it had not started: resume runs it again, with the same result.
+    removed = tmp_path / "both" / "transfl-digits-s0"
+    records = (removed / "records.jsonl").read_bytes()
+    shutil.rmtree(removed)
     resumed = vitfleet(tmp_path, "resume", "both")
     assert resumed.returncode == 0, resumed.stderr
-    assert (lost / "records.jsonl").read_bytes() == records
+    assert (removed / "records.jsonl").read_bytes() == records
 
 
-def test_a_comparison_over_seeds_says_mean_and_spread(vitfleet: Command, tmp_path: Path) -> None:
+def test_compare_over_seeds_prints_mean_and_spread(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options(*SMALL, "rounds=1")
-    done = vitfleet(tmp_path, "compare", "digits", *sizes, "--seeds", "0,1", "--out", "seeds")
-    assert done.returncode == 0, done.stderr
-    assert "±" in done.stdout
+    result = vitfleet(tmp_path, "compare", "digits", *sizes, "--seeds", "0,1", "--out", "seeds")
+    assert result.returncode == 0, result.stderr
+    assert "±" in result.stdout
     wrong = vitfleet(tmp_path, "compare", "digits", "--seeds", "0;1")
     assert wrong.returncode == 2
     assert "--seeds 0;1: must be whole numbers" in wrong.stderr
 
 
-def test_a_run_that_fails_beside_others_is_named(vitfleet: Command, tmp_path: Path) -> None:
+def test_compare_names_a_run_that_fails_and_finishes_the_others(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options(*SMALL, "rounds=1")
     methods = ["--method", "fedavg", "--method", "fedprox data.name=folder data.path=nowhere"]
-    done = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both")
-    assert done.returncode == 2
-    assert "fedprox-s0: failed" in done.stderr
-    assert "1 of 2 runs failed" in done.stderr
-    assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the others go on"
+    result = vitfleet(tmp_path, "compare", "digits", *sizes, *methods, "--jobs", "2", "--out", "both")
+    assert result.returncode == 2
+    assert "fedprox-s0: failed" in result.stderr
+    assert "1 of 2 runs failed" in result.stderr
+    assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the other run finishes"
 
 
-def test_runs_at_the_same_time_that_are_stopped_and_resumed_are_as_one_after_the_other(
+def test_parallel_runs_that_are_interrupted_and_resumed_equal_sequential_ones(
     launch: Launch, vitfleet: Command, tmp_path: Path
 ) -> None:
-    what = ["digits", *options(*SMALL, "rounds=30"), "--method", "fedavg", "--method", "fed-head train.lr=0.01"]
-    process = launch("compare", *what, "--jobs", "2", "--out", "together")
+    arguments = ["digits", *options(*SMALL, "rounds=30"), "--method", "fedavg", "--method", "fed-head train.lr=0.01"]
+    process = launch("compare", *arguments, "--jobs", "2", "--out", "together")
     names = "fedavg-s0", "fed-head-s0"
     folders = [tmp_path / "together" / name for name in names]
-    wait_for(lambda: all(done(one) > 1 for one in folders), process)
+    wait_for(lambda: all(rounds_done(folder) > 1 for folder in folders), process)
     process.send_signal(signal.SIGINT)
-    _, client_metrics = process.communicate(timeout=60)
-    assert process.returncode == 130, client_metrics
-    assert "vitfleet resume together --jobs 2" in client_metrics
-    left = [name for name, folder in zip(names, folders, strict=True) if done(folder) < 30]
-    assert left, "both had finished before they were stopped"
-    resumed = vitfleet(tmp_path, "resume", "together", "--jobs", "2")  # refused if another process still had a run
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "vitfleet resume together --jobs 2" in stderr
+    unfinished = [name for name, folder in zip(names, folders, strict=True) if rounds_done(folder) < 30]
+    assert unfinished, "both had finished before they were interrupted"
+    resumed = vitfleet(tmp_path, "resume", "together", "--jobs", "2")  # rejected if another process still held a run
     assert resumed.returncode == 0, resumed.stderr
-    assert all(f"{name}: finished" in resumed.stdout for name in left)
+    assert all(f"{name}: finished" in resumed.stdout for name in unfinished)
     assert "report:" in resumed.stdout
-    in_turn = vitfleet(tmp_path, "compare", *what, "--out", "in turn")
-    assert in_turn.returncode == 0, in_turn.stderr
+    sequential = vitfleet(tmp_path, "compare", *arguments, "--out", "sequential")
+    assert sequential.returncode == 0, sequential.stderr
     for name in names:
-        records, others = (tmp_path / where / name / "records.jsonl" for where in ("together", "in turn"))
+        records, others = (tmp_path / where / name / "records.jsonl" for where in ("together", "sequential"))
         assert records.read_bytes() == others.read_bytes()
     config = json.loads((folders[1] / "config.json").read_text())
     assert (config["method"]["name"], config["train"]["lr"]) == ("fed-head", 0.01)
 
 
-def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) -> None:
-    done = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg", "--method", "eftvit", "--json")
-    assert done.returncode == 0, done.stderr
-    methods = json.loads(done.stdout)["methods"]
+def test_cost_prints_a_table_or_json(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg", "--method", "eftvit", "--json")
+    assert result.returncode == 0, result.stderr
+    methods = json.loads(result.stdout)["methods"]
     assert set(methods) == {"fedavg", "eftvit"}
     wanted = {
         "forward_gmac",
@@ -366,9 +366,9 @@ def test_costs_for_machines_and_for_people(vitfleet: Command, tmp_path: Path) ->
     assert "207.6 KiB" in shown.stdout
 
 
-def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> None:
-    done = vitfleet(tmp_path, "run", "digits", *options(*SMALL, "rounds=1"), "--out", "one")
-    assert done.returncode == 0, done.stderr
+def test_report_of_a_run_and_of_a_missing_folder(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "run", "digits", *options(*SMALL, "rounds=1"), "--out", "one")
+    assert result.returncode == 0, result.stderr
     reported = vitfleet(tmp_path, "report", "one")
     assert reported.returncode == 0, reported.stderr
     assert "report: one/report.html" in reported.stdout
@@ -378,10 +378,10 @@ def test_a_report_of_runs_and_of_nothing(vitfleet: Command, tmp_path: Path) -> N
     assert "none: contains neither a run nor a comparison" in wrong.stderr
 
 
-def test_a_run_that_never_got_under_way_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
+def test_run_that_fails_in_setup_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     if find_spec("wandb") is not None:
         pytest.skip("wandb is installed here")
-    done = vitfleet(tmp_path, "run", "digits", "-o", "trackers.wandb={}", "-o", "rounds=1", "--out", "mine")
-    assert done.returncode == 2
-    assert "trackers = 'wandb': is not installed; pip install 'vitfleet[wandb]'" in done.stderr
+    result = vitfleet(tmp_path, "run", "digits", "-o", "trackers.wandb={}", "-o", "rounds=1", "--out", "mine")
+    assert result.returncode == 2
+    assert "trackers = 'wandb': is not installed; pip install 'vitfleet[wandb]'" in result.stderr
     assert list(tmp_path.iterdir()) == []
