@@ -96,7 +96,7 @@ def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
     done = vitfleet(tmp_path, "compare", "digits", "digits", "--out", "both")
     assert done.returncode == 2
-    assert "a comparison is played by one process" in done.stderr
+    assert "a comparison runs in one process" in done.stderr
     assert not (tmp_path / "both").exists()
 
 
