@@ -26,7 +26,7 @@ from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
 from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.certificates import make_certs
 from vitfleet.flower.commands import free_port
@@ -181,7 +181,7 @@ class FleetProcesses:
         make_certs(self.out / "fleet", [], names)
         fleet_size = {"fleet.clients": len(names), "fleet.per_round": len(names)}
         config = load_config("digits", self._overrides(), fleet_size)
-        data = load(config.data)
+        data = load_dataset(config.data)
         export_clients(data, assign_images(config, data), list(names), self.out / "data")
 
     def start_server(self) -> None:

@@ -28,7 +28,7 @@ from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.commands import CONNECTION, ServerSettings, client_command, environment, free_port
 from vitfleet.flower.flwr_cli import run_flwr, start_run
@@ -91,7 +91,7 @@ def prepare(out: Path, names: Sequence[str], overrides: list[str]) -> tuple[Conf
     shutil.rmtree(out, ignore_errors=True)
     fleet = [f"fleet.clients={len(names)}", f"fleet.per_round={len(names)}"]
     config = load_config("digits", [*overrides, *COMMON, *fleet])
-    data = load(config.data)
+    data = load_dataset(config.data)
     export_clients(data, assign_images(config, data), list(names), out / "data")
     flower = config.fleet.model_copy(update={"kind": "flower", "names": tuple(names)})
     return config.model_copy(update={"fleet": flower}), make_certs(out / "fleet", [], names)
@@ -191,10 +191,10 @@ BARE = """
 import psutil
 from torch.utils import tensorboard
 from vitfleet.config import load_config
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from flwr.superlink import cli
 from vitfleet.flower import server_app
-load(load_config("digits").data)
+load_dataset(load_config("digits").data)
 print(psutil.Process().memory_info().rss)
 """
 

@@ -45,7 +45,7 @@ from problem import Problem, RunSpec, save_problem  # noqa: E402
 
 from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
 from vitfleet.data.partition import partition_dataset  # noqa: E402
-from vitfleet.data.sources import load as load_data  # noqa: E402
+from vitfleet.data.sources import load_dataset  # noqa: E402
 from vitfleet.models.zoo import build  # noqa: E402
 from vitfleet.run.folder import processor_name  # noqa: E402
 from vitfleet.run.round_plan import choose_clients  # noqa: E402
@@ -92,7 +92,7 @@ class Outcome:
 def prepare(run_spec: RunSpec, folder: Path) -> None:
     """Write a problem down, as vitfleet would deal it."""
     config = config_of(run_spec, {})
-    data = load_data(config.data)
+    data = load_dataset(config.data)
     deal = partition_dataset(config.data.partition, run_spec.clients, run_spec.seed, data).train
     chosen = [choose_clients(config, round) for round in range(1, run_spec.rounds + 1)]
     tensors = {

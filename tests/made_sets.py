@@ -1,4 +1,4 @@
-"""Sets of images made by hand, as folders and as parquet files."""
+"""Small data sets for tests, as image folders and parquet files."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 from PIL import Image
 
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import parquet
+from vitfleet.data import hub
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test finds data, or waits for a hub, by accident."""
+def isolated_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the data directory and the hub from a test."""
     monkeypatch.delenv("VITFLEET_DATA", raising=False)
-    monkeypatch.setattr(parquet, "_why_unreachable", lambda endpoint: f"{endpoint} cannot be reached (a test)")
+    monkeypatch.setattr(hub, "_why_unreachable", lambda endpoint: f"{endpoint} cannot be reached (a test)")
 
 
-def picture(shade: int, side: int = 8, mode: str = "RGB", kind: str = "PNG") -> bytes:
+def encoded_image(grey: int, size: int = 8, mode: str = "RGB", kind: str = "PNG") -> bytes:
     stream = io.BytesIO()
-    Image.new(mode, (side, side), (shade, shade, shade) if mode == "RGB" else shade).save(stream, kind)
+    Image.new(mode, (size, size), (grey, grey, grey) if mode == "RGB" else grey).save(stream, kind)
     return stream.getvalue()
 
 
-def put(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
-def fill(folder: Path, count: int, shade: int = 100) -> None:
+def write_images(folder: Path, count: int, grey: int = 100) -> None:
     for i in range(count):
-        put(folder / f"{i:03}.jpg", picture(shade, kind="JPEG"))
+        write_file(folder / f"{i:03}.jpg", encoded_image(grey, kind="JPEG"))
 
 
 def write_parquet(
@@ -46,12 +46,12 @@ def write_parquet(
     label: str = "label",
     image: str = "image",
     extra: dict[str, list[int] | list[str]] | None = None,
-    first_shade: int = 0,
+    first_grey: int = 0,
 ) -> None:
-    """Write a file as the hub would; image i has shade ``first_shade + i``."""
-    shots = [{"bytes": picture((first_shade + i) % 256), "path": None} for i in range(len(labels))]
+    """Write a parquet file in the hub's format; image i has the grey level ``first_grey + i``."""
+    cells = [{"bytes": encoded_image((first_grey + i) % 256), "path": None} for i in range(len(labels))]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    columns = {image: pa.array(shots, kind), label: pa.array(labels)}
+    columns = {image: pa.array(cells, kind), label: pa.array(labels)}
     columns |= {name: pa.array(values) for name, values in (extra or {}).items()}
     table = pa.table(columns)
     if names is not None:
@@ -61,13 +61,13 @@ def write_parquet(
     pq.write_table(table, path)
 
 
-def shades(images: torch.Tensor) -> list[int]:
+def grey_levels(images: torch.Tensor) -> list[int]:
     return images[:, 0, 0, 0].tolist()
 
 
-def distinct(values: torch.Tensor) -> list[int]:
+def unique_values(values: torch.Tensor) -> list[int]:
     return sorted(set(values.flatten().tolist()))
 
 
-def own(path: Path, **more: object) -> DataConfig:
-    return DataConfig.model_validate({"name": "mine", "path": str(path), **more})
+def own_images(path: Path, **keys: object) -> DataConfig:
+    return DataConfig.model_validate({"name": "mine", "path": str(path), **keys})

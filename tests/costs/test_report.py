@@ -4,9 +4,8 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
-from vitfleet.config.registry import METHODS
+from vitfleet.config.registry import DATASETS, METHODS
 from vitfleet.costs.report import KNOWN_IMAGES, cost_reports
-from vitfleet.data.sources import KNOWN
 from vitfleet.errors import UserError
 
 
@@ -47,7 +46,7 @@ def test_a_configuration_of_tasks_is_costed_by_one_task() -> None:
 
 
 def test_sizes_of_every_named_set_are_known() -> None:
-    assert set(KNOWN_IMAGES) == {known.name for known in KNOWN}
+    assert set(KNOWN_IMAGES) == {entry.name for entry in DATASETS if entry.origin.built_in}
 
 
 def test_an_unknown_method_is_said(tiny_config: MakeConfig) -> None:

@@ -18,7 +18,7 @@ from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, load_local
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.payloads import RunSpec
@@ -107,7 +107,7 @@ def client_names(config: Config) -> list[str]:
 
 def export_images(config: Config, folder: Path) -> None:
     """Write each client's images to a folder of its own."""
-    data = load(config.data)
+    data = load_dataset(config.data)
     export_clients(data, assign_images(config, data), client_names(config), folder)
 
 

@@ -16,7 +16,7 @@ from conftest import MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.commands import ServerSettings, client_command, environment, free_port
 from vitfleet.flower.flwr_cli import start_run
@@ -85,7 +85,7 @@ def fleet(tmp_path: Path) -> Iterator[FleetFolder]:
 
 
 def export_images(config: Config, names: Sequence[str], folder: Path) -> None:
-    data = load(config.data)
+    data = load_dataset(config.data)
     export_clients(data, assign_images(config, data), list(names), folder)
 
 

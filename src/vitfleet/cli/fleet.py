@@ -52,11 +52,11 @@ def export(
     """
     from vitfleet.data.assignment import assign_images
     from vitfleet.data.export import export_clients
-    from vitfleet.data.sources import load
+    from vitfleet.data.sources import load_dataset
 
     client_names = _split_names(names)
     config = configure(source, override, None, data_dir, _fleet_size(client_names))
-    data = load(config.data)
+    data = load_dataset(config.data)
     clients = config.fleet.clients
     export_clients(data, assign_images(config, data), client_names or [str(client) for client in range(clients)], out)
     print_text(console, f"images of {clients} clients written to {out}")

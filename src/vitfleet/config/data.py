@@ -69,12 +69,22 @@ class DataConfig(Table):
 
     model_config = ConfigDict(defer_build=True)  # until the registries are complete
 
-    name: str = Field("digits", description="a known set, or a name for your own (then set data.path)")
-    path: str | None = Field(None, description="your own image folder or parquet file or folder")
-    dir: str | None = Field(None, description="where named sets lie; --data-dir and VITFLEET_DATA set it")
-    test_share: float = Field(0.2, gt=0, lt=1, description="held out where a set has no test split")
+    name: str = Field(
+        "digits", description="a registered data set, hf:owner/name[:config], or a name for your own (with data.path)"
+    )
+    path: str | None = Field(None, description="your own image folder, parquet file or folder of parquet files")
+    dir: str | None = Field(None, description="folder of the named data sets; --data-dir and VITFLEET_DATA set it")
+    image_column: str | None = Field(None, description="parquet and hub: column of images; default: image, img")
+    label_column: str | None = Field(
+        None, description="parquet and hub: column of classes; default: fine_label, label, labels, class"
+    )
+    train_split: str | None = Field(None, description="hf:owner/name: split to train on; default: train")
+    test_split: str | None = Field(
+        None, description="hf:owner/name: split to test on; default: test, valid, validation, val"
+    )
+    test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
-    limit: int | None = Field(None, ge=1, description="use only this many training images (and a fifth of it to test)")
+    limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
     partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(
         default_factory=lambda: PARTITIONS.make_params("dirichlet")
     )

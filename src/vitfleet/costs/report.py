@@ -20,7 +20,7 @@ from vitfleet.costs.flops import CostModel, full_flops, typical_client
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.partition import make_partition
-from vitfleet.data.sources import load as load_data
+from vitfleet.data.sources import load_dataset
 from vitfleet.data.tasks import make_task_streams
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
@@ -188,7 +188,7 @@ def _images(config: Config, progress: Progress) -> Images:
         known = KNOWN_IMAGES[config.data.name]
         limit = config.data.limit or known.samples
         return Images(known.classes, known.channels, known.side, min(limit, known.samples))
-    data = load_data(config.data, progress)
+    data = load_dataset(config.data, progress)
     return Images(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
 
 

@@ -1,8 +1,9 @@
-"""From encoded files to one uint8 tensor; what cannot be read is counted, named and left out."""
+"""Decode images to uint8 tensors. Unreadable images are counted, named and skipped."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -15,66 +16,104 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.data.images import ImageSet
+from vitfleet.data.encoded import EncodedSplit, RawDataset
+from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.data.subsets import draw_holdout, draw_subset
 from vitfleet.errors import DataError
 from vitfleet.progress import NO_PROGRESS, Progress
 
-LARGEST_SIDE = 256  # images are stored at most this large
-SIZE_PROBE = 256  # how many images are opened to learn the set's usual size
-CHUNK = 512
-# What Pillow raises on damaged files of one format or another; a broken PNG is a SyntaxError to it.
+log = logging.getLogger(__name__)
+
+MAX_STORED_SIZE = 256  # largest height and width at which images are stored
+PROBE_COUNT = 256  # images that are opened to find the most common size
+CHUNK_IMAGES = 512  # images decoded per work item of a thread
+# Exceptions that Pillow raises for damaged files; for a broken PNG it raises a SyntaxError.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+GREYSCALE_MODES = frozenset(("1", "L", "I", "F"))
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A split as it lies on disk or on the hub.
+class DecodeOptions:
+    """How a data set is decoded.
 
     Attributes
     ----------
-    items
-        Encoded bytes or the path of a file, one an image.
-    names
-        What to call each image when it cannot be read.
+    channels
+        3 for colour, 1 for greyscale; ``None``: 1 if the images are greyscale.
+    test_share
+        Share of every class that is held out for testing if there is no test split.
+    max_corrupt
+        Share of unreadable images that is tolerated.
+    limit
+        Number of training images to use, and a fifth of it for testing; ``None``: all.
     """
 
-    items: Sequence[bytes | Path]
-    names: Sequence[str]
-    labels: NDArray[np.int64]
-    sources: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def take(self, index: NDArray[np.int64]) -> Encoded:
-        """Return the images at these positions."""
-        return Encoded(
-            [self.items[i] for i in index],
-            [self.names[i] for i in index],
-            self.labels[index],
-            None if self.sources is None else self.sources[index],
-        )
+    channels: int | None = 3
+    test_share: float = 0.2
+    max_corrupt: float = 0.01
+    limit: int | None = None
 
 
-def usual_side(split: Encoded, limit: int = LARGEST_SIDE) -> int:
-    """Return the most common shorter side, at most ``limit``; only a sample of the images is opened."""
-    sides: Counter[int] = Counter()
-    # Spread over the whole split: a folder's images come sorted by class or source, which may differ in size.
-    probe = split.items[:: -(-len(split) // SIZE_PROBE) or 1]
-    for item in probe:
+def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress: Progress = NO_PROGRESS) -> DataSet:
+    """Decode both splits to images of one size; hold out test images if there is no test split."""
+    train, test = split_off_test(raw, options.test_share)
+    if not len(train) or not len(test):
+        raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few")
+    if options.limit is not None:
+        train = train.take(draw_subset(train.labels, options.limit))
+        test = test.take(draw_subset(test.labels, max(options.limit // 5, len(raw.classes))))
+    try:
+        probe = probe_images(train)
+    except DataError as error:
+        raise DataError(f"{name} (train): {error}") from error
+    channels = options.channels or probe.channels
+    limit = options.max_corrupt
+    train_images, skipped_train = decode_split(train, probe.size, channels, limit, f"{name} (train)", progress)
+    test_images, skipped_test = decode_split(test, probe.size, channels, limit, f"{name} (test)", progress)
+    counts = np.bincount(train_images.labels.numpy(), minlength=len(raw.classes))
+    if not counts.all():
+        empty = [raw.classes[i] for i in np.flatnonzero(counts == 0).tolist()]
+        log.warning("%s: %d classes have no training image: %s", name, len(empty), _shorten(empty, 5))
+    return DataSet(name, raw.classes, train_images, test_images, (*skipped_train, *skipped_test))
+
+
+def split_off_test(raw: RawDataset, test_share: float) -> tuple[EncodedSplit, EncodedSplit]:
+    """Return the training and the test split; without a test split, hold out a share of every class."""
+    if raw.test is not None:
+        return raw.train, raw.test
+    held_out = draw_holdout(raw.train.labels, test_share)
+    return raw.train.take(np.flatnonzero(~held_out)), raw.train.take(np.flatnonzero(held_out))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a sample of the images has in common: the most common shorter side, and the number of channels."""
+
+    size: int
+    channels: int
+
+
+def probe_images(split: EncodedSplit, max_size: int = MAX_STORED_SIZE) -> Probe:
+    """Open a sample of the images and return their most common shorter side, at most ``max_size``, and channels."""
+    sizes: Counter[int] = Counter()
+    modes: set[str] = set()
+    # Spread over the whole split: images in folders are sorted by class or source, which may differ in size.
+    items = split.items[:: -(-len(split) // PROBE_COUNT) or 1]
+    for item in items:
         try:
-            with Image.open(_stream(item)) as image:
-                sides[min(image.size)] += 1
+            with Image.open(_as_file(item)) as image:
+                sizes[min(image.size)] += 1
+                modes.add(image.mode.split(";")[0])
         except UNREADABLE:
-            continue  # decode() counts and names it
-    if not sides:
-        raise DataError(f"none of the {len(probe)} images tried, of {len(split)}, can be read")
-    return min(sides.most_common(1)[0][0], limit)
+            continue  # decode_split counts and names it
+    if not sizes:
+        raise DataError(f"none of {len(items)} images opened, of {len(split)}, can be read")
+    return Probe(min(sizes.most_common(1)[0][0], max_size), 1 if modes <= GREYSCALE_MODES else 3)
 
 
-def decode(
-    split: Encoded,
-    side: int,
+def decode_split(
+    split: EncodedSplit,
+    image_size: int,
     channels: int,
     max_corrupt: float,
     label: str,
@@ -84,43 +123,42 @@ def decode(
 
     Parameters
     ----------
-    side
-        Pixels a side to store; an image of another size is centre-cropped to a square and resized.
+    image_size
+        Height and width to store. An image of another size is cropped to a square at its centre and resized.
     max_corrupt
         Share of unreadable images that is tolerated; more is an error that names the first ones.
     label
-        What progress and errors call the split.
+        Name of the split in progress and error messages.
 
     Returns
     -------
-    The images, and the names of those left out.
+    The images, and the names of those that were skipped.
     """
-    pixels = np.empty((len(split), channels, side, side), dtype=np.uint8)
+    pixels = np.empty((len(split), channels, image_size, image_size), dtype=np.uint8)
     readable = np.ones(len(split), dtype=bool)
 
     def decode_chunk(start: int) -> int:
-        stop = min(start + CHUNK, len(split))
+        stop = min(start + CHUNK_IMAGES, len(split))
         for position in range(start, stop):
             try:
-                pixels[position] = _decode_one(split.items[position], side, channels)
+                pixels[position] = _decode_image(split.items[position], image_size, channels)
             except UNREADABLE:
                 readable[position] = False
         return stop - start
 
-    # Pillow releases the interpreter lock while it decodes, so threads do help.
+    # Pillow releases the interpreter lock while it decodes, so threads run in parallel.
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
         progress.task(f"decoding {label}", len(split)) as advance,
     ):
-        for done in pool.map(decode_chunk, range(0, len(split), CHUNK)):
-            advance(done)
+        for count in pool.map(decode_chunk, range(0, len(split), CHUNK_IMAGES)):
+            advance(count)
 
     skipped = [split.names[i] for i in np.flatnonzero(~readable).tolist()]
     if len(skipped) > max_corrupt * len(split):
-        shown = ", ".join(skipped[:3]) + (", …" if len(skipped) > 3 else "")
         raise DataError(
-            f"{label}: {len(skipped)} of {len(split)} images cannot be read ({shown}); "
-            f"mend or remove them, or raise data.max_corrupt = {max_corrupt}"
+            f"{label}: {len(skipped)} of {len(split)} images cannot be read ({_shorten(skipped, 3)}); "
+            f"repair or remove them, or raise data.max_corrupt = {max_corrupt}"
         )
     kept = np.flatnonzero(readable)
     images = torch.from_numpy(pixels[kept] if skipped else pixels)
@@ -128,20 +166,31 @@ def decode(
     return ImageSet(images, torch.from_numpy(split.labels[kept]), sources), skipped
 
 
-def _stream(item: bytes | Path) -> io.BytesIO | Path:
+def encode_png(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode an image ``[channels, height, width]`` without loss."""
+    stream = io.BytesIO()
+    Image.fromarray(pixels[0] if pixels.shape[0] == 1 else pixels.transpose(1, 2, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def _as_file(item: bytes | Path) -> io.BytesIO | Path:
     return io.BytesIO(item) if isinstance(item, bytes) else item
 
 
-def _decode_one(item: bytes | Path, side: int, channels: int) -> NDArray[np.uint8]:
-    with Image.open(_stream(item)) as image:
+def _decode_image(item: bytes | Path, image_size: int, channels: int) -> NDArray[np.uint8]:
+    with Image.open(_as_file(item)) as image:
         # Pillow would clip 16-bit greys to white instead of scaling them.
-        deep = image.mode.startswith("I")
-        eight_bit = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)) if deep else image
-        picture: Image.Image = eight_bit.convert("RGB" if channels == 3 else "L")
-    if picture.size != (side, side):
-        width, height = picture.size
+        is_16_bit = image.mode.startswith("I")
+        eight_bit = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)) if is_16_bit else image
+        converted: Image.Image = eight_bit.convert("RGB" if channels == 3 else "L")
+    if converted.size != (image_size, image_size):
+        width, height = converted.size
         edge = min(width, height)
         left, top = (width - edge) // 2, (height - edge) // 2
         box = (left, top, left + edge, top + edge)
-        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(picture).reshape(side, side, channels).transpose(2, 0, 1)
+        converted = converted.resize((image_size, image_size), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(converted).reshape(image_size, image_size, channels).transpose(2, 0, 1)
+
+
+def _shorten(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")

@@ -1,6 +1,6 @@
-"""A device's own images: its folder or parquet files, under the classes that the server names.
+"""The images of one device, from its own folder or parquet files, with the class names of the run.
 
-Decoded once, they are kept in memory, and beside the device's other things for the process that comes next.
+Decoded images stay in memory, and in a cache file for the next process.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
 
-from vitfleet.data.decode import Encoded, decode
-from vitfleet.data.image_folder import image_folder
+from vitfleet.data.decode import decode_split, split_off_test
+from vitfleet.data.encoded import EncodedSplit
+from vitfleet.data.image_folder import read_image_folder
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.parquet import holds_parquet, parquet
-from vitfleet.data.sources import split_holdout
+from vitfleet.data.parquet import has_parquet, read_parquet
 from vitfleet.errors import DataError
 from vitfleet.files import write_atomically
 
-LARGEST_KEPT = 2**31  # bytes of pixels: beyond, an edge device's storage is worth more than the seconds
+MAX_CACHED_BYTES = 2**31  # of pixels: more is decoded again, to save an edge device's storage
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a run wants of a device's images.
+    """What a run needs of a device's images.
 
     Attributes
     ----------
-    classes, channels, side
-        The run's classes by name, colour channels, pixels a side.
+    classes, channels, image_size
+        The run's class names, number of colour channels, height and width in pixels.
     test_share, max_corrupt
         Keys of the table ``data``.
     """
@@ -44,94 +45,95 @@ class DataSpec:
     max_corrupt: float
 
 
-def load_local(path: Path, form: DataSpec) -> DataSet:
+def load_local(path: Path, spec: DataSpec) -> DataSet:
     """Read the images under a path.
 
     Parameters
     ----------
     path
-        ``<class>/*``, ``train|test/<class>/*`` or parquet files; without a test split a share of each class is held
-        out. A device need not have every class, nor images of both splits.
+        ``<class>/*``, ``train|test/<class>/*`` or parquet files. Without a test split a share of each class is held
+        out. A device need not have images of every class.
 
     Raises
     ------
     DataError
-        Nothing is there, or it holds a class that the run does not know.
+        If there are no images, or images of a class that the run does not have.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    found = parquet(path) if holds_parquet(path) else image_folder(path)
-    strange = sorted(set(found.classes) - set(form.classes))
-    if strange:
-        raise DataError(f"{path}: the run has no class {strange[0]!r}; it knows {', '.join(form.classes)}")
-    numbers = np.array([form.classes.index(name) for name in found.classes], dtype=np.int64)
-    train, test = split_holdout(found.train, form.test_share) if found.test is None else (found.train, found.test)
+    raw = read_parquet(path) if has_parquet(path) else read_image_folder(path)
+    unknown = sorted(set(raw.classes) - set(spec.classes))
+    if unknown:
+        raise DataError(f"{path}: the run has no class {unknown[0]!r}; its classes are {', '.join(spec.classes)}")
+    run_label = np.array([spec.classes.index(name) for name in raw.classes], dtype=np.int64)
 
-    def read(split: Encoded, name: str) -> tuple[ImageSet, list[str]]:
-        renumbered = replace(split, labels=numbers[split.labels] if len(split) else split.labels)
-        images, lost = decode(renumbered, form.image_size, form.channels, form.max_corrupt, f"{path} ({name})")
-        return replace(images, sources=None), lost
+    def decode(split: EncodedSplit, name: str) -> tuple[ImageSet, list[str]]:
+        renumbered = replace(split, labels=run_label[split.labels] if len(split) else split.labels)
+        label = f"{path} ({name})"
+        images, skipped = decode_split(renumbered, spec.image_size, spec.channels, spec.max_corrupt, label)
+        return replace(images, sources=None), skipped
 
-    trained, lost = read(train, "train")
-    tested, lost_too = read(test, "test")
-    return DataSet(path.name, form.classes, trained, tested, (*lost, *lost_too))
+    train_split, test_split = split_off_test(raw, spec.test_share)
+    train, skipped_train = decode(train_split, "train")
+    test, skipped_test = decode(test_split, "test")
+    return DataSet(path.name, spec.classes, train, test, (*skipped_train, *skipped_test))
 
 
 class LocalDataset:
-    """A device's images: read when they have changed, else as they were when they were last read.
+    """The images of a device, decoded once until a file changes.
 
     Parameters
     ----------
     path
-        Where they are: see :func:`load_local`.
-    folder
-        Where they are kept once they are decoded.
+        The images: see :func:`load_local`.
+    cache_folder
+        The folder of the cache file with the decoded images.
     """
 
-    def __init__(self, path: Path, folder: Path) -> None:
+    def __init__(self, path: Path, cache_folder: Path) -> None:
         self.path = path
-        self.folder = folder
-        self._last: tuple[str, DataSet] | None = None
+        self.cache_folder = cache_folder
+        self._loaded: tuple[str, DataSet] | None = None
 
-    def load(self, form: DataSpec) -> DataSet:
-        """Return the images; as long as they are the same, the same object."""
-        fingerprint = _fingerprint(self.path, form)
-        if self._last is None or self._last[0] != fingerprint:
-            self._last = None  # before the others are read
-            self._last = fingerprint, self._load(form, self.folder / f"images-{fingerprint}.safetensors")
-        return self._last[1]
+    def load(self, spec: DataSpec) -> DataSet:
+        """Return the images; the same object as long as the files and the spec are the same."""
+        state = _hash_files(self.path, spec)
+        if self._loaded is None or self._loaded[0] != state:
+            self._loaded = None  # free the old images before the new ones are read
+            self._loaded = state, self._load(spec, self.cache_folder / f"images-{state}.safetensors")
+        return self._loaded[1]
 
-    def _load(self, form: DataSpec, kept: Path) -> DataSet:
-        splits = _read_kept(kept)
+    def _load(self, spec: DataSpec, cache_file: Path) -> DataSet:
+        splits = _read_cache(cache_file)
         if splits is not None:
-            return DataSet(self.path.name, form.classes, *splits)
-        data = load_local(self.path, form)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob("images-*.safetensors"):
-            old.unlink()
-        if data.train.images.numel() + data.test.images.numel() <= LARGEST_KEPT:
-            parts = {"train": data.train, "test": data.test}
-            tensors = {f"{part}.images": images.images for part, images in parts.items()}
-            tensors |= {f"{part}.labels": images.labels for part, images in parts.items()}
-            write_atomically(kept, save(tensors))
+            return DataSet(self.path.name, spec.classes, *splits)
+        data = load_local(self.path, spec)
+        self.cache_folder.mkdir(parents=True, exist_ok=True)
+        for outdated in self.cache_folder.glob("images-*.safetensors"):
+            outdated.unlink()
+        if data.train.images.numel() + data.test.images.numel() <= MAX_CACHED_BYTES:
+            tensors: dict[str, Tensor] = {}
+            for name, split in (("train", data.train), ("test", data.test)):
+                tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
+            write_atomically(cache_file, save(tensors))
         return data
 
 
-def _read_kept(file: Path) -> tuple[ImageSet, ImageSet] | None:
-    """Return the two splits that were kept; ``None`` if they were not, or not whole."""
+def _read_cache(file: Path) -> tuple[ImageSet, ImageSet] | None:
+    """Return the cached splits; ``None`` if there is no cache file or if it is damaged."""
     try:
         tensors = load_file(file)
-        train, test = (ImageSet(tensors[f"{part}.images"], tensors[f"{part}.labels"]) for part in ("train", "test"))
+        train, test = (ImageSet(tensors[f"{name}.images"], tensors[f"{name}.labels"]) for name in ("train", "test"))
     except (FileNotFoundError, SafetensorError, KeyError):
         return None
     return train, test
 
 
-def _fingerprint(path: Path, form: DataSpec) -> str:
-    """Return what changes when a file, or what is wanted of it, does."""
+def _hash_files(path: Path, spec: DataSpec) -> str:
+    """Return a hash that changes if a file or the spec changes."""
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [(str(file), file.stat()) for file in files if file.is_file()]
-    seen = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    return sha256(json.dumps([seen, repr(form)]).encode()).hexdigest()[:16]
+    states = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return sha256(json.dumps([states, repr(spec)]).encode()).hexdigest()[:16]

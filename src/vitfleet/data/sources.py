@@ -1,271 +1,185 @@
-"""Where the images come from: a folder, parquet files, the Hugging Face hub or scikit-learn's digits."""
+"""Load a data set by its name, from a folder, from parquet files or from the Hugging Face hub."""
 
 from __future__ import annotations
 
-import io
-import logging
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
-
-from vitfleet.config.registry import DATASETS, NoParams, register_dataset, validate_params
+from vitfleet.config.registry import DATASETS, validate_params
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import image_folder, parquet
-from vitfleet.data.decode import Encoded, decode, usual_side
-from vitfleet.data.image_folder import RawDataset
+from vitfleet.data.arrow_table import DEFAULT_COLUMNS, ColumnNames
+from vitfleet.data.decode import DecodeOptions, decode_dataset
+from vitfleet.data.encoded import RawDataset
+from vitfleet.data.hub import HubDataset, read_hub
+from vitfleet.data.image_folder import read_image_folder
 from vitfleet.data.images import DataSet
+from vitfleet.data.parquet import has_parquet, read_parquet
 from vitfleet.errors import ConfigError, DataError
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.randomness import Address, Purpose
 
-log = logging.getLogger(__name__)
-
-VARIABLE = "VITFLEET_DATA"
-# The same hold-out and the same subset whatever the run's seed: runs of several seeds share one test set.
-FIXED = Address(0, Purpose.PARTITION)
+DATA_DIR_VARIABLE = "VITFLEET_DATA"
+HUB_PREFIX = "hf:"
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A set that can be asked for by name.
+    """How to find and read a data set.
 
     Attributes
     ----------
-    hub
-        Its usual name on the Hugging Face hub.
+    name
+        Its name, and that of its folder in the data directory.
+    hub_id
+        ``owner/name`` on the Hugging Face hub; ``None`` if it is not there.
+    channels
+        3 for colour, 1 for greyscale; ``None``: 1 if the images are greyscale.
     folders
-        Folders of the data directory that may hold it, if not the one of its own name.
-    source_columns
-        Parquet columns that may say where an image came from.
-    superclasses
-        Number the classes so that those of one source are consecutive.
-    home
-        How to get it where the hub does not have it.
+        Folders of the data directory that may hold it, if not the one of its name.
+    columns
+        Names of the columns of its parquet files.
+    read_folder
+        Reads a folder layout of its own; returns ``None`` for any other layout.
+    transform
+        Changes the data set before it is decoded.
+    download_hint
+        How to get it, if not from the hub.
     """
 
     name: str
-    hub: str | None = None
-    channels: int = 3
+    hub_id: str | None = None
+    channels: int | None = 3
     folders: tuple[str, ...] = ()
-    source_columns: tuple[str, ...] = parquet.SOURCE_COLUMNS
-    superclasses: bool = False
-    home: str = ""
-
-
-DIGITS = DatasetInfo("digits", channels=1)
-CORE50_HOME = "download core50_128x128.zip from CORe50's home page and unpack it"
-KNOWN = (
-    DatasetInfo("cifar10", "uoft-cs/cifar10"),
-    DatasetInfo("cifar100", "uoft-cs/cifar100"),
-    DatasetInfo("ucmerced", "blanchon/UC_Merced"),
-    DatasetInfo("tinyimagenet", "zh-plus/tiny-imagenet"),
-    DatasetInfo(
-        "fc100",
-        "uoft-cs/cifar100",
-        folders=("fc100", "cifar100"),
-        source_columns=("coarse_label",),
-        superclasses=True,
-    ),
-    DatasetInfo("miniimagenet", "timm/mini-imagenet"),
-    DatasetInfo("core50", home=CORE50_HOME),
-    DatasetInfo("core50_sessions", folders=("core50",), home=CORE50_HOME),
-    DIGITS,
-    DatasetInfo("fashion_mnist", "zalando-datasets/fashion_mnist", channels=1),
-)
+    columns: ColumnNames = DEFAULT_COLUMNS
+    read_folder: Callable[[Path], RawDataset | None] | None = None
+    transform: Callable[[RawDataset], RawDataset] | None = None
+    download_hint: str = ""
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a registered data set is loaded with: the table ``data`` and where to show progress."""
+    """Arguments of a registered data set's loader.
+
+    Attributes
+    ----------
+    config
+        The table ``data``.
+    progress
+        Receives the progress of decoding.
+    """
 
     config: DataConfig
     progress: Progress = NO_PROGRESS
 
+    def decode(self, name: str, raw: RawDataset, channels: int | None = 3) -> DataSet:
+        """Decode a data set as the table ``data`` says: hold-out, limit, tolerated share of unreadable images."""
+        config = self.config
+        options = DecodeOptions(channels, config.test_share, config.max_corrupt, config.limit)
+        return decode_dataset(name, raw, options, self.progress)
 
-def load(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
-    """Load a data set: a registered one by its name, or the user's own images from ``data.path``.
+
+def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
+    """Load a registered data set by its name, the user's own from ``data.path``, or one of the hub (``hf:owner/name``).
 
     Raises
     ------
     ConfigError
-        No data set has this name.
+        If no data set has this name.
     DataError
-        The data is not there, not in a layout that can be read, or too damaged.
+        If the data is not found, not in a layout that can be read, or too damaged.
     """
     request = DataRequest(config, progress)
     entry = DATASETS.get(config.name)
-    # `digits` is the default name and has no files: with a path, these are the user's own images.
-    if config.path is not None and (entry is None or config.name == DIGITS.name):
-        name = Path(config.path).resolve().stem if config.name == DIGITS.name else config.name
-        return read_known(DatasetInfo(name), request)
-    if entry is None:
-        names = DATASETS.names()
-        close = get_close_matches(config.name.lower().replace("-", "").replace(" ", ""), names, n=1)
-        guess = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(
-            "data.name", config.name, f"{guess}known are {', '.join(names)}; for your own images set data.path"
-        )
-    data: DataSet = entry.target(validate_params(DATASETS, config.name, config.params, "data.params"), request)
-    return data
+    if entry is not None:
+        params = validate_params(DATASETS, config.name, config.params, "data.params")
+        data: DataSet = entry.target(params, request)
+        return data
+    if config.path is not None:
+        return read_dataset(DatasetInfo(config.name), request)
+    if config.name.startswith(HUB_PREFIX):
+        return _load_from_hub(request)
+    names = DATASETS.names()
+    close = get_close_matches(config.name.lower().replace("-", "").replace(" ", ""), names, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        "data.name",
+        config.name,
+        f"{guess}known are {', '.join(names)}; for your own images set data.path, for the hub hf:owner/name",
+    )
 
 
-def read_known(known: DatasetInfo, request: DataRequest) -> DataSet:
+def read_dataset(info: DatasetInfo, request: DataRequest) -> DataSet:
     """Find, read and decode a data set.
 
-    ``data.path`` is the only place looked at where it is set; else the set is looked for in ``data.dir`` (or the
-    directory in ``VITFLEET_DATA``), then on the hub.
+    It is read from ``data.path`` if that is set; else from ``data.dir`` (or the directory in ``VITFLEET_DATA``); else
+    from the hub.
 
     Returns
     -------
-    Both splits, all images of one size. Where the set has no test split, a stratified share is held out.
+    Both splits, all images of one size. If there is no test split, a stratified share is held out.
     """
-    config, progress, name = request.config, request.progress, known.name
-    found = _find(config, known)
-    if known.superclasses:
-        found = by_superclass(found, name)
-    train, test = split_holdout(found.train, config.test_share) if found.test is None else (found.train, found.test)
-    if not len(train) or not len(test):
-        raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few to work with")
-    if config.limit is not None:
-        train = subset(train, config.limit)
-        test = subset(test, max(config.limit // 5, len(found.classes)))
+    raw = _find(request.config, info)
+    return request.decode(info.name, raw if info.transform is None else info.transform(raw), info.channels)
+
+
+def _load_from_hub(request: DataRequest) -> DataSet:
+    config = request.config
+    repository, _, hub_config = config.name.removeprefix(HUB_PREFIX).partition(":")
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise ConfigError("data.name", config.name, f"must be {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:config")
+    hub = HubDataset(repository, hub_config or None, config.train_split, config.test_split)
     try:
-        side = usual_side(train)
+        raw = read_hub(hub, DEFAULT_COLUMNS.override(config.image_column, config.label_column))
     except DataError as error:
-        raise DataError(f"{name} (train): {error}") from error
-    trained, lost = decode(train, side, known.channels, config.max_corrupt, f"{name} (train)", progress)
-    tested, lost_too = decode(test, side, known.channels, config.max_corrupt, f"{name} (test)", progress)
-    seen = np.bincount(trained.labels.numpy(), minlength=len(found.classes))
-    if not seen.all():
-        absent = [found.classes[i] for i in np.flatnonzero(seen == 0).tolist()]
-        log.warning("%s: %d classes have no training image: %s", name, len(absent), _some(absent))
-    return DataSet(name, found.classes, trained, tested, (*lost, *lost_too))
+        raise DataError(f"data.name = {config.name!r}: the Hugging Face hub ({repository}): {error}") from error
+    return request.decode(repository, raw, channels=None)
 
 
-def split_holdout(split: Encoded, share: float) -> tuple[Encoded, Encoded]:
-    """Part a share of every class for testing; a class keeps at least one image to train on."""
-    order = FIXED.generator().permutation(len(split))
-    tested = np.zeros(len(split), dtype=bool)
-    for label in np.unique(split.labels):
-        members = order[split.labels[order] == label]
-        count = min(max(1, round(share * len(members))), len(members) - 1)
-        tested[members[:count]] = True
-    return split.take(np.flatnonzero(~tested)), split.take(np.flatnonzero(tested))
-
-
-def subset(split: Encoded, count: int) -> Encoded:
-    """Draw so many images, every class in proportion, and keep them in their order."""
-    if count >= len(split):
-        return split
-    order = FIXED.generator().permutation(len(split))
-    depth = np.empty(len(split))  # how far down its class an image is, as a share
-    for label in np.unique(split.labels):
-        members = np.flatnonzero(split.labels[order] == label)
-        depth[members] = (np.arange(len(members)) + 0.5) / len(members)
-    return split.take(np.sort(order[np.argsort(depth, kind="stable")[:count]]))
-
-
-def by_superclass(found: RawDataset, name: str) -> RawDataset:
-    """Renumber the classes by (superclass, class), where an image's source is its superclass."""
-    parts = [found.train] if found.test is None else [found.train, found.test]
-    superclass = np.full(len(found.classes), np.iinfo(np.int64).max)  # a class without images comes last
-    for part in parts:
-        if part.sources is None:
-            raise DataError(f"{name}: the images do not say their superclass: column coarse_label is missing")
-        superclass[part.labels] = part.sources
-    for part in parts:
-        if (superclass[part.labels] != part.sources).any():
-            raise DataError(f"{name}: coarse_label puts one class into several superclasses")
-    order = np.argsort(superclass, kind="stable")
-    place = np.argsort(order)
-    train, *test = [replace(part, labels=place[part.labels]) for part in parts]
-    return RawDataset(tuple(found.classes[i] for i in order.tolist()), train, test[0] if test else None)
-
-
-def _find(config: DataConfig, known: DatasetInfo) -> RawDataset:
+def _find(config: DataConfig, info: DatasetInfo) -> RawDataset:
+    """Return the data set from the first place that has it."""
+    columns = info.columns.override(config.image_column, config.label_column)
     if config.path is not None:
         root = Path(config.path).expanduser()
         if not root.exists():
             raise DataError(f"data.path = '{config.path}': no such file or folder")
-        return _read(root, known)
-    if known is DIGITS:
-        return _digits()
-    directory = config.dir or os.environ.get(VARIABLE)
-    looked: list[str] = []
+        return _read_path(root, info, columns)
+    directory = config.dir or os.environ.get(DATA_DIR_VARIABLE)
+    reasons: list[str] = []
     if directory is None:
-        looked.append(f"no data directory is set (--data-dir or {VARIABLE})")
+        reasons.append(f"no data directory is set (--data-dir or {DATA_DIR_VARIABLE})")
     else:
-        for folder in known.folders or (known.name,):
+        for folder in info.folders or (info.name,):
             root = Path(directory).expanduser() / folder
             if root.is_dir():
-                return _read(root, known)
-            looked.append(f"{root} is not there")
-    if known.hub is None:
-        looked.append("the Hugging Face hub has no usual name for it")
+                return _read_path(root, info, columns)
+            reasons.append(f"{root} does not exist")
+    if info.hub_id is None:
+        reasons.append("it is not on the Hugging Face hub")
     else:
         try:
-            return parquet.hub(known.hub, known.source_columns)
+            return read_hub(HubDataset(info.hub_id), columns)
         except DataError as error:
-            looked.append(f"the Hugging Face hub ({known.hub}): {error}")
-    raise DataError(f"data set '{known.name}' not found: {'; '.join(looked)}. {_remedy(known, directory)}")
+            reasons.append(f"the Hugging Face hub ({info.hub_id}): {error}")
+    raise DataError(f"data set '{info.name}' not found: {'; '.join(reasons)}. {_how_to_get(info, directory)}")
 
 
-def _remedy(known: DatasetInfo, directory: str | None) -> str:
-    target = f"{directory or 'DIR'}/{(known.folders or (known.name,))[-1]}"
-    context = "" if directory else f", and give --data-dir DIR or set {VARIABLE}=DIR"
-    if known.home:
-        return f"To get it: {known.home} at {target}{context}"
-    download = f"hf download --repo-type dataset {known.hub} --local-dir {target}"
-    return f"To get it: {download}; or put its parquet files or image folders at {target}{context}"
+def _how_to_get(info: DatasetInfo, directory: str | None) -> str:
+    target = f"{directory or 'DIR'}/{(info.folders or (info.name,))[-1]}"
+    set_directory = "" if directory else f", and give --data-dir DIR or set {DATA_DIR_VARIABLE}=DIR"
+    if info.download_hint:
+        return f"To get it: {info.download_hint} at {target}{set_directory}"
+    download = f"hf download --repo-type dataset {info.hub_id} --local-dir {target}"
+    return f"To get it: {download}; or put its parquet files or image folders at {target}{set_directory}"
 
 
-def _read(root: Path, known: DatasetInfo) -> RawDataset:
-    if known.name.startswith("core50"):
-        for inner in (root, root / "core50_128x128"):
-            if image_folder.is_core50(inner):
-                return image_folder.core50(inner) if known.name == "core50" else image_folder.core50_sessions(inner)
-    if parquet.holds_parquet(root):
-        return parquet.parquet(root, known.source_columns)
+def _read_path(root: Path, info: DatasetInfo, columns: ColumnNames) -> RawDataset:
+    raw = None if info.read_folder is None else info.read_folder(root)
+    if raw is not None:
+        return raw
+    if has_parquet(root):
+        return read_parquet(root, columns)
     if root.is_file():
         raise DataError(f"{root} is neither a parquet file nor a folder of images")
-    return image_folder.image_folder(root)
-
-
-def _digits() -> RawDataset:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError("digits come with scikit-learn, which the extra `sim` brings") from error
-    digits = load_digits()
-    pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    labels: NDArray[np.int64] = digits.target.astype(np.int64)
-    names = [f"digits:{i}" for i in range(len(pixels))]
-    return RawDataset(
-        tuple(str(digit) for digit in range(10)), Encoded([_png(one) for one in pixels], names, labels), None
-    )
-
-
-def _png(pixels: NDArray[np.uint8]) -> bytes:
-    """Encode without loss, so that digits take the same way as every other set."""
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-
-
-def _register(known: DatasetInfo) -> None:
-    @register_dataset(known.name)
-    def read(params: NoParams, request: DataRequest) -> DataSet:
-        return read_known(known, request)
-
-
-for _known in KNOWN:
-    _register(_known)
+    return read_image_folder(root)

@@ -15,7 +15,7 @@ from vitfleet.data.assignment import assign_images
 from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, LocalDataset
-from vitfleet.data.sources import load
+from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
@@ -74,5 +74,5 @@ def simulated_client(folder: Path, client: int, machine: MachineConfig) -> Flowe
 def _assigned_images(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
     """Return a run's images and each client's indices. Cached: the processes of a simulation persist."""
     config = read_config(folder / "config.json")
-    data = load(config.data)
+    data = load_dataset(config.data)
     return data, assign_images(config, data)

@@ -15,7 +15,7 @@ from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import DataSet, Shard
-from vitfleet.data.sources import load as load_data
+from vitfleet.data.sources import load_dataset
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
@@ -63,7 +63,7 @@ def open_run(
         remedy = "is started with `vitfleet server`; in one process it is inline"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
-    data = load_data(config.data, progress)
+    data = load_dataset(config.data, progress)
     net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
     with processes.first_before_others():
         machine = _open_machine(config, folder, net)
