@@ -26,9 +26,10 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
 from vitfleet.models.zoo import build
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.dual_solver import solve_dual
 from vitfleet.training.machine import set_up_machine
 from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
-from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, inner_products, solve_dual, to_chunks
+from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, inner_products, to_chunks
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100

@@ -1,4 +1,4 @@
-"""The learning rate of every round is the closed form's; optimisers get what the configuration says."""
+"""The learning rate follows its closed form; the optimiser takes the steps of torch's own optimisers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.training.optim import Optimizer, learning_rate
 
 
-def test_warm_up_then_half_a_cosine() -> None:
+def test_learning_rate_rises_linearly_then_follows_half_a_cosine() -> None:
     config = TrainConfig(lr=0.8, schedule="cosine", warmup_rounds=3)
-    warming = [0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4]
-    cooling = [0.4 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
+    rising = [0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4]
+    falling = [0.4 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
     rates = [learning_rate(config, round, 10) for round in range(1, 11)]
-    assert rates == pytest.approx(warming + cooling, rel=1e-12)
+    assert rates == pytest.approx(rising + falling, rel=1e-12)
 
 
-def test_the_peak_is_the_first_round_after_the_warm_up() -> None:
+def test_learning_rate_peaks_in_the_first_round_after_the_warmup() -> None:
     config = TrainConfig(lr=0.3, warmup_rounds=4)
     rates = {round: learning_rate(config, round, 20) for round in range(1, 21)}
     assert rates[5] == 0.3
     assert max(rates, key=lambda round: rates[round]) == 5
 
 
-def test_halfway_down_the_cosine_the_rate_is_half() -> None:
+def test_learning_rate_is_half_at_the_middle_of_the_cosine() -> None:
     assert learning_rate(TrainConfig(lr=2e-3), 6, 10) == pytest.approx(1e-3, rel=1e-12)
 
 
-def test_constant_is_constant_after_its_warm_up() -> None:
+def test_constant_learning_rate_is_constant_after_the_warmup() -> None:
     config = TrainConfig(lr=0.5, schedule="constant", warmup_rounds=1)
     assert [learning_rate(config, round, 4) for round in (1, 2, 3, 4)] == [0.25, 0.5, 0.5, 0.5]
 
@@ -45,15 +45,15 @@ def test_constant_is_constant_after_its_warm_up() -> None:
     warmup=st.integers(0, 400),
     schedule=st.sampled_from(["cosine", "constant"]),
 )
-def test_every_rate_is_above_zero_and_at_most_lr_and_there_is_one_hill(
+def test_learning_rate_is_positive_at_most_lr_and_has_one_peak(
     lr: float, rounds: int, warmup: int, schedule: str
 ) -> None:
     config = TrainConfig.model_validate({"lr": lr, "warmup_rounds": warmup, "schedule": schedule})
     rates = [learning_rate(config, round, rounds) for round in range(1, rounds + 1)]
     assert all(0 < rate <= lr for rate in rates)
-    top = min(warmup, rounds - 1)
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
+    peak = min(warmup, rounds - 1)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
 
 
 WEIGHTS = {"a": (4, 3), "b": (5,)}
@@ -64,7 +64,7 @@ OPTIMIZERS = {
 }
 
 
-def torchs(config: TrainConfig, weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
+def torch_optimizer(config: TrainConfig, weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
         return torch.optim.SGD(weights, rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=True)
     return torch.optim.AdamW(weights, rate, weight_decay=config.weight_decay, fused=True)
@@ -76,12 +76,12 @@ def random_like(shapes: Mapping[str, tuple[int, ...]], seed: int, *lead: int) ->
 
 
 @pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_one_client_steps_as_torchs_own_optimiser_does(config: TrainConfig) -> None:
+def test_optimizer_of_one_client_steps_as_torch_does(config: TrainConfig) -> None:
     ours = random_like(WEIGHTS, 0)
-    theirs = [one.clone() for one in ours.values()]
-    reference, optimizer = torchs(config, theirs, 0.1), Optimizer(config, ours, None)
-    for training in range(2):  # the second starts afresh
-        reference = torchs(config, theirs, 0.1)
+    theirs = [weight.clone() for weight in ours.values()]
+    reference, optimizer = torch_optimizer(config, theirs, 0.1), Optimizer(config, ours, None)
+    for training in range(2):  # the second starts from reset state
+        reference = torch_optimizer(config, theirs, 0.1)
         optimizer.restart(0.1)
         for step in range(4):
             gradients = random_like(WEIGHTS, 10 * training + step + 1)
@@ -93,29 +93,27 @@ def test_one_client_steps_as_torchs_own_optimiser_does(config: TrainConfig) -> N
                 assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("fewer", [True, False], ids=["the first few", "looked up"])
+@pytest.mark.parametrize("fewer", [True, False], ids=["first clients", "active flags"])
 @pytest.mark.parametrize("config", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_stacked_clients_step_as_each_would_alone_and_only_when_they_have_a_step(
-    config: TrainConfig, fewer: bool
-) -> None:
-    has = [[True, True, True], [True, True, False], [True, False, False], [True, True, True]]
+def test_optimizer_of_stacked_clients_steps_each_active_client_as_if_alone(config: TrainConfig, fewer: bool) -> None:
+    active_clients = [[True, True, True], [True, True, False], [True, False, False], [True, True, True]]
     together = random_like(WEIGHTS, 0, 3)
-    alone = [{name: one[client].clone() for name, one in together.items()} for client in range(3)]
+    alone = [{name: tensor[client].clone() for name, tensor in together.items()} for client in range(3)]
     optimizer = Optimizer(config, together, 3)
     optimizer.restart(0.1)
     singles = [Optimizer(config, weights, None) for weights in alone]
     for single in singles:
         single.restart(0.1)
-    for step, who in enumerate(has):
+    for step, active in enumerate(active_clients):
         gradients = random_like(WEIGHTS, step + 1, 3)
         if fewer:
-            count = sum(who)
-            optimizer.first(count).step({name: one[:count] for name, one in gradients.items()}, None)
+            count = sum(active)
+            optimizer.first(count).step({name: gradient[:count] for name, gradient in gradients.items()}, None)
         else:
-            optimizer.step(gradients, torch.tensor([float(one) for one in who]))
+            optimizer.step(gradients, torch.tensor([float(flag) for flag in active]))
         for client, single in enumerate(singles):
-            if who[client]:
-                single.step({name: one[client] for name, one in gradients.items()}, None)
+            if active[client]:
+                single.step({name: gradient[client] for name, gradient in gradients.items()}, None)
     for client, weights in enumerate(alone):
         for name, weight in weights.items():
             assert torch.equal(together[name][client], weight), (client, name)

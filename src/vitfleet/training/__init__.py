@@ -1,1 +1,1 @@
-"""A client's training: what a method asks for, and the trainer that owns the loop."""
+"""Local training: the objective that a method states, and the trainer that runs it."""

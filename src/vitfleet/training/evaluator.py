@@ -1,4 +1,4 @@
-"""How a model does on images: whole, never masked, in large batches."""
+"""Evaluation of a model on images, without augmentation or masking."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from vitfleet.training.objective import mask_other_tasks
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Tries models out, on the device.
+    """Evaluates models on the device.
 
     Attributes
     ----------
-    tasks
-        The task of each class, ``[classes]``, where an image's task is known; ``None``: any class can win.
+    class_tasks
+        The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
+        then possible. ``None``: all classes are.
     """
 
     net: Net
@@ -34,13 +35,19 @@ class Evaluator:
 
     @torch.inference_mode()
     def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each image (of these positions), whether it is named rightly (0 or 1) and its cross-entropy."""
+        """Return for each image whether it is predicted correctly (0 or 1), and its cross-entropy.
+
+        Parameters
+        ----------
+        index
+            Indices of the images to evaluate; ``None``: all.
+        """
         self.net.module.eval()
-        chosen = torch.arange(len(images), device=self.machine.device) if index is None else index
+        indices = torch.arange(len(images), device=self.machine.device) if index is None else index
         correct, losses = [], []
-        for part in torch.split(chosen, self.batch_size):
-            pixels = self.preprocess(images.images[part])
-            labels = images.labels[part]
+        for batch in torch.split(indices, self.batch_size):
+            pixels = self.preprocess(images.images[batch])
+            labels = images.labels[batch]
             with self.machine.autocast():
                 logits = mask_other_tasks(self.net(weights, pixels), labels, self.class_tasks)
             correct.append(logits.argmax(dim=1) == labels)

@@ -1,7 +1,7 @@
-"""AdamW for the stacked weights of many clients, on a GPU, in one launch a tensor.
+"""AdamW for the stacked weights of several clients on a GPU, with one kernel launch per tensor.
 
-What torch's fused kernel does for one client after the other: each has its own count of steps, and may have none to
-take. Needs Triton: import this where there is a GPU.
+It computes what torch's fused kernel computes for one client after the other. Every client has its own step count, and
+may skip the step. This module needs Triton: import it only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -19,45 +19,47 @@ BLOCK = 1024
 def adamw(
     weight: Tensor,
     gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    taken: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
+    step_counts: Tensor,
     active: Tensor,
-    rate: Tensor,
+    lr: Tensor,
     *,
     betas: tuple[float, float],
     epsilon: float,
-    decay: float,
+    weight_decay: float,
 ) -> None:
-    """Take a step in place, for those clients that have one.
+    """Take a step in place, for the active clients.
 
     Parameters
     ----------
-    weight, first, second
-        The weights and their moments, in float32, ``[clients, …]``, contiguous.
+    weight, first_moment, second_moment
+        The weights and their moments, float32, ``[clients, …]``, contiguous.
     gradient
-        The same shape, each client's contiguous; the clients' may be rows of something larger.
-    taken
-        How many steps each client has taken, with this one; in float32, as ``active`` and ``rate``.
+        The same shape. Each client's gradient is contiguous, but those of two clients may be apart in memory.
+    step_counts
+        How many steps each client has taken, including this one, float32 ``[clients]``.
     active
-        Who has a step to take: where it is 0, nothing changes.
-    rate
-        The learning rate, on the device.
+        1 for each client that takes the step, else 0, float32 ``[clients]``. Nothing changes for the others.
+    lr
+        The learning rate, float32, on the device.
     """
-    lies = gradient[0].is_contiguous() and all(one.is_contiguous() for one in (weight, first, second))
-    if not lies or any(one.shape != weight.shape for one in (gradient, first, second)):
+    contiguous = gradient[0].is_contiguous() and all(
+        tensor.is_contiguous() for tensor in (weight, first_moment, second_moment)
+    )
+    if not contiguous or any(tensor.shape != weight.shape for tensor in (gradient, first_moment, second_moment)):
         raise ValueError("weights, gradients, and moments must be contiguous and of one shape")
     clients = weight.shape[0]
     count = weight.numel() // max(1, clients)
     with torch.cuda.device_of(weight):  # type: ignore[no-untyped-call]
-        _step[(triton.cdiv(count, BLOCK), clients)](
+        _adamw_kernel[(triton.cdiv(count, BLOCK), clients)](
             weight,
             gradient,
-            first,
-            second,
-            taken,
+            first_moment,
+            second_moment,
+            step_counts,
             active,
-            rate,
+            lr,
             gradient.stride(0),
             count,
             1 - betas[0],
@@ -65,54 +67,54 @@ def adamw(
             math.log(betas[0]),
             math.log(betas[1]),
             epsilon,
-            decay,
+            weight_decay,
             block=BLOCK,
             num_warps=4,
         )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _step(  # type: ignore[no-untyped-def]
+def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight,
     gradient,
-    first,
-    second,
-    taken,
+    first_moment,
+    second_moment,
+    step_counts,
     active,
-    rate,
-    stride,
+    lr,
+    gradient_stride,
     count,
-    fresh_first,
-    fresh_second,
-    log_first,
-    log_second,
+    one_minus_beta1,
+    one_minus_beta2,
+    log_beta1,
+    log_beta2,
     epsilon,
-    decay,
+    weight_decay,
     block: tl.constexpr,
 ):
     client = tl.program_id(1)
-    places = tl.program_id(0) * block + tl.arange(0, block)
-    here = places < tl.where(tl.load(active + client) == 0, 0, count)
-    spots = client.to(tl.int64) * count + places
-    steps = tl.maximum(tl.load(taken + client), 1.0)  # a client that never acted: its 0 would divide
-    size = tl.load(rate)
+    offsets = tl.program_id(0) * block + tl.arange(0, block)
+    mask = offsets < tl.where(tl.load(active + client) == 0, 0, count)
+    client_offsets = client.to(tl.int64) * count + offsets
+    steps = tl.maximum(tl.load(step_counts + client), 1.0)  # 0, of a client that was never active, would divide by 0
+    rate = tl.load(lr)
 
-    w = tl.load(weight + spots, mask=here)
-    g = tl.load(gradient + client.to(tl.int64) * stride + places, mask=here).to(tl.float32)
-    m = tl.load(first + spots, mask=here)
-    v = tl.load(second + spots, mask=here)
-    w -= size * decay * w
-    m += fresh_first * (g - m)
-    v += fresh_second * (g * g - v)
-    spread = tl.sqrt(v) / tl.sqrt(_complement(steps * log_second)) + epsilon
-    w -= size / _complement(steps * log_first) * m / spread
-    tl.store(weight + spots, w, mask=here)
-    tl.store(first + spots, m, mask=here)
-    tl.store(second + spots, v, mask=here)
+    w = tl.load(weight + client_offsets, mask=mask)
+    g = tl.load(gradient + client.to(tl.int64) * gradient_stride + offsets, mask=mask).to(tl.float32)
+    m = tl.load(first_moment + client_offsets, mask=mask)
+    v = tl.load(second_moment + client_offsets, mask=mask)
+    w -= rate * weight_decay * w
+    m += one_minus_beta1 * (g - m)
+    v += one_minus_beta2 * (g * g - v)
+    denominator = tl.sqrt(v) / tl.sqrt(_one_minus_exp(steps * log_beta2)) + epsilon
+    w -= rate / _one_minus_exp(steps * log_beta1) * m / denominator
+    tl.store(weight + client_offsets, w, mask=mask)
+    tl.store(first_moment + client_offsets, m, mask=mask)
+    tl.store(second_moment + client_offsets, v, mask=mask)
 
 
 @triton.jit
-def _complement(power):  # type: ignore[no-untyped-def]
-    """Return 1 - e^power, for a power below 0; as a series where the difference would lose digits."""
+def _one_minus_exp(power):  # type: ignore[no-untyped-def]
+    """Return 1 - e^power for a negative power; as a series where the difference would lose digits."""
     series = 1 + power / 2 * (1 + power / 3 * (1 + power / 4 * (1 + power / 5 * (1 + power / 6))))
     return tl.where(power > -0.1, -power * series, 1.0 - tl.exp(power))

@@ -1,4 +1,4 @@
-"""What a run computes on: the device, its precision, its determinism."""
+"""What a run computes on: the device, the precision, and whether results are deterministic."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ import torch
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 
-BF16_WIDTH = 128  # on a CPU, narrower models lose more by converting than they gain by multiplying
-COHORT = 32  # clients at once on a GPU, where nothing else is said
-WORKERS = 8  # clients side by side on a CPU, at most: with many cores, memory is scarcer than they
+MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
+DEFAULT_COHORT = 32  # clients stacked on a GPU
+MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many cores, memory is scarcer than cores
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, the precision of the heavy arithmetic on it, and how it is driven.
+    """A device, and how it is used.
 
     Attributes
     ----------
+    bf16
+        Whether matrix products are computed in bfloat16.
     graphs
         Whether steps are captured in CUDA graphs.
     kernels
-        Whether there are kernels of our own, which are written in Triton: it comes with torch where that has a GPU.
+        Whether the project's own Triton kernels are used. Triton comes with torch for GPUs.
     compile
         Whether the model is compiled.
     cohort
-        Clients that are trained at once, stacked, at most.
+        The most clients that are stacked in one training.
     workers
-        Clients that are trained side by side on a CPU, each on its share of the threads. A small model's operations are
-        too short to be worth sharing.
+        Clients that are trained in parallel on a CPU, with an equal number of threads each. The operations of a small
+        model are too short to be worth several threads.
     """
 
     device: torch.device
@@ -48,51 +50,52 @@ class Machine:
     workers: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Compute what is safe in bfloat16, where that is on; weights and sums stay in float32."""
-        # Its cache of converted weights outlives neither a captured step nor a weight's only use.
+        """Return a context in which matrix products use bfloat16 if that is enabled. Weights and sums stay float32."""
+        # Converted weights are not cached: each is used once per step, and a captured step must not read a stale one.
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
 def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
-    """Prepare this process as the configuration says and return its machine.
+    """Apply a configuration to this process, and return its machine.
 
     Parameters
     ----------
     width
-        The numbers in a token of the model that will be trained.
+        The embedding dimension of the model that will be trained.
     client_bytes
-        What a client's training takes, roughly: those side by side shall have half the memory at most.
+        The memory that the training of one client takes, roughly: clients trained in parallel get at most half the
+        memory together. 0: unknown.
     """
-    device = _device(config.device)
+    device = _find_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.deterministic:
-        # Read when cuBLAS starts, which is after this in every way a run begins.
+        # cuBLAS reads it when it is initialised, which is always after this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
     if device.index is not None:
-        torch.cuda.set_device(device)  # streams and captures are those of the current one
+        torch.cuda.set_device(device)  # streams and captures use the current device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
-        # Said once by the thread of the first backward pass, which then sets the context: nothing for a user to do.
+        # The thread of the first backward pass warns once and then sets the context: the user need not do anything.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     cuda = device.type == "cuda"
-    gains = torch.cuda.is_bf16_supported() if cuda else width >= BF16_WIDTH and _cpu_has_bf16()
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and gains)
+    bf16_pays_off = torch.cuda.is_bf16_supported() if cuda else width >= MIN_BF16_WIDTH and _cpu_has_bf16()
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and bf16_pays_off)
     return Machine(
         device,
         bf16,
         graphs=cuda and config.graphs,
         kernels=cuda and config.kernels and find_spec("triton") is not None,
         compile=config.compile,
-        cohort=config.cohort or (COHORT if cuda else 1),
-        workers=1 if cuda else config.workers or _workers(client_bytes),
+        cohort=config.cohort or (DEFAULT_COHORT if cuda else 1),
+        workers=1 if cuda else config.workers or _default_workers(client_bytes),
     )
 
 
 def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineConfig:
-    """Return the configuration with what was left to the machine filled in, so that a resumed run computes alike."""
+    """Return the configuration with all automatic choices filled in, so that a resumed run computes the same."""
     precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
     return config.model_copy(
         update={
@@ -106,15 +109,15 @@ def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineCo
     )
 
 
-def _workers(client_bytes: int) -> int:
-    most = min(torch.get_num_threads(), WORKERS)
+def _default_workers(client_bytes: int) -> int:
+    most = min(torch.get_num_threads(), MAX_WORKERS)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(most, memory // 2 // client_bytes)) if client_bytes else most
 
 
 @contextmanager
 def thread_limit(threads: int) -> Iterator[None]:
-    """Compute with so many threads for a while."""
+    """Limit torch to a number of threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -124,17 +127,17 @@ def thread_limit(threads: int) -> Iterator[None]:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies in bfloat16 itself; others imitate it, slowly."""
-    asks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(ask is not None and bool(ask()) for ask in asks)
+    """Whether this CPU has instructions for bfloat16. Other CPUs emulate it, slowly."""
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and bool(check()) for check in checks)
 
 
 def gpu_memory_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's own memory; 0 for a CPU."""
+    """Return the size of a GPU's memory; 0 for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def _device(name: str) -> torch.device:
+def _find_device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")

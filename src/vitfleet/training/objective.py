@@ -1,9 +1,9 @@
-"""What a method asks of a trainer.
+"""What a method specifies of a training.
 
-A method states its objective and hands it over; it never writes the loop. Everything in an objective is a
-pure function of tensors, so a trainer is free to run one client, or many stacked on a leading axis, step
-by step or captured in a graph, without any method noticing. Objectives are compared by value: clients whose
-objectives are equal can be trained together, so what differs between clients belongs into a fit's tensors.
+A method states an objective and never writes the training loop. Everything in an objective is a pure function of
+tensors. The trainer can therefore run one client or several stacked clients, eagerly or captured in a CUDA graph,
+without any difference to the method. Objectives are compared by value: clients with equal objectives can be trained
+together, so what differs between clients belongs in the tensors of a :class:`Fit`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from vitfleet.models.anatomy import Selection
 
 @dataclass(frozen=True)
 class Step:
-    """One step as an objective sees it.
+    """One client's step, the argument of an objective's functions.
 
     Attributes
     ----------
     logits, labels
-        The model's answers and the truth, ``[batch, classes]`` and ``[batch]``.
-    share
-        Each sample's share of the batch's mean, ``[batch]``, summing to one; a padded sample has none.
+        The model's outputs, ``[batch, classes]``, and the true classes, ``[batch]``.
+    sample_weight
+        Weight of each sample in the batch's mean, ``[batch]``. They sum to one; padding has weight 0.
     weights
-        The weights that train, as they are at this step.
+        The weights that train, before the step.
     constants
-        Tensors the method fixed for this training (an anchor, an importance).
-    positions, epoch
-        Which of the client's samples these are, ``[batch]``, and the epoch they are visited in, from 0, a scalar.
+        Tensors that the method fixed for this training, such as an anchor or an importance.
+    positions
+        Positions of the samples in the client's shard, ``[batch]``.
+    epoch
+        The number of the epoch, from 0, a scalar.
     features
         The tokens at the objective's split, if it has one, ``[batch, tokens, width]``.
     """
@@ -56,14 +58,14 @@ Loss: TypeAlias = Callable[[Step], Tensor]
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """Gradients that a step's transform sees besides the step's own, one a row.
+    """Gradients with which a gradient transform compares the gradient of the step.
 
     Attributes
     ----------
     gradients
-        Of each weight that trains, ``[references, …]``.
+        One row per reference, for each weight that trains, ``[references, …]``.
     present
-        Which rows are real, ``[references]``; the others are zero.
+        Which references exist, ``[references]``. The rows of the others are zero.
     """
 
     gradients: Tensors
@@ -71,54 +73,55 @@ class ReferenceGradients:
 
 
 class GradientTransform(Protocol):
-    """Turns a step's gradients into those that are applied.
+    """Turns the gradients of a step into those that the optimiser applies.
 
-    Written for one client, as tensor operations without a look at their values, so that it can be lifted over many.
+    It is written for one client. Its operations may not depend on values of tensors, so that it can be lifted over
+    stacked clients.
     """
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """Names of what it counts; each becomes a scalar in what was observed, summed over the steps."""
+        """Names of its counters. Each is summed over the steps and becomes a scalar of ``FitResult.observed``."""
         ...
 
     def __call__(
         self, gradients: Tensors, references: ReferenceGradients | None, step: Step
     ) -> tuple[Tensors, Tensors]:
-        """Return the gradients to apply, and this step's counts."""
+        """Return the gradients to apply, and the counters of this step."""
         ...
 
 
 class ReferenceSelector(Protocol):
-    """Chooses which of a memory's parts are worth a gradient, where there are more than can be afforded."""
+    """Selects the parts of a memory that are used as references, where there are more than ``k``."""
 
     @property
     def k(self) -> int:
-        """How many are chosen."""
+        """How many parts are selected."""
         ...
 
     @property
     def every(self) -> int:
-        """How many steps of an epoch a choice serves."""
+        """The number of steps of an epoch after which parts are selected again."""
         ...
 
     def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
-        """Return the places of the chosen ``k`` references, given the gradients of all of them."""
+        """Return the indices of the ``k`` selected references, given the gradients of all of them."""
         ...
 
 
 @dataclass(frozen=True)
 class EpisodicMemory:
-    """Stored samples in several parts (old tasks), each of which gives one reference gradient at the current weights.
+    """Stored samples of earlier tasks, in parts. Each part gives one reference gradient at the current weights.
 
     Attributes
     ----------
     images, labels
-        uint8 ``[parts, samples, channels, side, side]`` and ``[parts, samples]``, padded to the largest part.
-    share
-        Each sample's share of its part's mean loss, ``[parts, samples]``; a padded sample has none.
+        uint8 ``[parts, samples, channels, height, width]`` and ``[parts, samples]``, padded to the largest part.
+    sample_weight
+        Weight of each sample in the mean loss of its part, ``[parts, samples]``; 0 for padding.
     sizes
-        The samples of each part, known on the host. The largest come first, so that of several clients the parts of one
-        place are about as large, and little is computed on padding.
+        The number of samples of each part, known on the host. The parts are sorted by falling size: so the parts of
+        several clients at one position have similar sizes, and little padding is computed.
     """
 
     images: Tensor
@@ -130,39 +133,38 @@ class EpisodicMemory:
         return len(self.sizes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors."""
+        """Return the tensors by name."""
         return {"images": self.images, "labels": self.labels, "sample_weight": self.sample_weight}
 
 
 class Observer(Protocol):
-    """Watches the gradients of a training and sums up what it sees, on the device, without a host sync."""
+    """Accumulates statistics of the gradients of a training, on the device, without synchronising with the host."""
 
     def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        """Return the sums with one more step in them; they may be changed in place.
+        """Return the state after one more step; it may be changed in place.
 
-        A sample without a share is padding, and so is a step in which nobody has one: its gradients are those of
-        nothing and must leave no trace.
+        A sample of weight 0 is padding, and so is a step in which all weights are 0: it must not change the state.
         """
         ...
 
 
 def cross_entropy(step: Step) -> Tensor:
-    """Mean cross-entropy of the batch."""
+    """Return the mean cross-entropy of the batch."""
     losses = F.cross_entropy(step.logits.float(), step.labels, reduction="none")
     return torch.dot(losses, step.sample_weight)
 
 
-def mask_other_tasks(logits: Tensor, labels: Tensor, tasks: Tensor | None) -> Tensor:
-    """Return logits in which only the classes of each sample's own task can win.
+def mask_other_tasks(logits: Tensor, labels: Tensor, class_tasks: Tensor | None) -> Tensor:
+    """Return logits in which the classes of all tasks but the sample's own are −∞.
 
     Parameters
     ----------
-    tasks
-        The task of each class, ``[classes]``; ``None``: a sample may be of any class.
+    class_tasks
+        The task of each class, ``[classes]``; ``None``: nothing is masked.
     """
-    if tasks is None:
+    if class_tasks is None:
         return logits
-    return logits.masked_fill(tasks != tasks[labels].unsqueeze(-1), -torch.inf)
+    return logits.masked_fill(class_tasks != class_tasks[labels].unsqueeze(-1), -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -171,20 +173,20 @@ class Objective:
 
     Attributes
     ----------
-    trains
-        The weights that train; no gradient and no optimiser state exist for the others.
+    trainable
+        The weights that train. The others have no gradient and no optimiser state.
     loss
         What is minimised.
     transform
-        Turns the step's gradients into those that are applied; ``None`` leaves them.
-    chooser
-        Chooses among the memory's parts where it holds more than the transform shall see; ``None`` takes them all.
+        Turns the gradients of a step into those that are applied; ``None``: they are applied as they are.
+    selector
+        Selects the parts of the memory that the transform sees; ``None``: all parts.
     observer
-        Watches the gradients, before they are transformed.
+        Accumulates statistics of the gradients, before they are transformed.
     depth
-        Blocks of the client's model, where it is not all of them.
+        Number of blocks of the client's model; ``None``: all blocks.
     split
-        The block before which the model is parted: what enters it are the step's features.
+        The block before which the model is split: its input tokens are the step's features.
     """
 
     trainable: Selection
@@ -198,26 +200,26 @@ class Objective:
 
 @dataclass(frozen=True)
 class Fit:
-    """A training that a method asks for.
+    """A training that a method requests.
 
     Attributes
     ----------
     weights
-        The whole model's, those that train and those that do not.
+        All weights of the model, those that train and those that do not.
     constants
-        Tensors that loss and transform may look at.
-    sums
-        What the objective's observer starts from. Clients may differ in their shapes: trained together, each is
-        padded with zeros at its ends, and cut back afterwards.
+        Tensors that the loss and the transform can use.
+    observer_state
+        The initial state of the objective's observer. Its shapes may differ between clients: in a stacked training
+        they are padded with zeros at their ends, and cut back afterwards.
     features
-        What to train on instead of images: tokens that enter the model at the objective's split.
+        Tokens that enter the model at the objective's split, to train on instead of images.
     memory
-        Stored samples whose gradients, at the current weights, are references of the transform.
-    elsewhere
-        Other values of the weights that train: the step's own loss has a gradient there too, which is the
-        transform's last reference.
-    score
-        Whether to measure every sample's loss under the trained weights at the end.
+        Stored samples. Their gradients at the current weights are references of the transform.
+    reference_weights
+        Other values of the weights that train. The gradient of the step's loss at these values is the last reference
+        of the transform.
+    score_samples
+        Whether to compute the loss of every sample under the trained weights at the end.
     """
 
     weights: Tensors
@@ -233,21 +235,21 @@ class Fit:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What came of it.
+    """Result of a :class:`Fit`.
 
     Attributes
     ----------
     weights
-        The weights that trained (and the buffers among the selection), new tensors.
+        The trained weights and the buffers of the selection, in new tensors.
     loss
         Mean training loss over all samples and epochs, a scalar on the device.
     samples, steps
-        Samples of the client, and optimiser steps taken.
+        Number of the client's samples, and of the optimiser steps it took.
     observed
-        What the objective's observer and transform summed up.
-    losses
-        Each of the client's samples' cross-entropy under the new weights, whole and unaltered, in the shard's
-        order, ``[samples]``; empty unless it was asked for.
+        The final state of the objective's observer, and the counters of its transform.
+    sample_losses
+        Cross-entropy of each of the client's samples under the trained weights, without augmentation or masking, in
+        the order of the shard, ``[samples]``; empty unless it was requested.
     """
 
     weights: Tensors

@@ -1,4 +1,4 @@
-"""Optimisers and the learning-rate schedule."""
+"""The optimiser and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
 
-BETAS = (0.9, 0.999)  # AdamW's usual
-EPSILON = 1e-8
+ADAMW_BETAS = (0.9, 0.999)
+ADAMW_EPSILON = 1e-8
 
 
 def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
-    """Return the learning rate of a round (counted from 1).
+    """Return the learning rate of a round.
 
-    A client sees few steps a round, so the schedule runs over rounds: linear up over ``warmup_rounds``, then half a
-    cosine towards (never reaching) zero. It is constant within a round. ``rounds`` are those of the whole run, or of
-    one task: after them it begins anew.
+    A client takes few steps per round, so the schedule runs over rounds and is constant within a round: it rises
+    linearly over ``warmup_rounds``, then follows half a cosine towards zero, which it never reaches.
+
+    Parameters
+    ----------
+    round
+        The number of the round, from 1.
+    rounds
+        The number of rounds of the run, or of one task: after them the schedule starts again.
     """
     round = (round - 1) % rounds + 1
     if round <= config.warmup_rounds:
@@ -34,52 +40,54 @@ def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
 
 
 class Optimizer:
-    """A fresh optimiser for each of one or several clients: no state is kept between rounds.
+    """A new optimiser for each of one or several clients. No state is kept between rounds.
 
-    It is torch's own fused kernel, called once a client on views of the stacked weights: with its flag for a step to
-    be skipped, which was made for overflows, a client that has no step takes none. `torch.optim` itself has one step
-    count and one flag for all its weights. On a GPU that keeps few of its processors busy; there AdamW is a kernel of
-    our own, called once a tensor.
+    It calls torch's fused kernel once per client, on views of the stacked weights. ``torch.optim`` itself has one step
+    count for all weights; here every client has its own. A client without a step skips it: the kernel's flag for that
+    was made for gradient overflows. One call per client keeps few of a GPU's processors busy: there AdamW is a Triton
+    kernel that is called once per tensor.
 
     Parameters
     ----------
     leaves
-        The weights that train; stacked on a leading axis where ``clients`` is not ``None``.
+        The weights that train.
+    num_clients
+        The length of the leading axis of clients; ``None`` if there is no such axis.
     kernels
-        Whether there are kernels of our own.
+        Whether the project's own Triton kernels can be used.
     """
 
     def __init__(
-        self, config: TrainConfig, leaves: Mapping[str, Tensor], clients: int | None, kernels: bool = False
+        self, config: TrainConfig, leaves: Mapping[str, Tensor], num_clients: int | None, kernels: bool = False
     ) -> None:
         self.config = config
-        self.clients = clients
+        self.num_clients = num_clients
         device = next(iter(leaves.values())).device if leaves else torch.device("cpu")
-        adaptive = config.optimizer == "adamw"
-        moments = 2 if adaptive else (1 if config.momentum else 0)
+        is_adamw = config.optimizer == "adamw"
+        num_moments = 2 if is_adamw else (1 if config.momentum else 0)
         self.leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-        # Whatever they hold: a training begins with a restart.
-        self.moments = [{name: torch.empty_like(leaf) for name, leaf in leaves.items()} for _ in range(moments)]
-        # A GPU's kernel reads a float, a CPU's takes the number as it is.
-        self.rate = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
-        self.taken = torch.zeros(clients or 1, device=device)
+        # Not initialised: a training begins with `restart`.
+        self.moments = [{name: torch.empty_like(leaf) for name, leaf in leaves.items()} for _ in range(num_moments)]
+        # The kernel for GPUs reads the learning rate as float32, the one for CPUs takes it as a double.
+        self.lr = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        self.step_counts = torch.zeros(num_clients or 1, device=device)
         self.kernel: Any = None
-        if kernels and adaptive and clients is not None:
-            self.kernel = import_module("vitfleet.training.fused_adamw")  # only then: it needs Triton
+        if kernels and is_adamw and num_clients is not None:
+            self.kernel = import_module("vitfleet.training.fused_adamw")  # imported only here, because it needs Triton
 
-    def restart(self, rate: float) -> None:
-        """Forget what was, and set the learning rate."""
-        self.rate.fill_(rate)
-        torch._foreach_zero_([self.taken, *(one for moment in self.moments for one in moment.values())])
+    def restart(self, lr: float) -> None:
+        """Reset all state, and set the learning rate."""
+        self.lr.fill_(lr)
+        torch._foreach_zero_([self.step_counts, *(tensor for moment in self.moments for tensor in moment.values())])
 
     def first(self, count: int) -> Optimizer:
-        """Return the optimiser of the first so many clients, which works on the same tensors."""
-        some = copy(self)
-        some.clients = count
-        some.taken = self.taken[:count]
-        some.leaves = {name: one[:count] for name, one in self.leaves.items()}
-        some.moments = [{name: one[:count] for name, one in moment.items()} for moment in self.moments]
-        return some
+        """Return the optimiser of the first ``count`` clients, which works on the same memory."""
+        part = copy(self)
+        part.num_clients = count
+        part.step_counts = self.step_counts[:count]
+        part.leaves = {name: leaf[:count] for name, leaf in self.leaves.items()}
+        part.moments = [{name: tensor[:count] for name, tensor in moment.items()} for moment in self.moments]
+        return part
 
     def step(self, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
         """Take a step.
@@ -87,79 +95,82 @@ class Optimizer:
         Parameters
         ----------
         active
-            Which clients take it, as 1 or 0, on the device; ``None``: all of them.
+            1 for each client that takes the step, else 0, on the device; ``None``: all clients take it.
         """
-        self.taken += 1 if active is None else active
+        self.step_counts += 1 if active is None else active
         if self.kernel is not None:
-            self._apply_to_all(gradients, torch.ones_like(self.taken) if active is None else active)
+            self._step_stacked(gradients, torch.ones_like(self.step_counts) if active is None else active)
             return
-        rows = self._views(gradients[name] for name in self.leaves)
-        weights = self._views(self.leaves.values())
-        states = [self._views(moment.values()) for moment in self.moments]
-        counts = self.taken.unbind()
-        skips = [None] * len(rows) if active is None else (1 - active).reshape(-1).unbind()
+        weights = self._per_client(self.leaves.values())
+        client_gradients = self._per_client(gradients[name] for name in self.leaves)
+        moments = [self._per_client(moment.values()) for moment in self.moments]
+        step_counts = self.step_counts.unbind()
+        skips = [None] * len(weights) if active is None else (1 - active).reshape(-1).unbind()
         for client, skip in enumerate(skips):
-            self._apply(weights[client], rows[client], [state[client] for state in states], counts[client], skip)
+            client_moments = [moment[client] for moment in moments]
+            self._step_client(weights[client], client_gradients[client], client_moments, step_counts[client], skip)
 
-    def _apply_to_all(self, gradients: Mapping[str, Tensor], active: Tensor) -> None:
-        firsts, seconds = self.moments
+    def _step_stacked(self, gradients: Mapping[str, Tensor], active: Tensor) -> None:
+        """Take an AdamW step of all clients, with one kernel launch per tensor."""
+        first_moments, second_moments = self.moments
         for name, leaf in self.leaves.items():
             self.kernel.adamw(
                 leaf,
                 gradients[name],
-                firsts[name],
-                seconds[name],
-                self.taken,
+                first_moments[name],
+                second_moments[name],
+                self.step_counts,
                 active,
-                self.rate,
-                betas=BETAS,
-                epsilon=EPSILON,
-                decay=self.config.weight_decay,
+                self.lr,
+                betas=ADAMW_BETAS,
+                epsilon=ADAMW_EPSILON,
+                weight_decay=self.config.weight_decay,
             )
 
-    def _apply(
+    def _step_client(
         self,
         weights: list[Tensor],
         gradients: list[Tensor],
-        states: list[list[Tensor]],
-        count: Tensor,
+        moments: list[list[Tensor]],
+        step_count: Tensor,
         skip: Tensor | None,
     ) -> None:
+        """Take a step of one client with torch's fused kernel."""
         config = self.config
         if config.optimizer == "sgd":
             torch._fused_sgd_(
                 weights,
                 gradients,
-                states[0] if states else [],
+                moments[0] if moments else [],
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
-                lr=self.rate,
+                lr=self.lr,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
-                is_first_step=False,  # its velocity is zero, which comes to the same
+                is_first_step=False,  # the momentum buffer is zero, which has the same result
                 found_inf=skip,
             )
             return
         torch._fused_adamw_(
             weights,
             gradients,
-            states[0],
-            states[1],
+            moments[0],
+            moments[1],
             [],
-            [count] * len(weights),
-            lr=self.rate,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
+            [step_count] * len(weights),
+            lr=self.lr,
+            beta1=ADAMW_BETAS[0],
+            beta2=ADAMW_BETAS[1],
             weight_decay=config.weight_decay,
-            eps=EPSILON,
+            eps=ADAMW_EPSILON,
             amsgrad=False,
             maximize=False,
             found_inf=skip,
         )
 
-    def _views(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Return each client's own tensors."""
-        if self.clients is None:
+    def _per_client(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Return the tensors of each client."""
+        if self.num_clients is None:
             return [list(tensors)]
-        return [list(row) for row in zip(*(one.unbind() for one in tensors), strict=True)]
+        return [list(row) for row in zip(*(tensor.unbind() for tensor in tensors), strict=True)]
