@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from vitfleet.cli import main
 from vitfleet.cli.base import console
-from vitfleet.config import load_config
+from vitfleet.config import load_config, plugins
+from vitfleet.config import registry as registry_module
 from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.fleet.base import ClientTask, EvalResult
@@ -79,6 +80,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _registries() -> Iterator[None]:
+    """Forget what a test registered."""
+    before = {registry: {entry.name: entry for entry in registry} for registry in registry_module.ALL}
+    loaded = dict(plugins._loaded)
+    yield
+    changed = [registry for registry, entries in before.items() if registry._entries != entries]
+    for registry in changed:
+        registry._entries = before[registry]
+    if changed:
+        plugins._loaded.clear()
+        plugins._loaded.update(loaded)
+        registry_module._rebuild_configuration()
 
 
 @pytest.fixture

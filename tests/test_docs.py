@@ -15,11 +15,13 @@ import pytest
 import typer.main
 
 from conftest import Command
+from vitfleet.api.comparison import combinations, variants
 from vitfleet.cli.base import app
+from vitfleet.cli.compare import parse_sweep
 from vitfleet.config import Config, load_config
 from vitfleet.config.keys import every_key
+from vitfleet.config.load import parse_overrides
 from vitfleet.errors import UserError
-from vitfleet.run.compare import parse_method_variants, parse_sweeps
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -123,9 +125,10 @@ def configurations(options: dict[str, Any]) -> Iterator[Config]:
         methods = options.get("method") or []
         if "sweep" not in options:  # `cost --method NAME` takes a name only
             methods = [name.split()[0] for name in methods]
-        for _, own in parse_method_variants(methods):
-            for _, swept in parse_sweeps(options.get("sweep") or []):
-                yield load_config("digits" if is_file else source, [*options.get("override", []), *own, *swept])
+        for _, own in variants(methods):
+            for _, swept in combinations(parse_sweep(options.get("sweep") or [])):
+                keys = {**parse_overrides(options.get("override", [])), **own, **swept}
+                yield load_config("digits" if is_file else source, keys)
 
 
 def test_documentation_contains_commands() -> None:

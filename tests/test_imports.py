@@ -32,7 +32,8 @@ MAY_KNOW = {
     "run": _BELOW_RUN,
     "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
     "flower": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
-    "cli": {*_BELOW_CLI, "flower"},
+    "api": {*_BELOW_CLI, "flower"},
+    "cli": {*_BELOW_CLI, "flower", "api"},
     "__main__": {"cli"},
     **{loose: {"config"} for loose in LOOSE},
 }
@@ -67,8 +68,7 @@ def imported(path: Path) -> Iterator[tuple[int, list[str]]]:
 def test_imports_point_one_way(path: Path) -> None:
     place = name_of(path)
     if not place:
-        assert not list(imported(path)), "the package itself imports nothing of its own: it must stay cheap"
-        return
+        return  # the public names: imported lazily, as `test_import_is_cheap_and_lists_the_public_names` checks
     room = place[0]
     assert room in MAY_KNOW, f"say in this test where the room {room!r} stands"
     allowed = {room, *LOOSE, *MAY_KNOW[room]}

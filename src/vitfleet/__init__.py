@@ -1,6 +1,62 @@
 """vitfleet trains vision transformers across a fleet of edge devices.
 
-Importing the package is cheap: torch is imported by the rooms that compute, not here.
+The names below are the public API. Importing the package is cheap: each name is imported when it is first used, and
+torch with it.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vitfleet.api import Classifier as Classifier
+    from vitfleet.api import Comparison as Comparison
+    from vitfleet.api import Prediction as Prediction
+    from vitfleet.api import Run as Run
+    from vitfleet.api import compare as compare
+    from vitfleet.api import cost as cost
+    from vitfleet.api import load_comparison as load_comparison
+    from vitfleet.api import load_run as load_run
+    from vitfleet.api import train as train
+    from vitfleet.config import Config as Config
+    from vitfleet.config import load_config as load_config
+    from vitfleet.config.registry import register_aggregation as register_aggregation
+    from vitfleet.config.registry import register_callback as register_callback
+    from vitfleet.config.registry import register_dataset as register_dataset
+    from vitfleet.config.registry import register_method as register_method
+    from vitfleet.config.registry import register_metric as register_metric
+    from vitfleet.config.registry import register_model as register_model
+    from vitfleet.config.registry import register_partition as register_partition
+    from vitfleet.config.registry import register_tracker as register_tracker
+    from vitfleet.run.callbacks import BestModel as BestModel
+    from vitfleet.run.callbacks import Callback as Callback
+    from vitfleet.run.callbacks import EarlyStopping as EarlyStopping
+    from vitfleet.run.callbacks import StopRun as StopRun
+
+_HOMES = {
+    "vitfleet.api": (
+        "Classifier", "Comparison", "Prediction", "Run", "compare", "cost", "load_comparison", "load_run", "train",
+    ),
+    "vitfleet.config": ("Config", "load_config"),
+    "vitfleet.config.registry": (
+        "register_aggregation", "register_callback", "register_dataset", "register_method", "register_metric",
+        "register_model", "register_partition", "register_tracker",
+    ),
+    "vitfleet.run.callbacks": ("BestModel", "Callback", "EarlyStopping", "StopRun"),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'vitfleet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

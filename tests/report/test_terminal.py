@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 
 from vitfleet.report.tables import comparison_table, summary_table
 from vitfleet.report.terminal import RoundDisplay
-from vitfleet.run.compare import Comparison, ComparisonRow
+from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
 
@@ -56,7 +56,7 @@ def test_summary_table_shows_the_warnings_among_the_client_metrics() -> None:
 def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
     text = render(
         comparison_table(
-            Comparison(
+            ComparisonResult(
                 [ComparisonRow("mine", [summary(60.0), summary(64.0)]), ComparisonRow("other", [summary(50.0)])], None
             )
         )

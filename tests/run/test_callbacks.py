@@ -40,7 +40,7 @@ class Calls(Callback):
         self.calls: list[str] = []
         self.stop_after = stop_after
 
-    def restore(self, records: Iterable[RoundRecord]) -> None:
+    def restore(self, run_folder: Path, records: Iterable[RoundRecord]) -> None:
         self.calls += [f"restore {record.round}" for record in records]
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
@@ -105,7 +105,7 @@ def test_the_first_rounds_of_a_stopped_run_are_those_of_a_full_one(tiny_config: 
 
 def stops_after(values: list[float | None], **params: Any) -> int | None:
     """Return the round after which early stopping stops a run with these accuracies."""
-    callback = EarlyStopping(EarlyStoppingParams(**params), Path())
+    callback = EarlyStopping(EarlyStoppingParams(**params))
     state = RunState(None)  # type: ignore[arg-type]
     for round, value in enumerate(values, start=1):
         if callback.on_round_end(state, record_of(round, value, loss=value or 1.0)) is not None:
@@ -135,7 +135,7 @@ def test_early_stopping_of_a_loss_stops_when_it_no_longer_falls() -> None:
 
 
 def test_early_stopping_names_the_best_round() -> None:
-    callback = EarlyStopping(EarlyStoppingParams(patience=1), Path())
+    callback = EarlyStopping(EarlyStoppingParams(patience=1))
     state = RunState(None)  # type: ignore[arg-type]
     assert callback.on_round_end(state, record_of(1, 0.5)) is None
     stop = callback.on_round_end(state, record_of(2, 0.4))
@@ -147,8 +147,8 @@ def test_early_stopping_restored_decides_as_if_never_interrupted() -> None:
     records = [record_of(round, value) for round, value in enumerate(values, start=1)]
     state = RunState(None)  # type: ignore[arg-type]
     for split in range(len(records)):
-        callback = EarlyStopping(EarlyStoppingParams(patience=4), Path())
-        callback.restore(records[:split])
+        callback = EarlyStopping(EarlyStoppingParams(patience=4))
+        callback.restore(Path(), records[:split])
         assert [callback.on_round_end(state, record) is not None for record in records[split:]] == (
             [False] * (5 - split) + [True]
         )
@@ -183,7 +183,7 @@ def test_best_model_is_the_model_of_the_best_round(tiny_config: MakeConfig, tmp_
         def on_round_end(self, state: RunState, record: RoundRecord) -> None:
             states.append(state)
 
-    result = run(tiny_config("rounds=4", "train.lr=0.3"), tmp_path, Keep(), BestModel(params, tmp_path))
+    result = run(tiny_config("rounds=4", "train.lr=0.3"), tmp_path, Keep(), BestModel(params))
     losses = [record.loss or 0.0 for record in read_records(tmp_path)]
     best = losses.index(min(losses)) + 1
     assert best < 4, "a rate that is too large: the last round is not the best"
@@ -200,14 +200,15 @@ def test_best_model_is_the_model_of_the_best_round(tiny_config: MakeConfig, tmp_
 
 
 def test_best_model_of_a_discarded_round_is_replaced(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    run(tiny_config("rounds=3"), tmp_path, BestModel(BestModelParams(monitor="loss"), tmp_path))
+    run(tiny_config("rounds=3"), tmp_path, BestModel(BestModelParams(monitor="loss")))
     with safe_open(tmp_path / "best.safetensors", "pt") as file:
         round = json.loads(file.metadata()["vitfleet"])["rounds"]
-    kept = BestModel(BestModelParams(monitor="loss"), tmp_path)
-    kept.restore(record_of(number, None, loss=5.0 if number == 1 else 1.0) for number in range(1, round + 1))
+    kept = BestModel(BestModelParams(monitor="loss"))
+    losses = {1: 5.0}
+    kept.restore(tmp_path, (record_of(number, None, loss=losses.get(number, 1.0)) for number in range(1, round + 1)))
     assert kept.summary_entries()["best_model"]["round"] == 1
-    replaced = BestModel(BestModelParams(monitor="loss"), tmp_path)
-    replaced.restore(record_of(number, None, loss=5.0) for number in range(1, round))
+    replaced = BestModel(BestModelParams(monitor="loss"))
+    replaced.restore(tmp_path, (record_of(number, None, loss=5.0) for number in range(1, round)))
     assert replaced.summary_entries() == {}
 
 

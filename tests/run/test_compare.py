@@ -13,38 +13,10 @@ from vitfleet.run.compare import (
     ComparedRun,
     cost_to_target,
     create_comparison,
-    parse_method_variants,
-    parse_sweeps,
     read_command,
     read_comparison,
     read_members,
 )
-
-
-def test_sweeps_are_every_combination() -> None:
-    assert list(parse_sweeps([])) == [("", [])]
-    assert list(parse_sweeps(["method.k=1,2", "train.lr=1e-3, 1e-4"])) == [
-        ("k=1 lr=1e-3", ["method.k=1", "train.lr=1e-3"]),
-        ("k=1 lr=1e-4", ["method.k=1", "train.lr=1e-4"]),
-        ("k=2 lr=1e-3", ["method.k=2", "train.lr=1e-3"]),
-        ("k=2 lr=1e-4", ["method.k=2", "train.lr=1e-4"]),
-    ]
-    for wrong in ("k", "=1,2", "method.k=1,,2", "method.k="):
-        with pytest.raises(UserError, match="must look like key=value,value"):
-            list(parse_sweeps([wrong]))
-
-
-def test_methods_with_what_they_alone_are_given() -> None:
-    assert parse_method_variants([]) == [("", [])]
-    assert parse_method_variants(["fedavg", "fed-full train.lr=3e-4 train.mask_ratio=0"]) == [
-        ("fedavg", ["method.name=fedavg"]),
-        ("fed-full", ["method.name=fed-full", "train.lr=3e-4", "train.mask_ratio=0"]),
-    ]
-    several = parse_method_variants(["fedvit", "fedvit method.tune_epochs=0", "gem"])
-    assert [called for called, _ in several] == ["fedvit", "fedvit tune_epochs=0", "gem"]
-    for wrong in ("train.lr=1", "fedavg lr", ""):
-        with pytest.raises(UserError, match="must be a method's name, and key=value after it"):
-            parse_method_variants([wrong])
 
 
 def test_what_a_target_took(make_run: MakeRun) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -29,8 +29,12 @@ Overrides = Annotated[
     list[str],
     typer.Option("-o", "--override", metavar="KEY=VALUE", help="Set a key: `-o train.lr=1e-3`. May be repeated."),
 ]
-
-
+Plugins = Annotated[
+    list[Path],
+    typer.Option(
+        "--plugin", metavar="FILE", help="A Python file of your own methods, data sets, metrics, …. May be repeated."
+    ),
+]
 Out = Annotated[Path | None, typer.Option(help="Output folder. Default: the next free one in runs/.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one line of JSON at the end; everything else goes to standard error.")
@@ -59,13 +63,25 @@ def _common(
 
 
 def configure(
-    source: str, override: list[str], seed: int | None, data_dir: str | None, more: Mapping[str, Any] | None = None
+    source: str,
+    override: list[str],
+    seed: int | None,
+    data_dir: str | None,
+    more: Mapping[str, Any] | None = None,
+    plugins: Sequence[Path] = (),
 ) -> Config:
     """Load a configuration with the options of the command line."""
     from vitfleet.config import load_config
 
     options = {"seed": seed, "data.dir": data_dir, **(more or {})}
-    return load_config(source, override, {key: value for key, value in options.items() if value is not None})
+    return load_config(source, override, {key: value for key, value in options.items() if value is not None}, plugins)
+
+
+def with_data_dir(data_dir: str | None, override: list[str]) -> dict[str, Any]:
+    """Return the overrides of a command, with ``--data-dir`` as one of them."""
+    from vitfleet.config.load import parse_overrides
+
+    return {**({} if data_dir is None else {"data.dir": data_dir}), **parse_overrides(override)}
 
 
 def reserve_stdout(as_json: bool) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import signal
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,22 +15,27 @@ from vitfleet.cli.base import (
     Jobs,
     Out,
     Overrides,
+    Plugins,
     app,
-    configure,
     console,
     error_console,
     print_text,
-    raise_interrupt,
     reserve_stdout,
+    with_data_dir,
 )
-from vitfleet.cli.train import train
+from vitfleet.cli.train import resumable
 from vitfleet.errors import UserError
+
+if TYPE_CHECKING:
+    from vitfleet.api import Comparison
+    from vitfleet.run.jobs import JobResult
 
 
 @app.command()
 def compare(
     sources: Annotated[list[str], typer.Argument(metavar="PRESET|FILE…", help="What to compare.")],
     override: Overrides = [],  # noqa: B006
+    plugin: Plugins = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2: one run of every configuration per seed.")] = "0",
     sweep: Annotated[
         list[str],
@@ -70,91 +72,66 @@ def compare(
     * `vitfleet compare digits --method fedavg --method 'fed-lora train.lr=5e-3' --jobs 2`
     * `vitfleet compare mine.toml other.toml -o rounds=50 --out runs/both`
     """
-    from vitfleet.run.compare import ComparedRun, create_comparison, parse_method_variants, parse_sweeps
+    from vitfleet.api.comparison import create
 
     check_single_process()
     reserve_stdout(as_json)
     if not all(seed.strip().isdigit() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
-    variants = parse_method_variants(method)
-    members = [
-        ComparedRun(
-            # The methods of a single configuration are called by their own names alone.
-            " ".join(filter(None, (Path(source).stem if len(sources) > 1 or not variant else "", variant, swept))),
-            configure(source, [*override, *variant_overrides, *sweep_overrides], int(seed), data_dir),
-        )
-        for seed in seeds.split(",")
-        for source in sources
-        for variant, variant_overrides in variants
-        for swept, sweep_overrides in parse_sweeps(sweep)
-    ]
-    folder = create_comparison(members, out, shlex.join(["vitfleet", *sys.argv[1:]]), target)
-    run_comparison(folder, as_json, jobs)
+    comparison, _ = create(
+        sources,
+        methods=method,
+        seeds=[int(seed) for seed in seeds.split(",")],
+        sweep=parse_sweep(sweep),
+        overrides=with_data_dir(data_dir, override),
+        plugins=plugin,
+        target=target,
+        out=out,
+        command=["vitfleet", *sys.argv[1:]],
+    )
+    run_comparison(comparison, as_json, jobs)
 
 
-def run_comparison(path: Path, as_json: bool = False, jobs: int = 1) -> None:
+def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
+    """Return the values of every swept key: ``method.k=1,2`` is ``{"method.k": [1, 2]}``."""
+    from vitfleet.config.load import parse_overrides
+
+    sweep: dict[str, list[Any]] = {}
+    for text in texts:
+        key, sign, values = text.partition("=")
+        if not sign or not key.strip() or not all(value.strip() for value in values.split(",")):
+            raise UserError(f"-s {text}: must look like key=value,value,…, for example -s method.k=1,2,3")
+        key = key.strip()
+        sweep[key] = [parse_overrides([f"{key}={value}"])[key] for value in values.split(",")]
+    return sweep
+
+
+def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1) -> None:
     """Run the remaining runs of a comparison, show its table and write its report."""
-    from vitfleet.run.compare import read_command, read_members
-    from vitfleet.run.folder import create_run_folder, open_run_folder
-
-    members = [member for member in read_members(path) if not (member.folder(path) / "summary.json").exists()]
-    command = shlex.split(read_command(path))
-    if jobs > 1:
-        for member in members:
-            if not (member.folder(path) / "config.json").exists():
-                create_run_folder(member.config, member.folder(path), member.name, command).release()
-        _run_in_parallel([member.folder(path) for member in members], jobs, path)
-    else:
-        for member in members:
-            folder = member.folder(path)
-            if (folder / "config.json").exists():
-                train(open_run_folder(folder), comparison=path)
-            else:
-                train(create_run_folder(member.config, folder, member.name, command), is_new=True, comparison=path)
-    _show_comparison(path, as_json)
-
-
-def _show_comparison(path: Path, as_json: bool) -> None:
+    from vitfleet.cli.display import TerminalRun
     from vitfleet.report.tables import comparison_costs_table, comparison_table
-    from vitfleet.report.terminal import TerminalProgress
-    from vitfleet.report.write import write_report
-    from vitfleet.run.compare import partitions_differ, read_comparison
+    from vitfleet.run.compare import partitions_differ
 
-    comparison = read_comparison(path)
-    console.print(comparison_table(comparison))
+    display, path = TerminalRun(), comparison.path
+    with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
+        comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_show_job)
+    result = comparison.result
+    console.print(comparison_table(result))
     console.print()
-    console.print(comparison_costs_table(comparison.rows))
+    console.print(comparison_costs_table(result.rows))
     if partitions_differ(path):
         print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
     print_text(console, f"comparison folder: {path}")
-    written = write_report([path], progress=TerminalProgress(console))
-    print_text(console, f"report: {written.page}")
+    page = comparison.report(display)
+    print_text(console, f"report: {page}")
     if as_json:
-        tree = {"folder": str(path), "report": str(written.page), "target": comparison.target}
-        print(json.dumps({**tree, "runs": {row.name: row.summaries for row in comparison.rows}}))
+        tree = {"folder": str(path), "report": str(page), "target": result.target}
+        print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))
 
 
-def _run_in_parallel(folders: list[Path], jobs: int, comparison: Path) -> None:
-    """Run several runs of a comparison at a time."""
-    from vitfleet.report.terminal import TerminalProgress
-    from vitfleet.run.jobs import OUTPUT, run_jobs
-
-    signal.signal(signal.SIGTERM, raise_interrupt)
-    failed = []
-    results = run_jobs(folders, jobs, TerminalProgress(console))
-    try:
-        for result in results:
-            outcome = f"finished after {result.seconds:.0f} s" if result.code == 0 else f"failed: {result.last_line}"
-            print_text(console if result.code == 0 else error_console, f"{result.folder.name}: {outcome}")
-            failed += [result] if result.code else []
-    except KeyboardInterrupt:
-        results.close()
-        arguments = f"{shlex.quote(str(comparison))} --jobs {jobs}"
-        print_text(error_console, f"\nStopped. To resume from the last checkpoints: vitfleet resume {arguments}")
-        raise typer.Exit(130) from None
-    if failed:
-        output = failed[0].folder / OUTPUT
-        raise UserError(f"{len(failed)} of {len(folders)} runs failed; see {output} for the first of them")
+def _show_job(job: JobResult) -> None:
+    outcome = f"finished after {job.seconds:.0f} s" if job.code == 0 else f"failed: {job.last_line}"
+    print_text(console if job.code == 0 else error_console, f"{job.folder.name}: {outcome}")
 
 
 def check_single_process() -> None:

@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vitfleet.cli.base import Overrides, app, configure, console, print_text
+from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
 
 
 @app.command()
 def cost(
     source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="The configuration.")],
     override: Overrides = [],  # noqa: B006
+    plugin: Plugins = [],  # noqa: B006
     method: Annotated[
         list[str], typer.Option("--method", help="Report this method only. May be repeated. Default: all methods.")
     ] = [],  # noqa: B006
@@ -38,7 +39,7 @@ def cost(
     from vitfleet.report.tables import cost_table, device_table
     from vitfleet.report.terminal import TerminalProgress
 
-    config = configure(source, override, None, None)
+    config = configure(source, override, None, None, plugins=plugin)
     reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
     if as_json:
         print(json.dumps({"methods": {report.method: asdict(report) for report in reports}}, indent=2))
@@ -93,11 +94,14 @@ def presets() -> None:
 
 @app.command()
 def keys(
+    plugin: Plugins = [],  # noqa: B006
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
     """List every configuration key with its allowed values, default and meaning."""
     from vitfleet.config import keys as key_table
+    from vitfleet.config.plugins import load_plugins
 
+    load_plugins(plugin)
     if markdown:
         print(key_table.markdown(), end="")
         return

@@ -7,6 +7,8 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,20 +20,20 @@ from vitfleet.cli.base import (
     Jobs,
     Out,
     Overrides,
+    Plugins,
     app,
-    configure,
     console,
     error_console,
     print_text,
     raise_interrupt,
     reserve_stdout,
+    with_data_dir,
 )
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.run.context import RunContext
+    from vitfleet.cli.display import TerminalRun
     from vitfleet.run.folder import RunFolder
-    from vitfleet.run.state import RunState
 
 DEFAULT_COMPARISON = ("digits", "transfl-digits", "eftvit-digits")
 
@@ -42,6 +44,7 @@ def run(
         str | None, typer.Argument(metavar="[PRESET|FILE]", help="Name of a preset, or a .toml or .json file.")
     ] = None,
     override: Overrides = [],  # noqa: B006  (typer copies it)
+    plugin: Plugins = [],  # noqa: B006
     out: Out = None,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
@@ -54,23 +57,24 @@ def run(
     * `vitfleet run`
     * `vitfleet run transfl-cifar10 --data-dir ~/data --out runs/first`
     * `vitfleet run digits -o method.name=fedprox -o method.mu=0.1 -o rounds=30`
+    * `vitfleet run digits --plugin mine.py -o method.name=mine`
 
     `vitfleet presets` lists the presets, `vitfleet keys` every key that -o can set.
     """
-    from vitfleet.run.folder import create_run_folder
-
     if source is None:
         from vitfleet.cli.compare import compare
 
         seeds = "0" if seed is None else str(seed)
-        compare(list(DEFAULT_COMPARISON), override, seeds, out=out, data_dir=data_dir, as_json=as_json)
+        compare(list(DEFAULT_COMPARISON), override, plugin, seeds, out=out, data_dir=data_dir, as_json=as_json)
         return
     if process_rank() > 0:
         _follow()
         return
+    from vitfleet.api.training import create_run
+
     reserve_stdout(as_json)
-    config = configure(source, override, seed, data_dir)
-    run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
+    overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
+    run_folder, _ = create_run(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
     summary = train(run_folder, is_new=True)
     if as_json:
         print(json.dumps({"folder": str(run_folder.path), **summary}))
@@ -90,10 +94,11 @@ def resume(
     from vitfleet.run.folder import open_run_folder
 
     if (folder / MANIFEST).exists():
+        from vitfleet.api.comparison import Comparison
         from vitfleet.cli.compare import check_single_process, run_comparison
 
         check_single_process()
-        run_comparison(folder, jobs=jobs)
+        run_comparison(Comparison(folder), jobs=jobs)
         return
     if process_rank() > 0:
         _follow()
@@ -102,73 +107,40 @@ def resume(
     _show_summary(train(run_folder), run_folder)
 
 
-def train(run_folder: RunFolder, is_new: bool = False, comparison: Path | None = None) -> dict[str, Any]:
-    """Run the remaining rounds of a run and return its summary.
+def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
+    """Run the remaining rounds of a run, show them, and return its summary.
 
     Parameters
     ----------
     is_new
-        Whether the folder was just created: if the run cannot even be set up, it is removed.
-    comparison
-        The folder of the comparison that the run is part of.
+        Whether the folder was just created: if the run cannot be set up, it is removed.
     """
-    folder = run_folder.path
+    from vitfleet.api.training import discard_unstarted, run_in
+    from vitfleet.cli.display import TerminalRun
+
+    display = TerminalRun()
+    with resumable(run_folder.path, "", display):
+        try:
+            return run_in(run_folder, None, [display], display)
+        except UserError:
+            if is_new:
+                discard_unstarted(run_folder)
+            raise
+
+
+@contextmanager
+def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
+    """Print how to resume what is interrupted, and close the display in any case."""
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
-        return _run_remaining_rounds(run_folder)
+        yield
     except KeyboardInterrupt:
-        resumable = shlex.quote(str(comparison or folder))
-        print_text(error_console, f"\nStopped. To resume from the last checkpoint: vitfleet resume {resumable}")
+        display.close()
+        arguments = shlex.quote(str(path)) + options
+        print_text(error_console, f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
         raise typer.Exit(130) from None
-    except UserError:
-        from vitfleet.run.records import read_records
-
-        if is_new and next(read_records(folder), None) is None:  # no round was run
-            run_folder.discard()
-        raise
-
-
-def _run_remaining_rounds(run_folder: RunFolder) -> dict[str, Any]:
-    config = run_folder.config()
-    from vitfleet.fleet.distributed import join_process_group
-    from vitfleet.report.run_plots import draw_results, draw_setup
-    from vitfleet.report.terminal import RoundDisplay, TerminalProgress
-    from vitfleet.run.context import load_state
-    from vitfleet.run.loop import run_rounds
-    from vitfleet.run.setup import open_run
-
-    folder = run_folder.path
-    with join_process_group() as processes:
-        processes.broadcast(str(folder.resolve()).encode())
-        context = open_run(config, folder, TerminalProgress(console), processes=processes)
-        draw_setup(context)
-        state = load_state(context)
-        _show_start(context, state)
-        with RoundDisplay(console, config.rounds, state.round) as display:
-            summary = run_rounds(context, state, [display], display).summary
-    draw_results(folder)
-    return summary
-
-
-def _show_start(context: RunContext, state: RunState) -> None:
-    """Print what is about to run."""
-    config, machine, processes = context.config, context.machine, context.processes
-    for name in context.data.skipped:
-        print_text(error_console, f"skipped image that cannot be read: {name}")
-    precision = "bf16" if machine.bf16 else "fp32"
-    shared = f", {processes.size} processes" if processes.size > 1 else ""
-    print_text(
-        console,
-        f"{config.method.name} on {context.data.name}: {config.fleet.clients} clients, "
-        f"{config.fleet.per_round} per round, {context.params:,} parameters, {machine.device.type}, "
-        f"{precision}{shared}",
-    )
-    if state.stop_reason is not None:
-        print_text(console, f"this run is finished: it was stopped after round {state.round} ({state.stop_reason})")
-    elif state.round == config.rounds:
-        print_text(console, "this run is finished")
-    elif state.round:
-        print_text(console, f"resuming after round {state.round}")
+    finally:
+        display.close()
 
 
 def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:

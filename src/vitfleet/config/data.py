@@ -64,10 +64,8 @@ class AugmentConfig(Table):
         return self.crop > 0 or self.flip or self.brightness > 0
 
 
-class DataConfig(Table):
-    """Which images, and how they are partitioned among the clients."""
-
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
+class DataSource(Table):
+    """Keys of ``[data]`` that say where the images come from."""
 
     name: str = Field(
         "digits", description="a registered data set, hf:owner/name[:config], or a name for your own (with data.path)"
@@ -82,6 +80,22 @@ class DataConfig(Table):
     test_split: str | None = Field(
         None, description="hf:owner/name: split to test on; default: test, valid, validation, val"
     )
+    params: dict[str, Any] = Field({}, description="parameters of a registered data set that has any")
+    fingerprint: str | None = Field(
+        None, description="hash of data that was passed from Python: resuming needs the same data again"
+    )
+
+    @model_validator(mode="after")
+    def _params_fit(self) -> DataSource:
+        validate_params(DATASETS, self.name, self.params, "data.params")
+        return self
+
+
+class DataConfig(DataSource):
+    """Which images, and how they are partitioned among the clients."""
+
+    model_config = ConfigDict(defer_build=True)  # until the registries are complete
+
     test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
@@ -90,9 +104,3 @@ class DataConfig(Table):
     )
     tasks: TasksConfig | None = None
     augment: AugmentConfig = AugmentConfig()
-    params: dict[str, Any] = Field({}, description="parameters of a registered data set that has any")
-
-    @model_validator(mode="after")
-    def _params_fit(self) -> DataConfig:
-        validate_params(DATASETS, self.name, self.params, "data.params")
-        return self

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -21,6 +21,8 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 
 Tree = dict[str, Any]
+#: Keys to set: ``{"train.lr": 1e-3}``, or texts as given to ``-o``: ``["train.lr=1e-3"]``.
+Overrides: TypeAlias = Mapping[str, Any] | Iterable[str]
 
 # Tables that are emptied when one key changes: the other keys were set for its earlier value.
 FRESH = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind", "model": "name"}
@@ -37,7 +39,7 @@ def presets() -> dict[str, str]:
 
 def load_config(
     source: str,
-    overrides: Iterable[str] = (),
+    overrides: Overrides = (),
     base: Mapping[str, Any] | None = None,
     plugins: Iterable[str | Path] = (),
 ) -> Config:
@@ -48,7 +50,7 @@ def load_config(
     source
         A preset's name, or the path of a ``.toml`` or ``.json`` file.
     overrides
-        ``key=value`` texts with dotted keys, as given to ``-o``; the value is TOML, or a bare string.
+        Values by dotted key, or ``key=value`` texts as given to ``-o``, whose value is TOML or a bare string.
     base
         Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``).
     plugins
@@ -60,7 +62,7 @@ def load_config(
 
 def from_tree(
     tree: Tree,
-    overrides: Iterable[str] = (),
+    overrides: Overrides = (),
     base: Mapping[str, Any] | None = None,
     plugins: Iterable[str | Path] = (),
 ) -> Config:
@@ -69,7 +71,7 @@ def from_tree(
     tree["plugins"] = [*tree.get("plugins", ()), *map(str, plugins)]
     for key, value in (base or {}).items():
         _put(tree, key, value)
-    given = [_parse_override(text) for text in overrides]
+    given = list(parse_overrides(overrides).items())
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
     meant = [copy.deepcopy(tree.get(table)) for table in ("data", "model", "method")]
@@ -128,11 +130,8 @@ def _with_plugins(tree: Tree) -> Tree:
 
 def _reference(tree: Tree, registry: Registry[Any]) -> str | None:
     """Replace ``mine.py:Mine`` in a tree by the registered name, and return the plug-in's path."""
-    *parents, leaf = registry.key.split(".")
-    table: Any = tree
-    for parent in parents:
-        table = table.get(parent) if isinstance(table, dict) else None
-    value = table.get(leaf) if isinstance(table, dict) else None
+    table, leaf = _table_of(tree, registry.key)
+    value = table.get(leaf)
     resolved = plugin_loader.resolve(value, registry) if isinstance(value, str) else None
     if resolved is None:
         return None
@@ -162,7 +161,27 @@ def _read_source(source: str) -> Tree:
         raise UserError(f"{source}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must hold a table of keys, not a {type(tree).__name__}.")
+    _resolve_beside(tree, path.parent)
     return tree
+
+
+def _resolve_beside(tree: Tree, folder: Path) -> None:
+    """Resolve the plug-ins that a file names by relative paths: they lie beside the file."""
+    listed = tree.get("plugins")
+    if isinstance(listed, list):
+        tree["plugins"] = [str(folder / name) if isinstance(name, str) else name for name in listed]
+    for registry in ALL:
+        table, leaf = _table_of(tree, registry.key)
+        name = table.get(leaf) if table else None
+        if isinstance(name, str) and ".py:" in name and (folder / name.rpartition(":")[0]).is_file():
+            table[leaf] = str(folder / name)
+
+
+def parse_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Return overrides as values by dotted key; of a key that is given twice, the last value."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    return dict(_parse_override(text) for text in overrides)
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -179,14 +198,20 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, raw
 
 
+def _table_of(tree: Tree, key: str) -> tuple[Tree, str]:
+    """Return the table that holds a dotted key, empty if there is none, and the key's last part."""
+    *parents, leaf = key.split(".")
+    table: Any = tree
+    for parent in parents:
+        table = table.get(parent) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}, leaf
+
+
 def _make_paths_absolute(tree: Tree) -> None:
-    """Make paths absolute: a run is resumed, perhaps, from another folder."""
+    """Make paths absolute: a run may be resumed from another folder."""
     for key in PATHS:
-        *parents, leaf = key.split(".")
-        table: Any = tree
-        for parent in parents:
-            table = table.get(parent, {}) if isinstance(table, dict) else {}
-        path = table.get(leaf) if isinstance(table, dict) else None
+        table, leaf = _table_of(tree, key)
+        path = table.get(leaf)
         if isinstance(path, str) and path not in {"", "hub"}:
             table[leaf] = os.path.abspath(os.path.expanduser(path))
 

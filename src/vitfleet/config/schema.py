@@ -17,19 +17,30 @@ from vitfleet.config.registry import AGGREGATIONS, CALLBACKS, METHODS, METRICS, 
 from vitfleet.config.train import EvalConfig, MachineConfig, ModelConfig, TrainConfig
 
 
-class Config(Table):
+class Extensions(Table):
+    """What a run uses from plug-ins, by name, besides the components that the other tables name."""
+
+    model_config = ConfigDict(defer_build=True)  # until the registries are complete
+
+    plugins: tuple[str, ...] = Field(
+        (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
+    )
+    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field({}, description="what else is measured")
+    callbacks: Annotated[dict[str, CallbackParams], ByName(CALLBACKS)] = Field({}, description="called every round")
+    trackers: Annotated[dict[str, TrackerParams], ByName(TRACKERS)] = Field(
+        default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
+        description="where curves are shown",
+    )
+
+
+class Config(Extensions):
     """A whole run."""
 
     model_config = ConfigDict(defer_build=True)  # until the registries are complete
 
     title: str = Field("", description="one line for `vitfleet presets` and the report")
-    seed: int = Field(0, ge=0, description="addresses every draw of the run")
-    rounds: int = Field(
-        10, ge=1, description="rounds of the whole run; the schedule runs over them (data.tasks: follows from it)"
-    )
-    plugins: tuple[str, ...] = Field(
-        (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
-    )
+    seed: int = Field(0, ge=0, description="seed of every random draw")
+    rounds: int = Field(10, ge=1, description="rounds of the run; with data.tasks it follows from the tasks")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
     method: Annotated[MethodParams, OneOf(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
@@ -39,41 +50,35 @@ class Config(Table):
         default_factory=lambda: AGGREGATIONS.make_params("mean")
     )
     eval: EvalConfig = EvalConfig()
-    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field({}, description="what else is measured")
-    callbacks: Annotated[dict[str, CallbackParams], ByName(CALLBACKS)] = Field({}, description="called every round")
-    trackers: Annotated[dict[str, TrackerParams], ByName(TRACKERS)] = Field(
-        default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
-        description="where curves are shown",
-    )
     machine: MachineConfig = MachineConfig()
 
     @property
     def schedule_rounds(self) -> int:
-        """Rounds over which the learning rate's schedule runs: those of a task, or all."""
+        """Rounds of the learning-rate schedule: those of a task, or all."""
         return self.data.tasks.rounds_per_task if self.data.tasks else self.rounds
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that every client learns, one after the other; 1 where there are none."""
+        """Number of tasks that every client learns; 1 without a task stream."""
         return self.data.tasks.count if self.data.tasks else 1
 
     @property
     def task_known(self) -> bool:
-        """Whether a model is told an image's task, so that only the task's classes can win."""
+        """Whether an image's task is known, so that predictions are among the task's classes only."""
         return self.data.tasks is not None and self.data.tasks.incremental == "task"
 
     def task_index(self, round: int) -> int:
-        """Return how many tasks lie behind a client in a round; 0 where there are none."""
+        """Return the index of the task that is learned in a round; 0 without a task stream."""
         return self.data.tasks.task_index(round) if self.data.tasks else 0
 
     @model_validator(mode="before")
     @classmethod
     def _rounds_of_tasks(cls, tree: Any) -> Any:
-        """Let the rounds of a run of tasks follow from them, where they are left out."""
+        """Derive the rounds of a run with tasks from the tasks, where they are left out."""
         data = tree.get("data") if isinstance(tree, dict) and "rounds" not in tree else None
         try:
             tasks = DataConfig.model_validate(data or {}).tasks
-        except ValidationError:  # it will be complained of in its own place
+        except ValidationError:  # it is reported where the table itself is validated
             return tree
         return {**tree, "rounds": tasks.rounds} if tasks else tree
 
@@ -90,8 +95,8 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
-    def _devices_can_follow(self) -> Config:
-        """Let a server go back one round at most: a device keeps what it had before a round and after it."""
+    def _checkpoints_suit_the_fleet(self) -> Config:
+        """Require a checkpoint every round with remote clients: they store one earlier state only."""
         if self.fleet.kind == "flower" and self.machine.checkpoint_every != 1:
             raise ValueError(
                 f"machine.checkpoint_every = {self.machine.checkpoint_every}: must be 1 with fleet.kind = flower"

@@ -11,9 +11,9 @@ from vitfleet.config.registry import MODELS, validate_params
 
 
 class ModelConfig(Table):
-    """Which ViT. ``vit`` is built from the sizes below; any other name is timm's."""
+    """The model. ``vit`` is built from the sizes below; any other name is a registered model or timm's."""
 
-    name: str = Field("vit", description="vit, or a name of timm's, such as vit_tiny_patch16_224")
+    name: str = Field("vit", description="vit, a registered model, or a timm name such as vit_tiny_patch16_224")
     image_size: int | None = Field(None, ge=4, le=1024, description="default: the data's size, or timm's own")
     patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, or timm's own")
     dim: int = Field(64, ge=8, description="embedding width (for vit)")
@@ -39,49 +39,55 @@ class ModelConfig(Table):
 class TrainConfig(Table):
     """A client's local training."""
 
-    epochs: int = Field(1, ge=1, description="passes over a client's images in a round")
-    batch_size: int = Field(32, ge=1, description="images a step")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="fresh for every client and round")
+    epochs: int = Field(1, ge=1, description="passes over a client's images per round")
+    batch_size: int = Field(32, ge=1, description="images per step")
+    optimizer: Literal["adamw", "sgd"] = Field(
+        "adamw", description="optimiser; its state starts anew for every client and round"
+    )
     lr: float = Field(1e-3, gt=0, description="largest learning rate of the schedule")
-    weight_decay: float = Field(0.05, ge=0, description="on every weight that trains")
-    momentum: float = Field(0.9, ge=0, lt=1, description="for sgd")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="over the rounds of the run, or of a task")
+    weight_decay: float = Field(0.05, ge=0, description="weight decay, on every trained weight")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of sgd")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="learning-rate schedule, over the rounds of the run or of a task"
+    )
     warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
-    clip: float | None = Field(None, gt=0, description="largest norm of a step's gradient")
-    mask_ratio: float = Field(0.0, ge=0, lt=1, description="share of an image's patches dropped at every step")
+    clip: float | None = Field(None, gt=0, description="gradient clipping: largest norm of a step's gradient")
+    mask_ratio: float = Field(0.0, ge=0, lt=1, description="fraction r_m of an image's patches dropped at every step")
 
 
 class EvalConfig(Table):
     """When accuracy is measured, and on how many models."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
-    batch_size: int = Field(256, ge=1, description="images evaluated at a time")
+    batch_size: int = Field(256, ge=1, description="images per evaluation batch")
     clients: int | None = Field(
-        100, ge=0, description="clients whose models stand for a server that has none, drawn anew each time; null: all"
+        100,
+        ge=0,
+        description="for methods without a global model: client models that are averaged, drawn anew "
+        "each time; null: all",
     )
 
 
 class MachineConfig(Table):
-    """What the run computes on."""
+    """Device, precision and execution."""
 
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 where the GPU, or the CPU for models 128 wide or more, has it; else fp32"
     )
-    deterministic: bool = Field(False, description="bit-identical on a GPU too, at some cost; a CPU always is")
+    deterministic: bool = Field(False, description="bit-identical on a GPU too, slower; a CPU always is")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
     workers: int | None = Field(
         None,
         ge=1,
-        description="clients trained side by side on a CPU, which share its threads; default: one a thread, where "
-        "memory allows",
+        description="clients trained in parallel threads on a CPU; default: one per CPU thread, where memory allows",
     )
     cohort: int | None = Field(
-        None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, on a GPU as many as fit"
+        None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, up to 32 on a GPU"
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
     kernels: bool = Field(
-        True, description="on a GPU, own kernels for attention over few tokens and for the optimisers of a cohort"
+        True, description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of a cohort"
     )
     compile: bool = Field(False, description="compile the model's forward and backward pass; pays off in long runs")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")

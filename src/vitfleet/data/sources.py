@@ -90,6 +90,11 @@ def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSe
     DataError
         If the data is not found, not in a layout that can be read, or too damaged.
     """
+    if config.fingerprint is not None:
+        remedy = "resume it in Python: vitfleet.load_run(path).resume(data=…), with the same data"
+        raise ConfigError(
+            "data.fingerprint", config.fingerprint, f"the run was started with data from Python; {remedy}"
+        )
     request = DataRequest(config, progress)
     entry = DATASETS.get(config.name)
     if entry is not None:

@@ -11,7 +11,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
 from vitfleet.report.units import format_bytes, format_count, format_seconds
-from vitfleet.run.compare import Comparison, ComparisonRow
+from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.training.execution import ExecutionSummary
 
 _CONTINUAL_ROWS = {
@@ -56,7 +56,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: ComparisonResult) -> Table:
     """Return the accuracies of a comparison, one row per configuration."""
     rows, target = comparison.rows, comparison.target
     if all("continual" in summary for row in rows for summary in row.summaries):

@@ -36,7 +36,7 @@ class Callback:
     never interrupted, so a callback with state of its own recomputes it from the records in :meth:`restore`.
     """
 
-    def restore(self, records: Iterable[RoundRecord]) -> None:
+    def restore(self, run_folder: Path, records: Iterable[RoundRecord]) -> None:
         """Recompute the callback's state from the rounds before a resume. Called before :meth:`on_run_start`."""
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
@@ -60,9 +60,9 @@ class Callback:
         """Handle the end of the run, after its summary is written."""
 
 
-def make_callbacks(config: Config, run_folder: Path) -> list[Callback]:
+def make_callbacks(config: Config) -> list[Callback]:
     """Return the callbacks of the configuration's table ``callbacks``."""
-    return [CALLBACKS[name].target(params, run_folder) for name, params in config.callbacks.items()]
+    return [CALLBACKS[name].target(params) for name, params in config.callbacks.items()]
 
 
 class EarlyStoppingParams(CallbackParams):
@@ -78,15 +78,16 @@ class EarlyStoppingParams(CallbackParams):
 class EarlyStopping(Callback):
     """Stops a run when a value has not improved for ``patience`` measurements.
 
-    Rounds in which the value is not measured (``eval.every``) do not count.
+    Rounds in which the value is not measured (``eval.every``) do not count. In Python:
+    ``EarlyStopping(monitor="accuracy.local", patience=5)``.
     """
 
-    def __init__(self, params: EarlyStoppingParams, run_folder: Path) -> None:
-        self.params = params
-        self._best = Best(params.mode, params.min_delta)
+    def __init__(self, params: EarlyStoppingParams | None = None, **values: Any) -> None:
+        self.params = params or EarlyStoppingParams(**values)
+        self._best = Best(self.params.mode, self.params.min_delta)
         self._without_improvement = 0
 
-    def restore(self, records: Iterable[RoundRecord]) -> None:
+    def restore(self, run_folder: Path, records: Iterable[RoundRecord]) -> None:
         """Recompute the best value so far, and how long ago it was measured."""
         for record in records:
             self._update(record)
@@ -123,22 +124,22 @@ class BestModelParams(CallbackParams):
 class BestModel(Callback):
     """Writes ``best.safetensors``, in the format of ``model.safetensors``, whenever a value improves.
 
-    The summary's entry ``best_model`` has the round and the value.
+    The summary's entry ``best_model`` has the round and the value. In Python: ``BestModel(monitor="accuracy.global")``.
     """
 
-    def __init__(self, params: BestModelParams, run_folder: Path) -> None:
-        self.params = params
-        self.path = run_folder / BEST_MODEL
-        self._best = Best(params.mode)
+    def __init__(self, params: BestModelParams | None = None, **values: Any) -> None:
+        self.params = params or BestModelParams(**values)
+        self._best = Best(self.params.mode)
         self._context: RunContext | None = None
 
-    def restore(self, records: Iterable[RoundRecord]) -> None:
+    def restore(self, run_folder: Path, records: Iterable[RoundRecord]) -> None:
         """Recompute which round was the best so far."""
         last_round = 0
         for record in records:
             self._update(record)
             last_round = record.round
-        if self.path.exists() and model_round(self.path) > last_round:
+        path = run_folder / BEST_MODEL
+        if path.exists() and model_round(path) > last_round:
             # That round is repeated, on a real fleet perhaps with another result: the next measurement replaces it.
             self._best = Best(self.params.mode)
 
@@ -153,7 +154,7 @@ class BestModel(Callback):
         """Write the model if the value improved."""
         if self._update(record):
             assert self._context is not None
-            save_model(self._context, state, self.path)
+            save_model(self._context, state, self._context.folder / BEST_MODEL)
 
     def summary_entries(self) -> Mapping[str, Any]:
         """Return the best round and its value."""

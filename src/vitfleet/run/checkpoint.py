@@ -74,6 +74,40 @@ class Manifest:
         return {self.server, *self.clients.values(), *self.parts.values()}
 
 
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest in a checkpoint folder; ``None`` before the first checkpoint."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        tree = json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"{path}: is damaged; it was modified from outside, the run cannot be resumed") from None
+    if tree.get("version") != VERSION:
+        written_by = tree.get("version")
+        raise UserError(f"{path}: written by another version of vitfleet (format {written_by}); start a new run")
+    for table in ("clients", "last_seen"):  # JSON has no integer keys
+        tree[table] = {int(client): value for client, value in tree[table].items()}
+    return Manifest(**tree)
+
+
+def read_checkpoint(run_folder: Path, client: int | None = None) -> tuple[State, State | None]:
+    """Read the server's state and a client's from the last checkpoint, without changing anything in the folder.
+
+    Returns
+    -------
+    tuple
+        The server's state, and the client's; ``None`` for no client, or one that has no state.
+    """
+    folder = run_folder / "checkpoint"
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"{run_folder}: has no checkpoint yet; resume the run with `vitfleet resume {run_folder}`")
+    server = read_payload(State, folder / manifest.server)
+    name = None if client is None else manifest.clients.get(client)
+    return server, None if name is None else read_payload(State, folder / name)
+
+
 class Checkpoints:
     """The checkpoints of one run folder.
 
@@ -86,7 +120,7 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoint"
         self.folder.mkdir(exist_ok=True)
-        self.latest = self._read_manifest()
+        self.latest = read_manifest(self.folder)
         self._parts: Mapping[str, State] = {}  # as last written or read
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -95,22 +129,7 @@ class Checkpoints:
 
     def reload(self) -> None:
         """Switch to a checkpoint that another process committed."""
-        self.latest = self._read_manifest()
-
-    def _read_manifest(self) -> Manifest | None:
-        path = self.folder / MANIFEST
-        if not path.exists():
-            return None
-        try:
-            tree = json.loads(path.read_text())
-        except ValueError:
-            raise UserError(f"{path}: is damaged; it was modified from outside, the run cannot be resumed") from None
-        if tree.get("version") != VERSION:
-            written_by = tree.get("version")
-            raise UserError(f"{path}: written by another version of vitfleet (format {written_by}); start a new run")
-        for table in ("clients", "last_seen"):  # JSON has no integer keys
-            tree[table] = {int(client): value for client, value in tree[table].items()}
-        return Manifest(**tree)
+        self.latest = read_manifest(self.folder)
 
     def read(self, name: str) -> State:
         """Read one of the checkpoint's states."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,47 +31,6 @@ class ComparedRun:
     def folder(self, comparison: Path) -> Path:
         """Return the run's folder."""
         return comparison / f"{self.name}-s{self.config.seed}"
-
-
-def parse_sweeps(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield every combination of swept values: its name, and its overrides.
-
-    ``method.k=1,2`` and ``train.lr=1e-3,1e-4`` are four combinations, the first of which is named ``k=1 lr=1e-3``.
-    Without a sweep there is one combination, without a name.
-    """
-    axes: list[list[tuple[str, str]]] = []
-    for text in texts:
-        key, sign, values = text.partition("=")
-        if not sign or not key.strip() or not all(value.strip() for value in values.split(",")):
-            raise UserError(f"-s {text}: must look like key=value,value,…, for example -s method.k=1,2,3")
-        axes.append([(key.strip(), value.strip()) for value in values.split(",")])
-    for combination in product(*axes):
-        name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination)
-        yield name, [f"{key}={value}" for key, value in combination]
-
-
-def parse_method_variants(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the name and the overrides of each method variant.
-
-    ``fed-full train.lr=3e-4`` is a method with overrides for it alone. If a method occurs several times, the overrides
-    are part of the name: ``fed-full lr=3e-4``. Without any text there is one variant, without a name.
-    """
-    variants = []
-    methods = [(text.split() or [""])[0] for text in texts]
-    for text, method in zip(texts, methods, strict=True):
-        overrides = text.split()[1:]
-        if not method or "=" in method or not all("=" in override for override in overrides):
-            example = "--method 'fed-full train.lr=3e-4 train.mask_ratio=0'"
-            raise UserError(
-                f"--method {text!r}: must be a method's name, and key=value after it; for example {example}"
-            )
-        name = method
-        if methods.count(method) > 1:
-            pairs = [override.partition("=") for override in overrides]
-            last_parts = [f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs]
-            name = " ".join([method, *last_parts]).replace("/", "_")  # it becomes the name of a folder
-        variants.append((name, [f"method.name={method}", *overrides]))
-    return variants or [("", [])]
 
 
 def create_comparison(
@@ -147,14 +105,14 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonResult:
     """A finished comparison: its rows, and the target accuracy of their ``to_target``."""
 
     rows: list[ComparisonRow]
     target: float | None
 
 
-def read_comparison(path: Path) -> Comparison:
+def read_comparison(path: Path) -> ComparisonResult:
     """Return a finished comparison and write its summaries to ``compare.csv``.
 
     Without a target of its own it has the best accuracy that all runs reached, rounded down to whole percent.
@@ -171,7 +129,7 @@ def read_comparison(path: Path) -> Comparison:
         summary["to_target"] = cost_to_target(folder, target)
         rows.setdefault(member.name, ComparisonRow(member.name, [])).summaries.append(summary)
     _write_csv(path / "compare.csv", list(rows.values()))
-    return Comparison(list(rows.values()), target)
+    return ComparisonResult(list(rows.values()), target)
 
 
 def cost_to_target(folder: Path, target: float | None) -> dict[str, float | None]:

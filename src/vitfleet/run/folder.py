@@ -12,18 +12,21 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
 from vitfleet.config.load import read_config
+from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 
+PLUGINS_FILE = "plugins.json"  # origin and hash of every component that is not part of vitfleet
 # Files that a process which was killed before it wrote config.json may have left.
-_BEFORE_CONFIG = {".lock", "about.json", ".about.json.tmp", ".config.json.tmp"}
+_BEFORE_CONFIG = {".lock", "about.json", ".about.json.tmp", ".config.json.tmp", PLUGINS_FILE, f".{PLUGINS_FILE}.tmp"}
 _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 
 
@@ -55,7 +58,9 @@ class RunFolder:
 
     def config(self) -> Config:
         """Return the run's resolved configuration."""
-        return read_config(self.path / "config.json")
+        config = read_config(self.path / "config.json")
+        check_plugins(config, self.path)
+        return config
 
     def release(self) -> None:
         """Release the lock."""
@@ -88,6 +93,9 @@ def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequenc
         raise UserError(f"--out {path}: cannot be created ({error.strerror})") from None
     folder = RunFolder(path)
     write_atomically(path / "about.json", json.dumps(_about(argv), indent=2).encode())
+    used = [asdict(component) for component in used_components(config)]
+    if used:
+        write_atomically(path / PLUGINS_FILE, json.dumps(used, indent=2).encode())
     # Last: a folder with a configuration in it can be resumed.
     write_atomically(path / "config.json", config.model_dump_json(indent=2).encode())
     return folder
@@ -109,6 +117,13 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
     if not (path / "config.json").is_file():
         raise UserError(f"{path}: holds no run (there is no config.json in it)")
     return RunFolder(path, lock_seconds)
+
+
+def check_plugins(config: Config, path: Path) -> None:
+    """Check that the plug-ins of a run are the ones it began with."""
+    file = path / PLUGINS_FILE
+    if file.exists():
+        check_unchanged(config, [UsedComponent(**component) for component in json.loads(file.read_text())], str(path))
 
 
 def next_free_folder(parent: Path, stem: str) -> Path:

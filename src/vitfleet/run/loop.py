@@ -52,7 +52,7 @@ def run_rounds(
         Shows the progress within each round.
     """
     state = load_state(context) if state is None else state
-    callbacks = [*make_callbacks(context.config, context.folder), *callbacks]
+    callbacks = [*make_callbacks(context.config), *callbacks]
     _release_initial_weights(context)
     warmup = context.trainer.runners.warmup
     warmup.progress = progress
@@ -108,7 +108,7 @@ def _checkpoint(context: RunContext, state: RunState, log: RoundLog | None) -> R
 def _start_callbacks(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         if state.round:
-            callback.restore(read_records(context.folder))
+            callback.restore(context.folder, read_records(context.folder))
         callback.on_run_start(context, state)
 
 

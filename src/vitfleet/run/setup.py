@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import round_memory
+from vitfleet.data.from_objects import fingerprint
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.sources import load_dataset
 from vitfleet.data.tasks import assign_classes_to_tasks
@@ -30,6 +31,7 @@ from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.context import RunContext
+from vitfleet.run.data_info import write_data_info
 from vitfleet.run.evaluation import FleetEvaluator
 from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels
 from vitfleet.run.round_plan import RoundPlanner
@@ -49,6 +51,7 @@ def open_run(
     progress: Progress = NO_PROGRESS,
     make_fleet: MakeFleet | None = None,
     processes: ProcessGroup = SINGLE_PROCESS,
+    data: DataSet | None = None,
 ) -> RunContext:
     """Open a run in its folder: a new one, or one to resume.
 
@@ -58,16 +61,20 @@ def open_run(
         Makes a fleet of remote clients, which have their own images. ``None``: the clients run in this process.
     processes
         The processes that share the run.
+    data
+        The data set, where it is passed from Python instead of being loaded.
     """
     if (config.fleet.kind == "inline") != (make_fleet is None):
         remedy = "is started with `vitfleet server`; in one process it is inline"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
-    data = load_dataset(config.data, progress)
+    data = _checked(config, data) if data is not None else load_dataset(config.data, progress)
     net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
     with processes.first_before_others():
         machine = _open_machine(config, folder, net)
         data = data.to(machine.device)
+        if processes.is_first:
+            write_data_info(data, folder)
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
         checkpoints = Checkpoints(folder)
     class_tasks = _class_tasks(config, data)
@@ -98,6 +105,14 @@ def open_run(
         planner,
         processes,
     )
+
+
+def _checked(config: Config, data: DataSet) -> DataSet:
+    """Check that data from Python is what the run began with."""
+    if config.data.fingerprint != fingerprint(data):
+        remedy = "pass the data set that the run was started with"
+        raise ConfigError("data.fingerprint", config.data.fingerprint, f"the data passed is another one; {remedy}")
+    return data
 
 
 def _open_machine(config: Config, folder: Path, net: Net) -> Machine:

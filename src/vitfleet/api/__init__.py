@@ -1,0 +1,26 @@
+"""The public Python API: train, compare, load, cost. The command line uses the same functions.
+
+import vitfleet
+
+run = vitfleet.train("digits", method="transfl", overrides={"rounds": 5})
+run.records          # one row per round, a pandas DataFrame where pandas is installed
+run.model()          # the trained model, a torch.nn.Module
+"""
+
+from vitfleet.api.comparison import Comparison, compare, load_comparison
+from vitfleet.api.cost_estimate import cost
+from vitfleet.api.inference import Classifier, Prediction
+from vitfleet.api.run import Run, load_run
+from vitfleet.api.training import train
+
+__all__ = [
+    "Classifier",
+    "Comparison",
+    "Prediction",
+    "Run",
+    "compare",
+    "cost",
+    "load_comparison",
+    "load_run",
+    "train",
+]

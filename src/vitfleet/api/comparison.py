@@ -1,0 +1,290 @@
+"""Comparing several configurations, methods, sweeps and seeds on the same shards."""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from vitfleet.api.configuration import ConfigSource, as_data_set, make_config, source_name
+from vitfleet.api.frames import Row, as_frame, flatten
+from vitfleet.api.run import Run
+from vitfleet.api.training import discard_unstarted, run_in
+from vitfleet.config.load import Overrides, parse_overrides
+from vitfleet.data.images import DataSet
+from vitfleet.errors import UserError
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.callbacks import Callback
+from vitfleet.run.compare import (
+    MANIFEST,
+    ComparedRun,
+    ComparisonResult,
+    create_comparison,
+    read_command,
+    read_comparison,
+    read_members,
+)
+from vitfleet.run.folder import RunFolder, create_run_folder, open_run_folder
+from vitfleet.run.jobs import OUTPUT, JobResult, run_jobs
+
+
+class Comparison:
+    """A comparison, finished or not, in its folder.
+
+    Parameters
+    ----------
+    path
+        The comparison's folder; every run has one below it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / MANIFEST).is_file():
+            raise UserError(f"{self.path}: holds no comparison (there is no {MANIFEST} in it)")
+
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(member.name for member in read_members(self.path)))
+        return f"Comparison({str(self.path)!r}, {', '.join(names)})"
+
+    @property
+    def members(self) -> list[ComparedRun]:
+        """The runs that are compared, with their configurations."""
+        return read_members(self.path)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs that were started, in the order of the comparison."""
+        folders = [member.folder(self.path) for member in self.members]
+        return [Run(folder) for folder in folders if (folder / "config.json").is_file()]
+
+    @property
+    def result(self) -> ComparisonResult:
+        """The summaries of all runs, grouped by configuration; also written as ``compare.csv``."""
+        return read_comparison(self.path)
+
+    @property
+    def table(self) -> Any:
+        """One row per configuration: mean and standard deviation of every number of the summaries over the seeds.
+
+        A DataFrame where pandas is installed, else a list of rows.
+        """
+        return as_frame(_mean_row(row.name, row.summaries) for row in self.result.rows)
+
+    def resume(
+        self,
+        *,
+        jobs: int = 1,
+        data: Any = None,
+        callbacks: Sequence[Callback] = (),
+        progress: Progress = NO_PROGRESS,
+        on_job_end: Callable[[JobResult], None] | None = None,
+    ) -> Comparison:
+        """Run what is left of the comparison.
+
+        Parameters
+        ----------
+        jobs
+            Runs at a time, each a process of its own.
+        on_job_end
+            Called with each run that has ended, where there are several at a time.
+        """
+        left = [member for member in self.members if not (member.folder(self.path) / "summary.json").exists()]
+        if jobs > 1:
+            self._run_jobs(left, jobs, data, progress, on_job_end)
+        else:
+            self._run_in_turn(left, as_data_set(data), callbacks, progress)
+        return self
+
+    def _run_in_turn(
+        self, members: Sequence[ComparedRun], data: DataSet | None, callbacks: Sequence[Callback], progress: Progress
+    ) -> None:
+        for member in members:
+            folder = self._open(member)
+            try:
+                run_in(folder, data, callbacks, progress)
+            except UserError:
+                discard_unstarted(folder)
+                raise
+            finally:
+                folder.release()
+
+    def _run_jobs(
+        self,
+        members: Sequence[ComparedRun],
+        jobs: int,
+        data: Any,
+        progress: Progress,
+        on_job_end: Callable[[JobResult], None] | None,
+    ) -> None:
+        if data is not None:
+            raise UserError(f"jobs = {jobs}: must be 1 with data from Python, which other processes do not have")
+        for member in members:
+            self._open(member).release()
+        failed = []
+        with closing(run_jobs([member.folder(self.path) for member in members], jobs, progress)) as ended:
+            for job in ended:
+                failed += [job] if job.code else []
+                if on_job_end is not None:
+                    on_job_end(job)
+        if failed:
+            first = failed[0].folder / OUTPUT
+            raise UserError(f"{len(failed)} of {len(members)} runs failed; {first} has the reason of the first")
+
+    def _open(self, member: ComparedRun) -> RunFolder:
+        folder = member.folder(self.path)
+        if (folder / "config.json").exists():
+            return open_run_folder(folder)
+        return create_run_folder(member.config, folder, member.name, shlex.split(read_command(self.path)))
+
+    def report(self, progress: Progress = NO_PROGRESS) -> Path:
+        """Write the comparison's report, an HTML page with its figures, and return its path."""
+        from vitfleet.report.write import write_report
+
+        return write_report([self.path], progress=progress).page
+
+
+def compare(
+    configs: ConfigSource | Sequence[ConfigSource],
+    *,
+    methods: Sequence[str | Mapping[str, Any]] = (),
+    seeds: Iterable[int] = (0,),
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    data: Any = None,
+    overrides: Overrides = (),
+    plugins: Iterable[str | Path] = (),
+    jobs: int = 1,
+    target: float | None = None,
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = NO_PROGRESS,
+    command: Sequence[str] = (),
+) -> Comparison:
+    """Train several configurations, one after the other or several at a time, and return the comparison.
+
+    Parameters
+    ----------
+    configs
+        Presets, files, trees of keys or configurations; one, or a list.
+    methods
+        Train every configuration with each of these methods: a name, ``"fed-lora train.lr=5e-3"`` or
+        ``{"name": "fedprox", "mu": 0.1}``.
+    seeds
+        Every configuration is trained with each of them.
+    sweep
+        Train every configuration with each combination of these values: ``{"method.k": [1, 2, 3]}``.
+    data, overrides, plugins
+        As for :func:`vitfleet.train`, for every run.
+    jobs
+        Runs at a time, each a process of its own.
+    target
+        An accuracy, 0…1: when was it reached? Default: the best that all of the runs reach.
+    out
+        The comparison's folder; by default the next free one in ``runs/``.
+
+    Examples
+    --------
+    >>> comparison = vitfleet.compare("digits", methods=["fedavg", "fedprox method.mu=0.1"], seeds=[0, 1])
+    >>> comparison.table[["name", "accuracy.global.mean", "accuracy.global.std"]]
+    """
+    comparison, images = create(
+        configs, methods=methods, seeds=seeds, sweep=sweep, data=data, overrides=overrides, plugins=plugins,
+        target=target, out=out, command=command,
+    )  # fmt: skip
+    return comparison.resume(jobs=jobs, data=images, callbacks=callbacks, progress=progress)
+
+
+def create(
+    configs: ConfigSource | Sequence[ConfigSource],
+    *,
+    methods: Sequence[str | Mapping[str, Any]] = (),
+    seeds: Iterable[int] = (0,),
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    data: Any = None,
+    overrides: Overrides = (),
+    plugins: Iterable[str | Path] = (),
+    target: float | None = None,
+    out: str | Path | None = None,
+    command: Sequence[str] = (),
+) -> tuple[Comparison, DataSet | None]:
+    """Create the folder of a comparison without training anything: see :func:`compare`."""
+    sources: Sequence[ConfigSource]
+    sources = [configs] if isinstance(configs, str | Path) or not isinstance(configs, Sequence) else configs
+    if not sources:
+        raise UserError("compare: name at least one configuration")
+    common, paths, images = parse_overrides(overrides), list(plugins), as_data_set(data)
+    members = []
+    for seed, source, (variant, own), (swept, values) in product(
+        list(seeds), sources, variants(methods), combinations(sweep or {})
+    ):
+        config, _ = make_config(
+            source, data=images if images is not None else data, seed=seed,
+            overrides={**common, **own, **values}, plugins=paths,
+        )  # fmt: skip
+        # The methods of a single configuration are called by their own names alone.
+        stem = source_name(source) if len(sources) > 1 or not variant else ""
+        members.append(ComparedRun(" ".join(filter(None, (stem, variant, swept))), config))
+    text = shlex.join(command or ["vitfleet.compare"])
+    return Comparison(create_comparison(members, None if out is None else Path(out), text, target)), images
+
+
+def load_comparison(path: str | Path) -> Comparison:
+    """Open the comparison in a folder."""
+    return Comparison(path)
+
+
+def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each method's name and the keys that it sets; one without a name if there are no methods."""
+    parsed = [_variant(method) for method in methods]
+    names = [name for name, _ in parsed]
+    found = []
+    for name, keys in parsed:
+        shown = [f"{key.rpartition('.')[2]}={value}" for key, value in keys.items()]
+        called = " ".join([name, *shown]).replace("/", "_") if names.count(name) > 1 else name  # a folder's name too
+        found.append((called, {"method.name": name, **keys}))
+    return found or [("", {})]
+
+
+def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(method, str):
+        keys = dict(method)
+        name = keys.pop("name", "")
+        if not name:
+            raise UserError(f"methods: {dict(method)} has no name; give {{'name': 'fedprox', 'mu': 0.1}}, for example")
+        return str(name), {f"method.{key}": value for key, value in keys.items()}
+    name, *texts = method.split() or [""]
+    if not name or "=" in name or not all("=" in text for text in texts):
+        example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
+        raise UserError(f"method {method!r}: must be a method's name, and key=value after it; for example {example}")
+    return name, parse_overrides(texts)
+
+
+def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return every combination of swept values: its name, and the keys that it sets.
+
+    ``{"method.k": [1, 2], "train.lr": [1e-3, 1e-4]}`` has four combinations, the first named ``k=1 lr=0.001``. Without
+    a sweep there is one, without a name.
+    """
+    axes = [[(key, value) for value in values] for key, values in sweep.items()]
+    if empty := [key for key, values in sweep.items() if not values]:
+        raise UserError(f"sweep: {empty[0]} has no values; give some, for example {{'method.k': [1, 2, 3]}}")
+    return [
+        (" ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination), dict(combination))
+        for combination in product(*axes)
+    ]
+
+
+def _mean_row(name: str, summaries: Sequence[dict[str, Any]]) -> Row:
+    """Return one row of the table: the mean of every number over the seeds, and its standard deviation."""
+    flat = [flatten(summary) for summary in summaries]
+    row: Row = {"name": name, "runs": len(flat)}
+    for key in dict.fromkeys(key for values in flat for key in values):
+        values = [values[key] for values in flat if isinstance(values.get(key), int | float)]
+        if key in {"seed"} or len(values) < len(flat) or any(isinstance(value, bool) for value in values):
+            continue
+        row[f"{key}.mean"] = statistics.fmean(values)
+        row[f"{key}.std"] = statistics.stdev(values) if len(values) > 1 else None
+    return row

@@ -1,0 +1,143 @@
+"""A run in its folder: records, summary, model, resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vitfleet.api.configuration import as_data_set
+from vitfleet.api.frames import as_frame, flatten
+from vitfleet.api.inference import Classifier, load_classifier
+from vitfleet.api.training import run_in
+from vitfleet.config.load import read_config
+from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.callbacks import Callback
+from vitfleet.run.folder import check_plugins, open_run_folder
+from vitfleet.run.records import ClientRecord, RoundRecord, read_records
+
+
+class Run:
+    """A run, finished or not, in its folder.
+
+    Parameters
+    ----------
+    path
+        The run's folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise UserError(f"{self.path}: holds no run (there is no config.json in it)")
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else f"{len(list(read_records(self.path)))} rounds so far"
+        return f"Run({str(self.path)!r}, method={self.config.method.name!r}, {state})"
+
+    @cached_property
+    def config(self) -> Config:
+        """The run's resolved configuration."""
+        config = read_config(self.path / "config.json")
+        check_plugins(config, self.path)
+        return config
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has no rounds left."""
+        return (self.path / "summary.json").is_file()
+
+    @property
+    def records(self) -> Any:
+        """One row per round: loss, accuracy, bytes, metrics. A DataFrame with pandas installed, else a list of rows."""
+        return as_frame(_round_row(record) for record in read_records(self.path))
+
+    @property
+    def clients(self) -> Any:
+        """One row per client and round: bytes, samples, local accuracy, failures. A DataFrame, or a list of rows."""
+        return as_frame(
+            {"round": record.round, **_client_row(client)}
+            for record in read_records(self.path)
+            for client in record.clients
+        )
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run's summary: final accuracies, bytes, costs.
+
+        Raises
+        ------
+        UserError
+            The run is not finished.
+        """
+        path = self.path / "summary.json"
+        if not path.is_file():
+            raise UserError(f"{self.path}: the run is not finished; resume it with `vitfleet resume {self.path}`")
+        summary: dict[str, Any] = json.loads(path.read_text())
+        return summary
+
+    def model(self, client: int | None = None) -> Classifier:
+        """Return the trained model as a ``torch.nn.Module`` ready for inference.
+
+        Parameters
+        ----------
+        client
+            A client's own model: its personal layers with the shared ones. ``None``: the global model, or, for a method
+            without one, the model of a client that never took part.
+        """
+        return load_classifier(self.path, self.config, client)
+
+    def resume(self, *, data: Any = None, callbacks: Sequence[Callback] = (), progress: Progress = NO_PROGRESS) -> Run:
+        """Run the remaining rounds; the run ends as if it had never been interrupted.
+
+        Parameters
+        ----------
+        data
+            The data set of a run that was started with data from Python: the same again.
+        """
+        folder = open_run_folder(self.path)
+        try:
+            run_in(folder, as_data_set(data), callbacks, progress)
+        finally:
+            folder.release()
+        return self
+
+    def report(self) -> Path:
+        """Write the run's report, an HTML page with its figures, and return its path."""
+        from vitfleet.report.write import write_report
+
+        return write_report([self.path]).page
+
+
+def load_run(path: str | Path) -> Run:
+    """Open the run in a folder.
+
+    Examples
+    --------
+    >>> run = vitfleet.load_run("runs/digits-fedavg-001")
+    >>> run.records[["round", "accuracy.global"]]
+    """
+    return Run(path)
+
+
+def _round_row(record: RoundRecord) -> dict[str, Any]:
+    tree = asdict(record)
+    del tree["clients"]
+    accuracy = tree.pop("accuracy") or {}
+    task = tree.pop("task") or {}
+    tree["clients"] = len(record.clients)
+    tree["failures"] = sum(client.failure is not None for client in record.clients)
+    tree["accuracy"] = {key.rstrip("_"): value for key, value in accuracy.items()}
+    tree["task"] = {key: value for key, value in task.items() if not isinstance(value, list | dict)}
+    return flatten(tree)
+
+
+def _client_row(client: ClientRecord) -> dict[str, Any]:
+    tree = asdict(client)
+    numbers = tree.pop("numbers")
+    return {**tree, "accuracy": client.accuracy, **numbers}

@@ -1,0 +1,71 @@
+"""A run in the terminal: a callback of the public API that shows its start, its rounds and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vitfleet.cli.base import console, error_console, print_text
+from vitfleet.progress import Advance
+from vitfleet.report.terminal import RoundDisplay, TerminalProgress
+from vitfleet.run.callbacks import Callback
+from vitfleet.run.context import RunContext
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.state import RunState
+
+
+class TerminalRun(Callback):
+    """Shows one run after the other. Outside a run, progress is shown as a bar of its own."""
+
+    def __init__(self) -> None:
+        self._display: RoundDisplay | None = None
+
+    @contextmanager
+    def task(self, label: str, total: int) -> Iterator[Advance]:
+        """Show the progress of long work: below the rounds of a run, or by itself."""
+        with (self._display or TerminalProgress(console)).task(label, total) as advance:
+            yield advance
+
+    def on_run_start(self, context: RunContext, state: RunState) -> None:
+        """Show what is about to run."""
+        _show_start(context, state)
+        self._display = RoundDisplay(console, context.config.rounds, state.round)
+        self._display.__enter__()
+        self._display.on_run_start(context, state)
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+        """Show a finished round."""
+        assert self._display is not None
+        self._display.on_round_end(state, record)
+
+    def on_run_end(self, state: RunState, summary: Mapping[str, Any]) -> None:
+        """Take the live display down."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the live display down, if there is one."""
+        if self._display is not None:
+            self._display.__exit__(None, None, None)
+            self._display = None
+
+
+def _show_start(context: RunContext, state: RunState) -> None:
+    """Print what is about to run."""
+    config, machine, processes = context.config, context.machine, context.processes
+    for name in context.data.skipped:
+        print_text(error_console, f"skipped image that cannot be read: {name}")
+    precision = "bf16" if machine.bf16 else "fp32"
+    shared = f", {processes.size} processes" if processes.size > 1 else ""
+    print_text(
+        console,
+        f"{config.method.name} on {context.data.name}: {config.fleet.clients} clients, "
+        f"{config.fleet.per_round} per round, {context.params:,} parameters, {machine.device.type}, "
+        f"{precision}{shared}",
+    )
+    if state.stop_reason is not None:
+        print_text(console, f"this run is finished: it was stopped after round {state.round} ({state.stop_reason})")
+    elif state.round == config.rounds:
+        print_text(console, "this run is finished")
+    elif state.round:
+        print_text(console, f"resuming after round {state.round}")

@@ -1,0 +1,46 @@
+"""What a trained model must be told of the data it was trained on: class names and the form of the images."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vitfleet.data.images import DataSet
+from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
+
+DATA_FILE = "data.json"
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """A run's data set.
+
+    Attributes
+    ----------
+    classes
+        Names of the classes, in the order of the labels.
+    channels, image_size
+        Colour channels and side in pixels of the stored images.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    channels: int
+    image_size: int
+
+
+def write_data_info(data: DataSet, folder: Path) -> None:
+    """Write the description of a run's data into its folder."""
+    info = DataInfo(data.name, tuple(data.classes), data.train.channels, data.train.image_size)
+    write_atomically(folder / DATA_FILE, json.dumps(asdict(info), indent=2).encode())
+
+
+def read_data_info(folder: Path) -> DataInfo:
+    """Read the description of a run's data."""
+    path = folder / DATA_FILE
+    if not path.is_file():
+        raise UserError(f"{folder}: has no {DATA_FILE}; the run was never set up: `vitfleet resume {folder}`")
+    tree = json.loads(path.read_text())
+    return DataInfo(**{**tree, "classes": tuple(tree["classes"])})
