@@ -64,11 +64,6 @@ def train(
     command
         What is recorded as the command that started the run.
 
-    Returns
-    -------
-    Run
-        The run: its records, its summary, its model.
-
     Examples
     --------
     >>> run = vitfleet.train("digits", method="fedprox", overrides={"rounds": 3, "method.mu": 0.1})

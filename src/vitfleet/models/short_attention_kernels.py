@@ -31,11 +31,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     output += image * tokens * stride + head * head_dim
     scale = 1.4426950408889634 * head_dim**-0.5  # exponentials are of base 2
 
-    keys = _load_tile(qkv + stride, 0, 3 * stride, tokens, main_keys, head_dim)
-    values = _load_tile(qkv + 2 * stride, 0, 3 * stride, tokens, main_keys, head_dim)
+    keys, values = _load_keys_values(qkv, 0, stride, tokens, main_keys, head_dim)
     if rest_keys:
-        keys_rest = _load_tile(qkv + stride, main_keys, 3 * stride, tokens, rest_keys, head_dim)
-        values_rest = _load_tile(qkv + 2 * stride, main_keys, 3 * stride, tokens, rest_keys, head_dim)
+        keys_rest, values_rest = _load_keys_values(qkv, main_keys, stride, tokens, rest_keys, head_dim)
 
     for start in range(0, tokens, query_rows):
         queries = _load_tile(qkv, start, 3 * stride, tokens, query_rows, head_dim)
@@ -56,16 +54,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def backward_kernel(  # type: ignore[no-untyped-def]
-    grad_output,
-    qkv,
-    grad_qkv,
-    heads,
-    tokens: tl.constexpr,
-    head_dim: tl.constexpr,
-    query_rows: tl.constexpr,
-    main_keys: tl.constexpr,
-    rest_keys: tl.constexpr,
-):
+    grad_output, qkv, grad_qkv, heads, tokens: tl.constexpr, head_dim: tl.constexpr,
+    query_rows: tl.constexpr, main_keys: tl.constexpr, rest_keys: tl.constexpr,
+):  # fmt: skip
     """Write the gradients of q, k and v; the probabilities are computed again from the inputs."""
     image = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
@@ -76,13 +67,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     scale = head_dim**-0.5
     log2_scale = 1.4426950408889634 * scale  # exponentials are of base 2
 
-    keys = _load_tile(qkv + stride, 0, 3 * stride, tokens, main_keys, head_dim)
-    values = _load_tile(qkv + 2 * stride, 0, 3 * stride, tokens, main_keys, head_dim)
+    keys, values = _load_keys_values(qkv, 0, stride, tokens, main_keys, head_dim)
     grad_keys = tl.full((main_keys, head_dim), 0.0, tl.float32)
     grad_values = tl.full((main_keys, head_dim), 0.0, tl.float32)
     if rest_keys:
-        keys_rest = _load_tile(qkv + stride, main_keys, 3 * stride, tokens, rest_keys, head_dim)
-        values_rest = _load_tile(qkv + 2 * stride, main_keys, 3 * stride, tokens, rest_keys, head_dim)
+        keys_rest, values_rest = _load_keys_values(qkv, main_keys, stride, tokens, rest_keys, head_dim)
         grad_keys_rest = tl.full((rest_keys, head_dim), 0.0, tl.float32)
         grad_values_rest = tl.full((rest_keys, head_dim), 0.0, tl.float32)
 
@@ -120,11 +109,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             grad_values_rest += tl.dot(tl.trans(probs_rest.to(keys.dtype)), grad_rows, input_precision="ieee")
         _store_tile(grad_qkv, grad_queries * scale, start, 3 * stride, tokens, query_rows, head_dim)
 
-    _store_tile(grad_qkv + stride, grad_keys * scale, 0, 3 * stride, tokens, main_keys, head_dim)
-    _store_tile(grad_qkv + 2 * stride, grad_values, 0, 3 * stride, tokens, main_keys, head_dim)
+    _store_keys_values(grad_qkv, grad_keys * scale, grad_values, 0, stride, tokens, main_keys, head_dim)
     if rest_keys:
-        _store_tile(grad_qkv + stride, grad_keys_rest * scale, main_keys, 3 * stride, tokens, rest_keys, head_dim)
-        _store_tile(grad_qkv + 2 * stride, grad_values_rest, main_keys, 3 * stride, tokens, rest_keys, head_dim)
+        grad_keys_rest *= scale
+        _store_keys_values(grad_qkv, grad_keys_rest, grad_values_rest, main_keys, stride, tokens, rest_keys, head_dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,6 +127,23 @@ def _scores(  # type: ignore[no-untyped-def]
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     key = first_key + tl.arange(0, count)
     return tl.where(key[None, :] < tokens, scores, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_keys_values(  # type: ignore[no-untyped-def]
+    qkv, first_row, stride, tokens: tl.constexpr, count: tl.constexpr, head_dim: tl.constexpr
+):
+    keys = _load_tile(qkv + stride, first_row, 3 * stride, tokens, count, head_dim)
+    values = _load_tile(qkv + 2 * stride, first_row, 3 * stride, tokens, count, head_dim)
+    return keys, values
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_keys_values(  # type: ignore[no-untyped-def]
+    qkv, keys, values, first_row, stride, tokens: tl.constexpr, count: tl.constexpr, head_dim: tl.constexpr
+):
+    _store_tile(qkv + stride, keys, first_row, 3 * stride, tokens, count, head_dim)
+    _store_tile(qkv + 2 * stride, values, first_row, 3 * stride, tokens, count, head_dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
