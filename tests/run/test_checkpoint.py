@@ -1,4 +1,4 @@
-"""A crash at any moment of a commit leaves the last complete checkpoint, whole."""
+"""Checkpoints: what is committed is read back, and a crash at any moment leaves the last complete one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def state(value: float) -> State:
     return State({"w": torch.full((3,), value), "b": torch.tensor(value)}, {"list": [1, 2], "value": value})
 
 
-def assert_state(found: State, value: float) -> None:
+def assert_state(actual: State, value: float) -> None:
     expected = state(value)
-    assert found.numbers == expected.numbers
-    assert set(found.tensors) == set(expected.tensors)
-    assert all(torch.equal(found.tensors[name], expected.tensors[name]) for name in expected.tensors)
+    assert actual.numbers == expected.numbers
+    assert set(actual.tensors) == set(expected.tensors)
+    assert all(torch.equal(actual.tensors[name], expected.tensors[name]) for name in expected.tensors)
 
 
 def commit_first(checkpoints: Checkpoints) -> None:
@@ -82,7 +82,7 @@ def assert_only_named(checkpoints: Checkpoints) -> None:
     assert {path.name for path in checkpoints.folder.iterdir()} == named
 
 
-def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
+def test_commit_can_be_read_back(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest is None
     commit_first(checkpoints)
@@ -94,7 +94,7 @@ def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
     assert_only_named(checkpoints)
 
 
-def test_a_client_that_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_commit_does_not_rewrite_unchanged_clients(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
     assert checkpoints.latest is not None
@@ -108,7 +108,7 @@ def test_a_client_that_did_not_change_is_not_written_again(tmp_path: Path) -> No
     assert_state(again.read(again.latest.clients[0]), 10)
 
 
-def test_files_that_no_manifest_names_are_swept(tmp_path: Path) -> None:
+def test_files_that_the_manifest_does_not_name_are_removed(tmp_path: Path) -> None:
     commit_first(Checkpoints(tmp_path))
     for name in (".checkpoint.json.tmp", "server-round-000002.safetensors", "client-000009-round-000002.safetensors"):
         (tmp_path / "checkpoint" / name).write_bytes(b"half")
@@ -117,7 +117,7 @@ def test_files_that_no_manifest_names_are_swept(tmp_path: Path) -> None:
     assert_only_named(again)
 
 
-def test_one_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_version_is_rejected(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
     manifest = checkpoints.folder / "checkpoint.json"
@@ -156,11 +156,11 @@ def test_load_returns_the_committed_state(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """Stands for the end of the process."""
 
 
-class Fuse:
-    """Counts what is done to the disk and burns through at the n-th time, before it is done."""
+class CrashCounter:
+    """Counts disk operations and crashes before the n-th."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -177,12 +177,12 @@ class Fuse:
 
 
 def crash_at(limit: int, folder: Path, commit: Callable[[Checkpoints], None]) -> bool:
-    """Commit with a fuse in; return whether it burnt through."""
+    """Commit and crash at a disk operation; return whether the commit got that far."""
     checkpoints = Checkpoints(folder)
-    fuse = Fuse(limit)
+    counter = CrashCounter(limit)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((os, "fsync"), (os, "replace"), (Path, "replace"), (Path, "unlink"), (Path, "open")):
-            patch.setattr(owner, name, fuse.guard(getattr(owner, name)))
+            patch.setattr(owner, name, counter.guard(getattr(owner, name)))
         try:
             commit(checkpoints)
         except Crash:
@@ -190,7 +190,7 @@ def crash_at(limit: int, folder: Path, commit: Callable[[Checkpoints], None]) ->
     return False
 
 
-def test_a_crash_before_any_touch_of_the_disk_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
+def test_a_crash_at_any_disk_operation_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
     rounds: list[int] = []
     for limit in itertools.count():
         folder = tmp_path / str(limit)
@@ -207,13 +207,13 @@ def test_a_crash_before_any_touch_of_the_disk_leaves_the_last_complete_checkpoin
         assert_second(Checkpoints(folder))
         if not crashed:
             break
-    # Four files are written, in several touches each; the switch happens once and late.
+    # Four files are written, in several operations each; the manifest is replaced once and late.
     assert len(rounds) > 12
     assert rounds == sorted(rounds)
     assert rounds.index(2) > 10
 
 
-def test_a_crash_during_the_first_commit_leaves_none(tmp_path: Path) -> None:
+def test_a_crash_during_the_first_commit_leaves_no_checkpoint(tmp_path: Path) -> None:
     for limit in itertools.count():
         folder = tmp_path / str(limit)
         folder.mkdir()
@@ -229,18 +229,18 @@ def test_a_crash_during_the_first_commit_leaves_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nth", range(4))
-def test_a_file_half_written_is_never_taken_for_whole(
+def test_a_half_written_file_is_never_part_of_a_checkpoint(
     nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit_first(Checkpoints(tmp_path))
     checkpoints = Checkpoints(tmp_path)
-    touched: list[Path] = []
+    written: list[Path] = []
     write_durably = files.write_durably
 
-    def half(path: Path, given: files.Data) -> None:
-        data = given if isinstance(given, bytes) else b"".join(given)
-        touched.append(path)
-        if len(touched) <= nth:
+    def half(path: Path, content: files.Data) -> None:
+        data = content if isinstance(content, bytes) else b"".join(content)
+        written.append(path)
+        if len(written) <= nth:
             write_durably(path, data)
             return
 
@@ -256,13 +256,13 @@ def test_a_file_half_written_is_never_taken_for_whole(
         monkeypatch.setattr(module, "write_durably", half)
     with pytest.raises(Crash):
         commit_second(checkpoints)
-    assert touched[-1].exists()
+    assert written[-1].exists()
     again = Checkpoints(tmp_path)
     assert_first(again)
     assert_only_named(again)
 
 
-def test_write_atomically_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_atomically_leaves_only_the_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"one", b"", b"another" * 1000):
         files.write_atomically(path, data)
@@ -270,24 +270,24 @@ def test_write_atomically_replaces_whole_files_and_leaves_nothing_else(tmp_path:
         assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
+def test_client_states_are_read_from_memory_until_the_commit_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
     released = threading.Event()
 
-    def held_up(path: Path, data: files.Data) -> None:
+    def delayed(path: Path, data: files.Data) -> None:
         assert released.wait(60)
         files.write_durably(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_durably", held_up)
+    monkeypatch.setattr(checkpoint, "write_durably", delayed)
     checkpoints.commit(run_state(2, {}), {0: None, 3: state(23)}, (0, 0))
     assert_first(checkpoints)
     assert checkpoints.client(0) is None
-    found = checkpoints.client(3)
-    assert found is not None
-    assert_state(found, 23)
+    unwritten = checkpoints.client(3)
+    assert unwritten is not None
+    assert_state(unwritten, 23)
     released.set()
     checkpoints.wait()
     assert checkpoints.latest is not None
@@ -298,7 +298,9 @@ def test_until_a_checkpoint_is_complete_clients_are_read_from_memory(
     assert checkpoints.client(0) is None
 
 
-def test_what_goes_wrong_while_writing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_background_write_is_raised_by_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     commit_first(checkpoints)
 

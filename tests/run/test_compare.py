@@ -1,3 +1,5 @@
+"""Comparisons: sweeps, method variants, targets and the table of results."""
+
 from __future__ import annotations
 
 import csv
@@ -19,8 +21,8 @@ from vitfleet.run.compare import (
 )
 
 
-def test_what_a_target_took(make_run: MakeRun) -> None:
-    run = make_run("a")  # 0.1 more a round, 9000 bytes, an hour each
+def test_cost_to_target_is_that_of_the_first_round_that_reached_it(make_run: MakeRun) -> None:
+    run = make_run("a")  # per round 0.1 more accuracy, 9000 bytes and an hour
     assert cost_to_target(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
     assert cost_to_target(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
     assert cost_to_target(run, None)["rounds"] is None
@@ -34,12 +36,12 @@ def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:
     ]
     path = create_comparison(members, tmp_path / "both", "vitfleet compare one two", target)
     for member in members:
-        played = 5 if member.name == "one" else 4  # the second ends a tenth lower
-        make_run(f"both/{member.folder(path).name}", member.config.method.name, member.config.seed, played, played)
+        rounds = 5 if member.name == "one" else 4  # the second ends 0.1 lower
+        make_run(f"both/{member.folder(path).name}", member.config.method.name, member.config.seed, rounds, rounds)
     return path
 
 
-def test_without_a_target_it_is_what_all_reached(make_run: MakeRun, tmp_path: Path) -> None:
+def test_read_comparison_without_a_target_uses_the_accuracy_that_all_reached(make_run: MakeRun, tmp_path: Path) -> None:
     path = compared(make_run, tmp_path, None)
     comparison = read_comparison(path)
     assert comparison.target == 0.4
@@ -51,7 +53,7 @@ def test_without_a_target_it_is_what_all_reached(make_run: MakeRun, tmp_path: Pa
     assert [member.name for member in read_members(path)] == ["one", "one", "two", "two"]
 
 
-def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path) -> None:
+def test_read_comparison_leaves_a_missed_target_empty(make_run: MakeRun, tmp_path: Path) -> None:
     path = compared(make_run, tmp_path, 0.5)
     one, two = read_comparison(path).rows
     assert one.mean("to_target", "rounds") == 5
@@ -62,7 +64,7 @@ def test_a_target_that_one_misses_is_left_open(make_run: MakeRun, tmp_path: Path
     assert json.loads(lines[0]["total.virtual_seconds"]) == 5 * 3600
 
 
-def test_a_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
+def test_create_comparison_rejects_duplicates(tmp_path: Path) -> None:
     member = ComparedRun("one", load_config("digits"))
     with pytest.raises(UserError, match="would be compared with itself"):
         create_comparison([member, member], tmp_path / "x", "")

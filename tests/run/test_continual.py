@@ -1,4 +1,4 @@
-"""A run of tasks: its figures on a matrix by hand, what it records, and that it survives being stopped in a task."""
+"""Continual learning: metrics of a matrix by hand, what a run of tasks records, and resuming within a task."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def tiny(*overrides: str) -> Config:
     return load_config("fedvit-digits", [*TINY, *overrides])
 
 
-# The figures
+# Metrics
 
 
 def row(*values: float) -> NDArray[np.float64]:
     return np.array([values])
 
 
-def test_figures_of_a_matrix_by_hand() -> None:
+def test_compute_metrics_of_a_matrix_by_hand() -> None:
     nan = np.nan
-    # After task 1, 2, 3: accuracy on task 1, 2, 3; beside it the next, which is not learned yet.
+    # Rows: after task 1, 2, 3. Columns: accuracy on task 1, 2, 3, including the next one, which is not learned yet.
     matrix = np.array([[[0.9, 0.4, nan], [0.7, 0.8, 0.6], [0.8, 0.5, 1.0]]])
     initial = row(0.5, 0.5, 0.5)
     accuracy, forgetting, backward, forward = compute_metrics(matrix, initial)
     assert accuracy == pytest.approx((0.8 + 0.5 + 1.0) / 3)
-    # The first was once 0.9 and is 0.8, the second was 0.8 and is 0.5.
+    # The best accuracies were 0.9 and 0.8; they are 0.8 and 0.5 now.
     assert forgetting == pytest.approx((0.1 + 0.3) / 2)
     assert backward == pytest.approx((0.8 - 0.9 + 0.5 - 0.8) / 2)
     assert forward == pytest.approx((0.4 - 0.5 + 0.6 - 0.5) / 2)
@@ -72,15 +72,15 @@ def test_figures_of_a_matrix_by_hand() -> None:
     assert others == [None, None, None]
 
 
-def test_forgetting_is_measured_against_the_best_ever_after_learning_and_may_be_negative() -> None:
+def test_forgetting_is_relative_to_the_best_accuracy_since_learning_and_may_be_negative() -> None:
     better = np.array([[[0.5, 1.0], [0.6, 0.7]]])
     assert compute_metrics(better, row(0, 0))[1] == pytest.approx(-0.1)
-    # The best is in the middle; what was guessed before a task was learned does not count.
+    # The best is in the middle; an accuracy before the task was learned does not count.
     middle = np.array([[[0.5, 0.99, 0], [0.8, 0.6, 0], [0.7, 0.6, 0.9]]])
     assert compute_metrics(middle, row(0, 0, 0))[1] == pytest.approx((0.1 + 0.0) / 2)
 
 
-def test_figures_are_means_over_clients_of_what_was_measured() -> None:
+def test_compute_metrics_ignores_what_was_not_measured() -> None:
     nan = np.nan
     matrix = np.array([[[0.9, nan], [0.5, 0.7]], [[nan, nan], [nan, 0.4]]])
     accuracy, forgetting, backward, forward = compute_metrics(matrix, np.full((2, 2), 0.5))
@@ -90,7 +90,7 @@ def test_figures_are_means_over_clients_of_what_was_measured() -> None:
     assert forward is None
 
 
-def test_rows_become_a_matrix() -> None:
+def test_as_matrix_pads_rows_with_nan() -> None:
     after_one: Rows = [[0.1, None], [0.2, 0.3]]
     after_two: Rows = [[0.4, 0.5, 0.6], [0.7, 0.8, 0.9]]
     matrix = as_matrix([after_one, after_two], 3)
@@ -99,7 +99,7 @@ def test_rows_become_a_matrix() -> None:
     np.testing.assert_array_equal(as_array(after_one, 2)[1], [0.2, 0.3])
 
 
-# The run
+# Runs
 
 
 def streams_of(context: RunContext) -> TaskStreams:
@@ -122,19 +122,19 @@ def fedvit(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(context, run_rounds(context).state)
 
 
-def test_what_is_recorded_at_the_end_of_each_task(fedvit: Finished) -> None:
+def test_the_last_round_of_each_task_has_a_task_record(fedvit: Finished) -> None:
     records = list(read_records(fedvit.context.folder))
     assert [record.round for record in records if record.task] == [2, 4, 6, 8, 10]
-    learned = [record.task for record in records if record.task]
-    assert tuple(learned) == fedvit.state.task_records
-    assert [one.task for one in learned] == [1, 2, 3, 4, 5]
-    assert [[len(row) for row in one.matrix] for one in learned] == [[m] * 4 for m in (2, 3, 4, 5, 5)]
-    assert [one.initial is None for one in learned] == [False, True, True, True, True]
-    assert learned[0].forgetting is None
-    assert all(one.forgetting is not None and one.forward_transfer is not None for one in learned[1:])
+    task_records = [record.task for record in records if record.task]
+    assert tuple(task_records) == fedvit.state.task_records
+    assert [task.task for task in task_records] == [1, 2, 3, 4, 5]
+    assert [[len(row) for row in task.matrix] for task in task_records] == [[m] * 4 for m in (2, 3, 4, 5, 5)]
+    assert [task.initial is None for task in task_records] == [False, True, True, True, True]
+    assert task_records[0].forgetting is None
+    assert all(task.forgetting is not None and task.forward_transfer is not None for task in task_records[1:])
 
 
-def test_the_summary_is_in_percent_and_follows_from_the_records(fedvit: Finished) -> None:
+def test_the_continual_summary_is_the_records_in_percent(fedvit: Finished) -> None:
     summary = json.loads((fedvit.context.folder / "summary.json").read_text())["continual"]
     last = fedvit.state.task_records[-1]
     assert last.average_accuracy is not None
@@ -148,8 +148,8 @@ def test_the_summary_is_in_percent_and_follows_from_the_records(fedvit: Finished
     assert metrics["unsolved"] == 0
 
 
-def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(fedvit: Finished) -> None:
-    """Count again, image by image and one at a time, among the classes of the image's task."""
+def test_the_last_row_is_each_clients_model_on_its_own_test_images(fedvit: Finished) -> None:
+    """Count image by image, among the classes of the image's task."""
     assert fedvit.context.evaluator.class_tasks is not None
     for client in range(4):
         state = fedvit.context.fleet.client_state(client)
@@ -171,23 +171,23 @@ def test_the_last_row_is_every_clients_own_model_on_its_own_test_images(fedvit: 
             assert fedvit.state.task_records[-1].matrix[client][task_index] == pytest.approx(correct / len(index))
 
 
-def test_both_ways_to_try_a_model_out_agree(fedvit: Finished) -> None:
+def test_evaluate_clients_of_evaluator_and_of_fleet_agree(fedvit: Finished) -> None:
     model = fedvit.context.method.model_weights(
         fedvit.state.server, fedvit.context.base.tensors, fedvit.context.fleet.client_state(1)
     )
-    one_by_one = [
+    separately = [
         fedvit.context.evaluator.evaluate_clients(model, [ClientTask(1, task_index)])[0] for task_index in range(3)
     ]
     assert (
         fedvit.context.evaluator.evaluate_clients(model, [ClientTask(1, task_index) for task_index in range(3)])
-        == one_by_one
+        == separately
     )
     rows, failures = evaluate_clients(fedvit.context, fedvit.state.server, 3, fedvit.state.last_seen)
-    assert rows[1] == [evaluation.correct / evaluation.tested for evaluation in one_by_one]
+    assert rows[1] == [evaluation.correct / evaluation.tested for evaluation in separately]
     assert failures == {}
 
 
-def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(fedvit: Finished) -> None:
+def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) -> None:
     asked: dict[int, set[int]] = {}
     for record in read_records(fedvit.context.folder):
         for entry in record.clients:
@@ -204,7 +204,7 @@ def test_a_clients_memory_has_a_part_for_every_task_it_took_part_in(fedvit: Fini
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "gem", "a-gem", "standalone", "transfl", "eftvit"])
-def test_every_method_learns_tasks_of_the_same_deal(method: str, fedvit: Finished, tmp_path: Path) -> None:
+def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
     context = open_run(config, tmp_path)
@@ -213,24 +213,24 @@ def test_every_method_learns_tasks_of_the_same_deal(method: str, fedvit: Finishe
     assert 0 <= summary["continual"]["average_accuracy"] <= 100
     assert len(summary["continual"]["matrix"]) == 2
     assert summary["accuracy"]["global"] is None
-    # What a client holds of a task depends on the seed alone, not on the method or the number of tasks.
+    # A client's images of a task depend on the seed alone, not on the method or the number of tasks.
     for client in range(4):
         mine, theirs = streams_of(context), streams_of(fedvit.context)
-        there = theirs.task_order[client].tolist().index(int(mine.task_order[client, 0]))
-        assert np.array_equal(mine.train.for_client(client), theirs.train.for_client(client, there))
+        task_index = theirs.task_order[client].tolist().index(int(mine.task_order[client, 0]))
+        assert np.array_equal(mine.train.for_client(client), theirs.train.for_client(client, task_index))
 
 
-def test_where_tasks_are_not_known_any_class_can_win(tmp_path: Path) -> None:
+def test_class_incremental_runs_predict_among_all_classes(tmp_path: Path) -> None:
     config = tiny("data.tasks.incremental=class", "data.tasks.count=2")
     context = open_run(config, tmp_path)
     assert context.trainer.class_tasks is None
     assert context.evaluator.class_tasks is None
     initial, _ = context.evaluator.evaluate(context.net.initial_weights())
-    assert float(initial.mean()) < 0.3, "a tenth is guessed, not a half"
+    assert float(initial.mean()) < 0.3, "an untrained model guesses among ten classes, not two"
     assert run_rounds(context).summary["continual"]["average_accuracy"] > 0
 
 
-def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
+def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> None:
     config = tiny("train.schedule=cosine", "data.tasks.count=2", "data.tasks.rounds_per_task=3")
     run_rounds(open_run(config, tmp_path))
     rates = [record.lr for record in read_records(tmp_path)]
@@ -238,8 +238,8 @@ def test_the_schedule_begins_anew_with_each_task(tmp_path: Path) -> None:
     assert rates[0] > rates[1] > rates[2]
 
 
-def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
-    """Memories of unequal sizes, parts that some clients lack, the ranking, the rotation: lifted over the clients."""
+def test_a_stacked_cohort_trains_like_single_clients(tmp_path: Path) -> None:
+    """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
     keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
@@ -254,14 +254,14 @@ def test_clients_trained_together_learn_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
-def test_what_a_client_costs_is_known(name: str, tmp_path: Path) -> None:
+def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
     assert costs.trainable_params == costs.params
     assert costs.train_gflops > costs.forward_gflops > 0
 
 
-def test_rounds_follow_from_the_tasks() -> None:
+def test_rounds_are_tasks_times_rounds_per_task() -> None:
     assert tiny().rounds == 10
     assert tiny("rounds=10").rounds == 10
     with pytest.raises(UserError, match=r"rounds = 7: must be 10, data\.tasks\.count × data\.tasks\.rounds_per_task"):
@@ -270,7 +270,7 @@ def test_rounds_follow_from_the_tasks() -> None:
         load_config("digits", ["method.name=fedvit", "train.epochs=6"])
 
 
-def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
+def test_members_of_a_comparison_have_the_same_task_streams(tmp_path: Path) -> None:
     configs = [
         load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"]) for name in ("gem", "fedavg")
     ]
@@ -282,27 +282,30 @@ def test_members_of_a_comparison_are_dealt_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["fedvit", "a-gem"])
-def test_stopped_in_the_middle_of_task_three_it_goes_on_bit_for_bit(
-    method: str, fedvit: Finished, tmp_path: Path
-) -> None:
+def test_a_run_interrupted_within_a_task_resumes_bit_for_bit(method: str, fedvit: Finished, tmp_path: Path) -> None:
     overrides = () if method == "fedvit" else (f"method.name={method}",)
     keys = TINY if method == "fedvit" else WITHOUT_HEAD_EPOCHS
     config = load_config("fedvit-digits", [*keys, *overrides])
     if method == "fedvit":
-        straight = fedvit.context.folder
+        undisturbed = fedvit.context.folder
     else:
-        straight = tmp_path / "straight"
-        run_rounds(open_run(config, straight))
-    stopped = tmp_path / "stopped"
+        undisturbed = tmp_path / "undisturbed"
+        run_rounds(open_run(config, undisturbed))
+    interrupted = tmp_path / "interrupted"
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_run(config, stopped), callbacks=[InterruptAfter(6)])
-    resumed = open_run(config, stopped)
+        run_rounds(open_run(config, interrupted), callbacks=[InterruptAfter(6)])
+    resumed = open_run(config, interrupted)
     state = load_state(resumed)
     assert (state.round, len(state.task_records)) == (5, 2)
     run_rounds(resumed, state)
-    names = ["records.jsonl", *(str(path.relative_to(straight)) for path in straight.glob("checkpoint/*.safetensors"))]
+    names = [
+        "records.jsonl",
+        *(str(path.relative_to(undisturbed)) for path in undisturbed.glob("checkpoint/*.safetensors")),
+    ]
     assert len(names) > 4, "memories and heads are among them"
     for name in names:
-        assert (stopped / name).read_bytes() == (straight / name).read_bytes(), name
-    left, correct = (json.loads((folder / "summary.json").read_text())["continual"] for folder in (stopped, straight))
-    assert left == correct
+        assert (interrupted / name).read_bytes() == (undisturbed / name).read_bytes(), name
+    resumed_summary, summary = (
+        json.loads((folder / "summary.json").read_text())["continual"] for folder in (interrupted, undisturbed)
+    )
+    assert resumed_summary == summary

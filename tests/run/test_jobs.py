@@ -1,4 +1,4 @@
-"""Runs of a comparison, each a real process: none outlives the one that started it."""
+"""Parallel runs of a comparison: none of their processes outlives the one that started it."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ import pytest
 from conftest import MakeConfig
 from vitfleet.run.folder import create_run_folder
 
-PATIENCE = 30.0
-PLAYER = """
+TIMEOUT = 30.0
+SCRIPT = """
 import sys
 from pathlib import Path
 from vitfleet.run.jobs import run_jobs
 
-for ended in run_jobs([Path(folder) for folder in sys.argv[1:]], 2):
-    print(ended)
+for result in run_jobs([Path(folder) for folder in sys.argv[1:]], 2):
+    print(result)
 """
 
 
-def runs_of(player: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """Wait until a player has started so many runs, and return their processes."""
-    end = time.monotonic() + PATIENCE
+def wait_for_runs(parent: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """Wait until a process has started a number of runs, and return their processes."""
+    end = time.monotonic() + TIMEOUT
     while True:
-        runs = [one for one in psutil.Process(player.pid).children() if "resume" in one.cmdline()]
+        runs = [child for child in psutil.Process(parent.pid).children() if "resume" in child.cmdline()]
         if len(runs) == count:
             return runs
-        assert player.poll() is None, player.communicate()
+        assert parent.poll() is None, parent.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
-def test_runs_end_with_a_player_that_is_killed_outright(tiny_config: MakeConfig, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_run_jobs_processes_end_with_a_killed_parent(tiny_config: MakeConfig, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         create_run_folder(tiny_config("rounds=100000"), folder, folder.name, ["test"]).release()
-    player = subprocess.Popen([sys.executable, "-c", PLAYER, *map(str, folders)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, *map(str, folders)], stdout=subprocess.PIPE, text=True)
     try:
-        runs = runs_of(player, len(folders))
+        runs = wait_for_runs(parent, len(folders))
     finally:
-        player.kill()
-        player.communicate()
-    _, left = psutil.wait_procs(runs, PATIENCE)
+        parent.kill()
+        parent.communicate()
+    _, left = psutil.wait_procs(runs, TIMEOUT)
     for run in left:
         run.kill()
     assert not left

@@ -1,7 +1,7 @@
-"""Killed at any moment, also while it writes, a run resumes and ends with the same bytes.
+"""A run that is killed at any moment, also during a write, resumes and ends with the same bytes.
 
-Random kills hit what takes time: setting up, training, evaluation. Writes take next to none, so two more kinds of
-test hold them up: one that kills at every kind of write in turn, and random kills of a run with slow writes.
+Random kills hit what takes time: setup, training, evaluation. Writes take almost none, so two more kinds of test slow
+them down: one that kills at every kind of write in turn, and random kills of a run with slow writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vitfleet.cli import main
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 
-# Every run is a process of its own, forked from one that has imported already what takes a command seconds.
+# Every run is a process of its own, forked from one that has done the imports, which take seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.run_plots", "vitfleet.run.context"]
+    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.run_plots", "vitfleet.run.setup"]
 )
 
 Moment: TypeAlias = Callable[[], bool]
@@ -46,7 +46,7 @@ def slowed(action: Callable[..., Any], before: float, after: float) -> Callable[
 
 
 def command(arguments: Sequence[str], pause: float, log: Path) -> None:
-    """Be the command, in a process of its own; it pauses around the renaming of a draft and before a removal."""
+    """Run the command in this process, with pauses around renaming temporary files and before removing files."""
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -63,26 +63,26 @@ def command(arguments: Sequence[str], pause: float, log: Path) -> None:
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts one run, or goes on with it, as often as it takes."""
+    """Starts and resumes one run."""
 
     folder: Path
     arguments: Sequence[str]
     pause: float
 
     def start(self, pause: float) -> ForkServerProcess:
-        known = (self.folder / "config.json").exists()
-        what = ["resume", self.folder] if known else ["run", "digits", *self.arguments, "--out", self.folder]
-        process = FORKS.Process(target=command, args=([*map(str, what)], pause, self._log))
+        exists = (self.folder / "config.json").exists()
+        words = ["resume", self.folder] if exists else ["run", "digits", *self.arguments, "--out", self.folder]
+        process = FORKS.Process(target=command, args=([*map(str, words)], pause, self._log))
         process.start()
         return process
 
     def finish(self) -> None:
-        process = self.start(pause=0.0)  # nobody wants to catch it at a write any more
+        process = self.start(pause=0.0)  # writes need not be slow any more
         process.join(timeout=240)
         assert process.exitcode == 0, self.log()
 
     def kill_at(self, moment: Moment) -> bool:
-        """Start, kill at a moment, and say whether the process was still there to be killed."""
+        """Start the run, kill it at a moment, and return whether it was still running."""
         process = self.start(self.pause)
         while not moment():
             if process.exitcode is not None:
@@ -99,18 +99,18 @@ class Runner:
 
     def round(self) -> int:
         """Return the round of the last complete checkpoint."""
-        partition_io = self.folder / "checkpoint" / "checkpoint.json"
-        return int(json.loads(partition_io.read_text())["round"]) if partition_io.exists() else 0
+        manifest = self.folder / "checkpoint" / "checkpoint.json"
+        return int(json.loads(manifest.read_text())["round"]) if manifest.exists() else 0
 
     def leftovers(self) -> list[str]:
         return sorted(path.name for path in self.folder.rglob("*.tmp"))
 
     def mid_write(self) -> bool:
-        """Whether it was stopped between a round's record and the end of its checkpoint's sweep."""
-        partition_io = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
-        named = {"checkpoint.json", partition_io["server"], *partition_io["clients"].values()}
-        there = {path.name for path in (self.folder / "checkpoint").iterdir()}
-        return self.lines() > self.round() or there != named
+        """Whether it was killed between a round's record and the end of its checkpoint."""
+        manifest = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
+        named = {"checkpoint.json", manifest["server"], *manifest["clients"].values()}
+        present = {path.name for path in (self.folder / "checkpoint").iterdir()}
+        return self.lines() > self.round() or present != named
 
     def log(self) -> str:
         return self._log.read_text()
@@ -135,40 +135,40 @@ def runner(tiny_overrides: tuple[str, ...], tmp_path: Path) -> MakeRunner:
 
 @pytest.fixture
 def undisturbed(tiny_config: MakeConfig, tmp_path: Path) -> Undisturbed:
-    """Return a function that plays the same run from beginning to end and gives its folder."""
+    """Return a function that runs a configuration without interruption and returns its folder."""
 
-    def play(*overrides: str) -> Path:
+    def run(*overrides: str) -> Path:
         folder = tmp_path / "undisturbed"
         folder.mkdir()
         run_rounds(open_run(tiny_config(*overrides), folder))
         return folder
 
-    return play
+    return run
 
 
-def lasting(folder: Path) -> dict[str, bytes]:
-    kept = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+def reproducible_files(folder: Path) -> dict[str, bytes]:
+    paths = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def assert_equal_runs(disturbed: Runner, undisturbed: Path) -> None:
-    left, correct = lasting(disturbed.folder), lasting(undisturbed)
-    assert left["records.jsonl"] == correct["records.jsonl"]
-    assert set(left) == set(correct)
-    assert [name for name in left if left[name] != correct[name]] == []
+    files, expected = reproducible_files(disturbed.folder), reproducible_files(undisturbed)
+    assert files["records.jsonl"] == expected["records.jsonl"]
+    assert set(files) == set(expected)
+    assert [name for name in files if files[name] != expected[name]] == []
     assert disturbed.leftovers() == []
     seconds = (disturbed.folder / "timings.jsonl").read_bytes().count(b"\n")
     assert seconds == disturbed.lines()
 
 
 def after(seconds: float) -> Moment:
-    """Return the moment so long after now."""
+    """Return the moment this many seconds from now."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end
 
 
 def after_progress(runner: Runner, seconds: float) -> Moment:
-    """Return the moment so long after the next round is done."""
+    """Return the moment this many seconds after the next round is done."""
     before = runner.round()
     due: list[Moment] = []
 
@@ -181,7 +181,7 @@ def after_progress(runner: Runner, seconds: float) -> Moment:
 
 
 def kill_repeatedly(runner: Runner, kills: int, chance: random.Random, reach: float) -> list[int]:
-    """Kill a run so many times, every fifth time while it sets itself up; return the rounds it had reached."""
+    """Kill a run a number of times, every fifth time during setup; return the rounds it had reached."""
     reached = []
     for kill in range(kills):
         early = kill % 5 == 4
@@ -191,35 +191,39 @@ def kill_repeatedly(runner: Runner, kills: int, chance: random.Random, reach: fl
     return reached
 
 
-def test_three_kills(runner: MakeRunner, undisturbed: Undisturbed) -> None:
-    killed = runner("killed", "rounds=40")
+def test_a_run_killed_three_times_ends_with_the_same_bytes(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+    settings = "rounds=40", "callbacks={best_model={monitor='loss', mode='min'}}"
+    killed = runner("killed", *settings)
     reached = kill_repeatedly(killed, 3, random.Random(0), reach=0.2)
     assert reached[0] >= 1
     killed.finish()
-    assert_equal_runs(killed, undisturbed("rounds=40"))
+    assert_equal_runs(killed, undisturbed(*settings))
+    assert (killed.folder / "best.safetensors").exists()
 
 
 def half_written(runner: Runner, write: str) -> Moment:
-    """Return the moment at which a file's draft is there but not yet renamed, or a state that no manifest names yet."""
+    """Return the moment at which a temporary file is not yet renamed, or a state is not yet in the manifest."""
     name = Path(write).name
-    drafts = [str(Path(write).with_name(draft)) for draft in (f".{name}.tmp", f"{name}.tmp")]
-    partition_io = runner.folder / "checkpoint" / "checkpoint.json"
+    temporary = [str(Path(write).with_name(file)) for file in (f".{name}.tmp", f"{name}.tmp")]
+    manifest = runner.folder / "checkpoint" / "checkpoint.json"
 
     def now() -> bool:
-        if not write.startswith("checkpoint/") or write.endswith(partition_io.name):
-            return any(True for draft in drafts for _ in runner.folder.glob(draft))
-        named = partition_io.read_text() if partition_io.exists() else ""
+        if not write.startswith("checkpoint/") or write.endswith(manifest.name):
+            return any(True for file in temporary for _ in runner.folder.glob(file))
+        named = manifest.read_text() if manifest.exists() else ""
         return any(path.name not in named for path in runner.folder.glob(write))
 
     return now
 
 
-def recorded_but_not_kept(runner: Runner) -> Moment:
+def recorded_but_not_checkpointed(runner: Runner) -> Moment:
     """Return the moment at which a round's record is written and its checkpoint is not."""
     return lambda: runner.lines() == runner.round() + 1
 
 
-def test_killed_at_every_kind_of_write_in_turn(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+def test_a_run_killed_at_every_kind_of_write_ends_with_the_same_bytes(
+    runner: MakeRunner, undisturbed: Undisturbed
+) -> None:
     killed = runner("killed", "rounds=2", pause=0.15)
     for write in (
         "config.json",
@@ -233,15 +237,17 @@ def test_killed_at_every_kind_of_write_in_turn(runner: MakeRunner, undisturbed: 
         assert killed.kill_at(moment), f"{write} was never seen half written\n{killed.log()}"
         assert moment()
         if write == "checkpoint/server-*":
-            between = recorded_but_not_kept(killed)
-            assert between()  # that very round's record is there already, and must go
+            between = recorded_but_not_checkpointed(killed)
+            assert between()  # the record of this round is written already, and must be removed
     killed.finish()
     assert_equal_runs(killed, undisturbed("rounds=2"))
 
 
-def test_killed_while_a_clients_state_is_written(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+def test_a_run_killed_while_a_client_state_is_written_ends_with_the_same_bytes(
+    runner: MakeRunner, undisturbed: Undisturbed
+) -> None:
     killed = runner("killed", "method.name=standalone", pause=0.15)
-    # Seen only in the second round, when the first one's states are already named by a checkpoint.
+    # Observable only in the second round, when the states of the first one are in a checkpoint.
     moment = half_written(killed, "checkpoint/client-*-round-000002.safetensors")
     assert killed.kill_at(moment), killed.log()
     assert moment()
@@ -250,7 +256,9 @@ def test_killed_while_a_clients_state_is_written(runner: MakeRunner, undisturbed
     assert_equal_runs(killed, undisturbed("method.name=standalone"))
 
 
-def test_killed_in_the_middle_of_the_third_task(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+def test_a_run_killed_within_the_third_task_ends_with_the_same_bytes(
+    runner: MakeRunner, undisturbed: Undisturbed
+) -> None:
     settings = (
         "method.name=fedvit",
         "train.epochs=3",
@@ -271,7 +279,9 @@ def test_killed_in_the_middle_of_the_third_task(runner: MakeRunner, undisturbed:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", ["fedavg", "standalone"])
-def test_twenty_kills_over_one_run(method: str, runner: MakeRunner, undisturbed: Undisturbed) -> None:
+def test_a_run_killed_twenty_times_ends_with_the_same_bytes(
+    method: str, runner: MakeRunner, undisturbed: Undisturbed
+) -> None:
     settings = "rounds=300", f"method.name={method}", "machine.checkpoint_every=2"
     killed = runner("killed", *settings)
     reached = kill_repeatedly(killed, 20, random.Random(1), reach=0.4)
@@ -283,7 +293,9 @@ def test_twenty_kills_over_one_run(method: str, runner: MakeRunner, undisturbed:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_twenty_kills_while_it_writes(runner: MakeRunner, undisturbed: Undisturbed) -> None:
+def test_a_run_killed_twenty_times_during_writes_ends_with_the_same_bytes(
+    runner: MakeRunner, undisturbed: Undisturbed
+) -> None:
     settings = "rounds=60", "method.name=standalone"
     killed = runner("killed", *settings, pause=0.03)
     chance = random.Random(2)

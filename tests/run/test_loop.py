@@ -1,4 +1,4 @@
-"""Whole tiny runs: the same seed writes the same bytes, interrupted or not; a bad client stops nobody."""
+"""Whole tiny runs: one seed writes the same bytes, interrupted or not; a failing client does not stop the others."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from vitfleet.training.trainer import Trainer
 from vitfleet.wire import decode
 
 
-def play(config: Config, folder: Path, interrupt_after: int | None = None) -> tuple[RunContext, RunState]:
-    """Run a configuration, if wanted only until the record of a round is written."""
+def run(config: Config, folder: Path, interrupt_after: int | None = None) -> tuple[RunContext, RunState]:
+    """Run a configuration, either completely or until the record of a round is written."""
     folder.mkdir(exist_ok=True)
     context = open_run(config, folder)
     callbacks = [] if interrupt_after is None else [InterruptAfter(interrupt_after)]
@@ -53,9 +53,9 @@ class Rounds(Callback):
 
 
 def written(folder: Path) -> Mapping[str, bytes]:
-    """Return all that must not depend on interruptions: records, model, states, the deal."""
-    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting}
+    """Return the files that must not depend on interruptions: records, model and states."""
+    paths = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def named(method: str) -> list[str]:
@@ -67,12 +67,10 @@ METHODS = pytest.mark.parametrize("method", ["fedavg", "standalone", "transfl"])
 
 
 @METHODS
-def test_one_seed_writes_the_same_bytes_and_another_does_not(
-    method: str, tiny_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_runs_of_one_seed_write_the_same_bytes(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(*named(method))
     for name, seed in (("first", 1), ("second", 1), ("other", 2)):
-        play(config.model_copy(update={"seed": seed}), tmp_path / name)
+        run(config.model_copy(update={"seed": seed}), tmp_path / name)
     first, second, other = (written(tmp_path / name) for name in ("first", "second", "other"))
     assert first == second
     assert len(first["records.jsonl"].splitlines()) == 3
@@ -91,9 +89,9 @@ def test_a_run_interrupted_before_a_checkpoint_ends_like_an_undisturbed_one(
     method: str, every: int, interrupted: int, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(*named(method), f"machine.checkpoint_every={every}")
-    play(config, tmp_path / "undisturbed")
+    run(config, tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
-        play(config, tmp_path / "stopped", interrupted)
+        run(config, tmp_path / "stopped", interrupted)
     assert len(list(read_records(tmp_path / "stopped"))) == interrupted
     context = open_run(config, tmp_path / "stopped")
     state = load_state(context)
@@ -121,31 +119,31 @@ def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
 
 
 @METHODS
-def test_a_run_stopped_again_and_again_in_the_middle_of_rounds_ends_the_same(
+def test_a_run_interrupted_repeatedly_within_rounds_ends_like_an_undisturbed_one(
     method: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(*named(method), "machine.checkpoint_every=2", "rounds=4")
-    play(config, tmp_path / "undisturbed")
-    for at in (2, 4, 6, 8, 5, 3):  # three trainings a round: before, at and after the first checkpoint
+    run(config, tmp_path / "undisturbed")
+    for at in (2, 4, 6, 8, 5, 3):  # three trainings per round: before, at and after the first checkpoint
         with pytest.MonkeyPatch.context() as patch:
             interrupt_training(patch, at)
             with pytest.raises(KeyboardInterrupt):
-                play(config, tmp_path / "stopped")
-    play(config, tmp_path / "stopped")
+                run(config, tmp_path / "stopped")
+    run(config, tmp_path / "stopped")
     assert written(tmp_path / "stopped") == written(tmp_path / "undisturbed")
 
 
-def test_a_finished_run_played_again_stays_as_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config(), tmp_path / "run")
+def test_run_rounds_of_a_finished_run_changes_nothing(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run(tiny_config(), tmp_path / "run")
     before = written(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()  # killed between the last checkpoint and the model
-    play(tiny_config(), tmp_path / "run")
+    run(tiny_config(), tmp_path / "run")
     assert written(tmp_path / "run") == before
 
 
-def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_records_match_the_configuration_and_the_partition(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("train.warmup_rounds=1")
-    context, _ = play(config, tmp_path / "run")
+    context, _ = run(config, tmp_path / "run")
     records = list(read_records(tmp_path / "run"))
     up = down = 0
     for round, record in enumerate(records, start=1):
@@ -159,15 +157,15 @@ def test_the_records_say_what_happened(tiny_config: MakeConfig, tmp_path: Path) 
         assert (record.total_up_bytes, record.total_down_bytes) == (up, down)
         assert all(entry.up_bytes > 4 * context.params for entry in record.clients)
         weighted = [(float(str(n["samples"])), float(str(n["loss"]))) for n in (e.numbers for e in record.clients)]
-        mean = sum(share * loss for share, loss in weighted) / sum(share for share, _ in weighted)
+        mean = sum(samples * loss for samples, loss in weighted) / sum(samples for samples, _ in weighted)
         assert record.loss == pytest.approx(mean)
         assert record.accuracy is not None
-        at_home = [entry.accuracy for entry in record.clients if entry.accuracy is not None]
-        assert record.accuracy.local == pytest.approx(sum(at_home) / len(at_home))
+        local = [entry.accuracy for entry in record.clients if entry.accuracy is not None]
+        assert record.accuracy.local == pytest.approx(sum(local) / len(local))
 
 
-def test_the_model_is_the_servers_and_says_what_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context, state = play(tiny_config(), tmp_path / "run")
+def test_the_model_file_holds_the_server_weights_and_metadata(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    context, state = run(tiny_config(), tmp_path / "run")
     path = tmp_path / "run" / "model.safetensors"
     tensors = load_file(path)
     assert set(tensors) == set(context.net.anatomy.shapes)
@@ -178,7 +176,7 @@ def test_the_model_is_the_servers_and_says_what_it_is(tiny_config: MakeConfig, t
     assert str(about["rounds"]) == "3"
 
 
-def test_clients_are_drawn_without_replacement_and_anew_each_round(tiny_config: MakeConfig) -> None:
+def test_choose_clients_draws_without_replacement_and_anew_each_round(tiny_config: MakeConfig) -> None:
     config = tiny_config("fleet.clients=50", "fleet.per_round=10")
     draws = [tuple(choose_clients(config, round)) for round in range(1, 21)]
     assert all(len(set(draw)) == 10 and draw == tuple(sorted(draw)) for draw in draws)
@@ -187,25 +185,25 @@ def test_clients_are_drawn_without_replacement_and_anew_each_round(tiny_config: 
     assert choose_clients(config.model_copy(update={"seed": 9}), 1) != list(draws[0])
 
 
-def test_accuracy_is_measured_every_so_often_and_at_the_end(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config("rounds=5", "eval.every=2"), tmp_path / "run")
+def test_accuracy_is_measured_every_n_rounds_and_in_the_last(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run(tiny_config("rounds=5", "eval.every=2"), tmp_path / "run")
     measured = [record.round for record in read_records(tmp_path / "run") if record.accuracy is not None]
     assert measured == [2, 4, 5]
     for record in read_records(tmp_path / "run"):
         assert all((entry.tested is not None) == (record.round in measured) for entry in record.clients)
 
 
-def test_evaluating_changes_nothing_of_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config("eval.every=1"), tmp_path / "often")
-    play(tiny_config("eval.every=3"), tmp_path / "once")
+def test_evaluation_does_not_change_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run(tiny_config("eval.every=1"), tmp_path / "often")
+    run(tiny_config("eval.every=3"), tmp_path / "once")
     often, once = (written(tmp_path / name)["model.safetensors"] for name in ("often", "once"))
     assert often == once
 
 
-WILD = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, epochs=1)
+DIVERGING = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, epochs=1)
 
 
-def let_one_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
+def make_client_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
     fit = Trainer.fit_cohort
 
     def train(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
@@ -214,12 +212,12 @@ def let_one_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig)
     patch.setattr(Trainer, "fit_cohort", train)
 
 
-def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_on(
+def test_a_diverged_client_is_recorded_as_failed_and_the_round_continues(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("data.partition.kind=iid", "fleet.per_round=6")
-    let_one_diverge(monkeypatch, 4, WILD)
-    context, state = play(config, tmp_path / "run")
+    make_client_diverge(monkeypatch, 4, DIVERGING)
+    context, state = run(config, tmp_path / "run")
     for record in read_records(tmp_path / "run"):
         (bad,) = (entry for entry in record.clients if entry.failure is not None)
         assert bad.client == 4
@@ -234,13 +232,13 @@ def test_a_client_that_diverges_is_refused_named_and_counted_and_the_round_goes_
     assert (summary["total"]["failures"], summary["total"]["participations"]) == (3, 18)
 
 
-def test_the_others_mean_is_as_if_it_had_not_been_asked(
+def test_the_aggregate_is_as_if_a_diverged_client_was_not_chosen(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("data.partition.kind=iid", "fleet.per_round=6", "rounds=1")
     with monkeypatch.context() as patch:
-        let_one_diverge(patch, 4, WILD)
-        _, diverged = play(config, tmp_path / "diverged")
+        make_client_diverge(patch, 4, DIVERGING)
+        _, diverged = run(config, tmp_path / "diverged")
     (tmp_path / "alone").mkdir()
     context = open_run(config, tmp_path / "alone")
     monkeypatch.setattr("vitfleet.run.round_plan.choose_clients", lambda config, round: [0, 1, 2, 3, 5])
@@ -249,50 +247,54 @@ def test_the_others_mean_is_as_if_it_had_not_been_asked(
 
 
 @METHODS
-def test_a_run_in_which_everybody_diverges_still_ends_and_says_so(
-    method: str, tiny_config: MakeConfig, tmp_path: Path
-) -> None:
-    wild = "train.optimizer=sgd", "train.lr=1e30", "train.batch_size=4", "data.partition.kind=iid"
-    play(tiny_config(*wild, *named(method)), tmp_path / "run")
+def test_a_run_in_which_all_clients_diverge_finishes(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    diverging = "train.optimizer=sgd", "train.lr=1e30", "train.batch_size=4", "data.partition.kind=iid"
+    run(tiny_config(*diverging, *named(method)), tmp_path / "run")
     records = list(read_records(tmp_path / "run"))
     assert len(records) == 3
     assert all(entry.failure is not None for record in records for entry in record.clients)
     assert all(record.loss is None for record in records)
 
 
-def test_a_client_whose_last_step_blew_up_is_refused_too(
+def test_a_client_whose_last_step_diverged_is_rejected(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step: its loss was still finite when it was taken, only the weights are not."""
+    """Training is one step: its loss is still finite, only the weights are not."""
     one_step = TrainConfig(optimizer="sgd", momentum=0, lr=1e38, weight_decay=1e4, batch_size=1000)
-    let_one_diverge(monkeypatch, 4, one_step)
-    _, state = play(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
+    make_client_diverge(monkeypatch, 4, one_step)
+    _, state = run(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
     failed = {entry.client for record in read_records(tmp_path / "run") for entry in record.clients if entry.failure}
     assert failed == {4}
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state.server.tensors.values())
 
 
-def test_a_model_that_overflows_in_evaluation_is_recorded_not_a_crash(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    """One step a client, so that every loss and every weight is finite, but the model's answers are not."""
-    wild = "train.optimizer=sgd", "train.momentum=0", "train.lr=1e25", "train.batch_size=1000", "train.weight_decay=0"
-    play(tiny_config(*wild, "data.partition.kind=iid", "rounds=1"), tmp_path / "run")
+def test_a_model_that_overflows_in_evaluation_is_recorded(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """One step per client, so that every loss and every weight is finite, but the logits are not."""
+    diverging = (
+        "train.optimizer=sgd",
+        "train.momentum=0",
+        "train.lr=1e25",
+        "train.batch_size=1000",
+        "train.weight_decay=0",
+    )
+    run(tiny_config(*diverging, "data.partition.kind=iid", "rounds=1"), tmp_path / "run")
     assert len(list(read_records(tmp_path / "run"))) == 1
 
 
 @METHODS
-def test_empty_clients_are_asked_and_say_nothing(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_clients_without_images_contribute_nothing(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(
         *named(method), "data.partition.beta=0.001", "fleet.clients=100", "fleet.per_round=2", "rounds=8"
     )
-    context, _ = play(config, tmp_path / "run")
+    context, _ = run(config, tmp_path / "run")
     sizes = context.partition.train.sizes()
     assert (sizes == 0).sum() > 50
     records = list(read_records(tmp_path / "run"))
     assert len(records) == 8
-    unheard = [record for record in records if all(sizes[entry.client] == 0 for entry in record.clients)]
-    assert unheard
-    assert all(record.loss is None for record in unheard)
-    assert all(record.loss is not None for record in records if record not in unheard)
+    without_images = [record for record in records if all(sizes[entry.client] == 0 for entry in record.clients)]
+    assert without_images
+    assert all(record.loss is None for record in without_images)
+    assert all(record.loss is not None for record in records if record not in without_images)
     tested = context.partition.test.sizes()
     for record in records:
         assert record.accuracy is not None
@@ -301,7 +303,7 @@ def test_empty_clients_are_asked_and_say_nothing(method: str, tiny_config: MakeC
     assert any(record.accuracy is not None and record.accuracy.local is None for record in records)
 
 
-def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
+def test_a_round_of_clients_without_images_does_not_change_the_model(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("data.partition.beta=0.001", "fleet.clients=100", "rounds=1")
@@ -314,12 +316,10 @@ def test_a_round_of_empty_clients_leaves_the_model_as_it_was(
     assert all(torch.equal(server.tensors[name], initial[name]) for name in initial)
 
 
-def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
-    tiny_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_resumed_run_uses_the_machine_settings_it_began_with(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("machine.threads=null", "machine.device=auto", "machine.precision=auto")
     with pytest.raises(KeyboardInterrupt):
-        play(config, tmp_path / "run", interrupt_after=1)
+        run(config, tmp_path / "run", interrupt_after=1)
     before = json.loads((tmp_path / "run" / "machine.json").read_text())
     assert (before["device"], before["precision"], before["threads"]) == ("cpu", "fp32", torch.get_num_threads())
     changed = {**before, "threads": before["threads"] + 1, "precision": "bf16"}
@@ -332,21 +332,21 @@ def test_a_run_goes_on_computing_as_it_began_whatever_this_process_would_choose(
         torch.set_num_threads(before["threads"])
 
 
-def test_states_of_clients_are_not_held_once_a_checkpoint_has_them(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context, _ = play(tiny_config("method.name=standalone"), tmp_path / "run")
+def test_client_states_are_not_kept_in_memory_after_a_checkpoint(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    context, _ = run(tiny_config("method.name=standalone"), tmp_path / "run")
     assert isinstance(context.fleet, InlineFleet)
     assert not context.fleet.changed_states()
     manifest = context.checkpoints.latest
     assert manifest is not None
     for client, name in manifest.clients.items():
-        own = context.fleet.client_state(client)
-        assert own is not None
+        client_state = context.fleet.client_state(client)
+        assert client_state is not None
         written = decode(State, (tmp_path / "run" / "checkpoint" / name).read_bytes())
-        assert all(torch.equal(own.tensors[key], tensor) for key, tensor in written.tensors.items())
+        assert all(torch.equal(client_state.tensors[key], tensor) for key, tensor in written.tensors.items())
 
 
-def test_all_long_work_of_a_round_shows_how_far_it_is(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    class Shown:
+def test_run_rounds_shows_the_progress_of_a_round(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    class Recorder:
         def __init__(self) -> None:
             self.done: dict[str, int] = {}
 
@@ -360,7 +360,7 @@ def test_all_long_work_of_a_round_shows_how_far_it_is(tiny_config: MakeConfig, t
             yield advance
 
     def shown(name: str, *overrides: str) -> dict[str, int]:
-        progress = Shown()
+        progress = Recorder()
         context = open_run(tiny_config("rounds=1", f"method.name={name}", *overrides), tmp_path / name)
         run_rounds(context, progress=progress)
         return progress.done

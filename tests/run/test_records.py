@@ -1,4 +1,4 @@
-"""Records: lines that come back as they were, a tail cut by a crash, a summary with the promised fields."""
+"""Records and summary: lines that are read back unchanged, a truncated last line, the figures of a summary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ records = st.builds(
 
 
 @given(records)
-def test_a_record_comes_back_from_its_line(record: RoundRecord) -> None:
+def test_round_record_parse_is_the_inverse_of_line(record: RoundRecord) -> None:
     line = record.line()
     assert "\n" not in line
     assert RoundRecord.parse(line) == record
@@ -68,30 +68,30 @@ def record(
 
 def write(folder: Path, *written: RoundRecord) -> None:
     lines = LineFile(folder / "records.jsonl")
-    for one in written:
-        lines.append(one.line())
+    for round_record in written:
+        lines.append(round_record.line())
     lines.close()
 
 
-def test_records_are_read_in_order(tmp_path: Path) -> None:
+def test_read_records_yields_records_in_order(tmp_path: Path) -> None:
     write(tmp_path, record(1), record(2), record(3))
     assert list(read_records(tmp_path)) == [record(1), record(2), record(3)]
 
 
-def test_no_records_are_no_error(tmp_path: Path) -> None:
+def test_read_records_of_an_empty_folder_yields_nothing(tmp_path: Path) -> None:
     assert list(read_records(tmp_path)) == []
     assert read_seconds(tmp_path) == 0
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30])
-def test_a_last_line_cut_short_is_left_out(cut: int, tmp_path: Path) -> None:
+def test_read_records_skips_a_truncated_last_line(cut: int, tmp_path: Path) -> None:
     write(tmp_path, record(1), record(2), record(3))
     path = tmp_path / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert [one.round for one in read_records(tmp_path)] == [1, 2]
+    assert [round_record.round for round_record in read_records(tmp_path)] == [1, 2]
 
 
-def test_a_line_file_says_its_length(tmp_path: Path) -> None:
+def test_line_file_append_returns_the_length(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     lines = LineFile(path)
     assert lines.length() == 0
@@ -99,7 +99,7 @@ def test_a_line_file_says_its_length(tmp_path: Path) -> None:
     lines.close()
 
 
-def test_a_line_file_is_cut_back_to_its_checkpoint_and_goes_on(tmp_path: Path) -> None:
+def test_line_file_is_truncated_to_a_length_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     first = LineFile(path, 0)
     kept = first.append("one")
@@ -116,7 +116,7 @@ def test_a_line_file_is_cut_back_to_its_checkpoint_and_goes_on(tmp_path: Path) -
     assert path.read_bytes() == b"one\n2\n"
 
 
-def test_a_run_that_starts_anew_starts_with_no_lines(tmp_path: Path) -> None:
+def test_line_file_of_length_zero_is_emptied(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"of a run that was killed before its first checkpoint\n")
     lines = LineFile(path, 0)
@@ -125,7 +125,7 @@ def test_a_run_that_starts_anew_starts_with_no_lines(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\n"
 
 
-def test_without_a_length_a_line_file_goes_on_at_its_end(tmp_path: Path) -> None:
+def test_line_file_without_a_length_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"one\n")
     lines = LineFile(path)
@@ -134,11 +134,11 @@ def test_without_a_length_a_line_file_goes_on_at_its_end(tmp_path: Path) -> None
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def evaluated(share: float) -> Accuracy:
-    return Accuracy(global_=share, loss=1.5, models=1, local=0.5)
+def evaluated(accuracy: float) -> Accuracy:
+    return Accuracy(global_=accuracy, loss=1.5, models=1, local=0.5)
 
 
-def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeConfig) -> None:
+def test_write_summary_computes_all_figures(tmp_path: Path, tiny_config: MakeConfig) -> None:
     write(
         tmp_path,
         record(1, evaluated(0.6), correct=3),
@@ -161,21 +161,23 @@ def test_the_summary_has_the_promised_fields(tmp_path: Path, tiny_config: MakeCo
     assert summary["client"]["trainable_params"] == 600
 
 
-def test_local_accuracy_is_the_mean_of_each_clients_latest(tmp_path: Path, tiny_config: MakeConfig) -> None:
-    def told(round: int, **correct: int) -> RoundRecord:
-        entries = [ClientRecord(int(name[1:]), 1, 1, {}, one, 10) for name, one in correct.items()]
+def test_local_accuracy_of_the_summary_is_the_mean_of_each_clients_last(
+    tmp_path: Path, tiny_config: MakeConfig
+) -> None:
+    def record_with(round: int, **correct: int) -> RoundRecord:
+        entries = [ClientRecord(int(name[1:]), 1, 1, {}, count, 10) for name, count in correct.items()]
         return RoundRecord(round, 0.1, 1.0, evaluated(0.5), entries, 1, 1)
 
-    write(tmp_path, told(1, c1=2, c2=10), told(2, c1=6, c3=8))
-    nothing_to_test = ClientRecord(4, 1, 1, {}, 0, 0)
-    assert nothing_to_test.accuracy is None
-    write(tmp_path, RoundRecord(3, 0.1, 1.0, evaluated(0.5), [nothing_to_test], 1, 1))
+    write(tmp_path, record_with(1, c1=2, c2=10), record_with(2, c1=6, c3=8))
+    no_test_images = ClientRecord(4, 1, 1, {}, 0, 0)
+    assert no_test_images.accuracy is None
+    write(tmp_path, RoundRecord(3, 0.1, 1.0, evaluated(0.5), [no_test_images], 1, 1))
     accuracy = write_summary(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
     assert accuracy["local"] == pytest.approx((0.6 + 1.0 + 0.8) / 3)
     assert accuracy["local_clients"] == 3
 
 
-def test_a_summary_without_any_evaluation_says_so(tmp_path: Path, tiny_config: MakeConfig) -> None:
+def test_write_summary_without_evaluation_has_no_accuracy(tmp_path: Path, tiny_config: MakeConfig) -> None:
     write(tmp_path, record(1))
     accuracy = write_summary(tmp_path, tiny_config(), ClientCosts(1, 1, 0.5, 1.5))["accuracy"]
     assert (accuracy["global"], accuracy["local"], accuracy["best"]) == (None, None, None)

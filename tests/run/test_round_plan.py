@@ -1,4 +1,4 @@
-"""Schedules in whole runs on digits, with devices."""
+"""Schedules of rounds in whole runs on digits with simulated devices, and their parts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MIX = "fleet.devices={agx=1, nx=2, nano=2, pi4-2gb=1}"
 BUFFERED = ("fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3", "fleet.clients=8", "fleet.per_round=3")
 
 
-def play(config: Config, folder: Path, interrupt_after: int | None = None) -> None:
+def run(config: Config, folder: Path, interrupt_after: int | None = None) -> None:
     folder.mkdir(exist_ok=True)
     callbacks = [] if interrupt_after is None else [InterruptAfter(interrupt_after)]
     run_rounds(open_run(config, folder), callbacks=callbacks)
 
 
 def written(folder: Path) -> dict[str, bytes]:
-    """Return all that must not depend on interruptions: records, model, states, devices."""
-    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting}
+    """Return the files that must not depend on interruptions: records, model and states."""
+    paths = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def records_of(folder: Path) -> list[RoundRecord]:
@@ -42,7 +42,7 @@ def records_of(folder: Path) -> list[RoundRecord]:
 
 
 def test_a_synchronous_round_ends_with_its_slowest_client(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config(MIX), tmp_path)
+    run(tiny_config(MIX), tmp_path)
     before = 0.0
     for record in records_of(tmp_path):
         assert all(entry.began == before for entry in record.clients)
@@ -55,28 +55,28 @@ def test_a_synchronous_round_ends_with_its_slowest_client(tiny_config: MakeConfi
     assert len(json.loads((tmp_path / "devices.json").read_text())["clients"]) == tiny_config().fleet.clients
 
 
-def test_the_clock_changes_nothing_but_the_clock(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config(MIX), tmp_path / "with")
-    play(tiny_config(), tmp_path / "without")
+def test_the_virtual_clock_does_not_change_the_training(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run(tiny_config(MIX), tmp_path / "with")
+    run(tiny_config(), tmp_path / "without")
     assert written(tmp_path / "with")["model.safetensors"] == written(tmp_path / "without")["model.safetensors"]
     assert {record.virtual_seconds for record in records_of(tmp_path / "without")} == {None}
 
 
-def test_half_the_bandwidth_is_a_longer_round(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_less_bandwidth_makes_longer_rounds(tiny_config: MakeConfig, tmp_path: Path) -> None:
     clocks = []
     for bandwidth in (1.0, 0.1):
         folder = tmp_path / str(bandwidth)
-        play(tiny_config(MIX, f"fleet.bandwidth={bandwidth}", "rounds=1"), folder)
+        run(tiny_config(MIX, f"fleet.bandwidth={bandwidth}", "rounds=1"), folder)
         clocks.append(records_of(folder)[0].virtual_seconds or 0.0)
-    assert 5 < clocks[1] / clocks[0] < 10  # training takes as long as before
+    assert 5 < clocks[1] / clocks[0] < 10  # the training time is the same
 
 
-def test_who_misses_the_deadline_is_not_trained_and_is_said(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    play(tiny_config(MIX), tmp_path / "all")
+def test_clients_that_miss_the_deadline_are_recorded_as_too_late(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    run(tiny_config(MIX), tmp_path / "all")
     first = records_of(tmp_path / "all")[0]
     times = sorted(entry.ended or 0.0 for entry in first.clients)
     deadline = (times[0] + times[-1]) / 2
-    play(tiny_config(MIX, "fleet.schedule.kind=deadline", f"fleet.schedule.seconds={deadline}"), tmp_path / "some")
+    run(tiny_config(MIX, "fleet.schedule.kind=deadline", f"fleet.schedule.seconds={deadline}"), tmp_path / "some")
     record = records_of(tmp_path / "some")[0]
     late = {entry.client for entry in first.clients if (entry.ended or 0.0) > deadline}
     assert late
@@ -90,22 +90,22 @@ def test_who_misses_the_deadline_is_not_trained_and_is_said(tiny_config: MakeCon
             assert entry.down_bytes > 0
 
 
-def test_over_selection_asks_more_and_takes_the_first(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_over_selection_uses_the_first_clients_to_finish(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(MIX, "fleet.schedule.kind=over-selection", "fleet.schedule.share=0.5", "fleet.per_round=2")
-    play(config, tmp_path)
+    run(config, tmp_path)
     for record in records_of(tmp_path):
         assert len(record.clients) == 3
         assert sum(entry.failure is None for entry in record.clients) == 2
 
 
-def test_who_has_too_little_memory_is_flagged_not_trained(
+def test_clients_without_enough_memory_do_not_train(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _Huge())
-    play(tiny_config("fleet.devices={agx=1, pi4-2gb=1}"), tmp_path)
-    step_kinds = json.loads((tmp_path / "devices.json").read_text())
-    small = {client for client, name in enumerate(step_kinds["clients"]) if name == "pi4-2gb"}
-    assert set(step_kinds["out_of_memory"]) == small
+    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _HugeMemory())
+    run(tiny_config("fleet.devices={agx=1, pi4-2gb=1}"), tmp_path)
+    devices = json.loads((tmp_path / "devices.json").read_text())
+    small = {client for client, name in enumerate(devices["clients"]) if name == "pi4-2gb"}
+    assert set(devices["out_of_memory"]) == small
     entries = [entry for record in records_of(tmp_path) for entry in record.clients]
     assert {entry.client for entry in entries if entry.failure} == {entry.client for entry in entries} & small
     assert all(
@@ -114,19 +114,21 @@ def test_who_has_too_little_memory_is_flagged_not_trained(
     )
 
 
-class _Huge:
+class _HugeMemory:
     total = 3 * 2**30
 
 
 @pytest.mark.parametrize("method", ["fedavg", "transfl", "eftvit"])
-def test_buffered_rounds_overlap_and_survive_a_stop(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_buffered_rounds_overlap_and_survive_an_interruption(
+    method: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
     keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"]}.get(method, [])
     config = tiny_config(MIX, *BUFFERED, f"method.name={method}", *keys, "rounds=4")
-    play(config, tmp_path / "undisturbed")
+    run(config, tmp_path / "undisturbed")
     records = records_of(tmp_path / "undisturbed")
     for earlier, later in pairwise(records):
         assert (earlier.virtual_seconds or 0) <= (later.virtual_seconds or 0)
-    # Somebody was sent off before the round in which the answer counted had begun.
+    # Some clients started before the round that used their update.
     overlapping = [
         entry
         for earlier, later in pairwise(records)
@@ -137,37 +139,37 @@ def test_buffered_rounds_overlap_and_survive_a_stop(method: str, tiny_config: Ma
     for interrupted in (2, 4):
         folder = tmp_path / f"interrupted-{interrupted}"
         with pytest.raises(KeyboardInterrupt):
-            play(config, folder, interrupted)
-        play(config, folder)
+            run(config, folder, interrupted)
+        run(config, folder)
         assert written(folder) == written(tmp_path / "undisturbed")
 
 
-def test_too_few_devices_with_memory_enough_for_a_buffer(
+def test_buffered_schedule_rejects_too_few_clients_with_enough_memory(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _Huge())
+    monkeypatch.setattr("vitfleet.run.setup.round_memory", lambda *_: _HugeMemory())
     context = open_run(tiny_config("fleet.devices={agx=1, pi4-2gb=1}", *BUFFERED), tmp_path)
     with pytest.raises(UserError, match="only 4 clients have enough memory"):
         run_rounds(context)
 
 
-def test_a_stale_change_counts_less_and_starts_from_the_servers_weights() -> None:
+def test_apply_staleness_scales_the_change_and_adds_it_to_the_server_weights() -> None:
     server = State({"w": torch.tensor([10.0])})
-    turn = ClientPlan(0, Message({"w": torch.tensor([1.0])}), 0, None, staleness=3)
+    plan = ClientPlan(0, Message({"w": torch.tensor([1.0])}), 0, None, staleness=3)
     up = Message({"w": torch.tensor([3.0]), "features": torch.tensor([7.0])}, {"samples": 5})
-    fresh = apply_staleness(up, turn, server, BufferedSchedule(staleness=0.5))
+    fresh = apply_staleness(up, plan, server, BufferedSchedule(staleness=0.5))
     assert fresh.tensors["w"].item() == 10 + (3 - 1) / 2  # (1 + 3)^-0.5
     assert fresh.tensors["features"].item() == 7
     assert fresh.numbers == {"samples": 5}
-    assert apply_staleness(up, ClientPlan(0, turn.message, 0, None), server, BufferedSchedule()) is up
+    assert apply_staleness(up, ClientPlan(0, plan.message, 0, None), server, BufferedSchedule()) is up
 
 
-def test_what_is_under_way_is_packed_and_unpacked() -> None:
+def test_in_flight_unpack_is_the_inverse_of_pack() -> None:
     flights = (ClientInFlight(2.5, 3, 1, -1, 0.5), ClientInFlight(4.0, 1, 0, 2, 0.0))
     past = {0: State({"w": torch.zeros(1)}), 1: State({"w": torch.ones(1)})}
     server = State({"w": torch.tensor([2.0])}, parts={"features-000001": State()})
     packed = InFlight(1.5, flights, past).pack(server)
     assert set(packed.parts) == {"features-000001", "past-000000", "past-000001", "flights"}
-    unpacked, traffic = InFlight.unpack(packed, 1.5)
+    unpacked, in_flight = InFlight.unpack(packed, 1.5)
     assert set(unpacked.parts) == {"features-000001"}
-    assert traffic == InFlight(1.5, flights, past)
+    assert in_flight == InFlight(1.5, flights, past)

@@ -1,3 +1,5 @@
+"""Experiment trackers: what they receive, resumed runs, missing packages."""
+
 from __future__ import annotations
 
 import sys
@@ -16,7 +18,7 @@ from vitfleet.run.setup import open_run
 from vitfleet.run.trackers import Trackers, scalars_of
 
 
-def test_what_is_drawn_of_a_round_is_what_the_record_knows() -> None:
+def test_scalars_of_a_record() -> None:
     clients = [ClientRecord(0, 5, 4, gflops=1.5), ClientRecord(1, 5, 0, failure="too late")]
     record = RoundRecord(3, 0.1, None, Accuracy(0.5, 1.25, 1, None), clients, 40, 50, virtual_seconds=7.0)
     assert scalars_of(record) == {
@@ -24,7 +26,7 @@ def test_what_is_drawn_of_a_round_is_what_the_record_knows() -> None:
         "train/gflops": 1.5,
         "bytes/up_total": 40,
         "bytes/down_total": 50,
-        "clients/left_out": 1,
+        "clients/failed": 1,
         "virtual_seconds": 7.0,
         "accuracy/global": 0.5,
         "test/loss": 1.25,
@@ -32,7 +34,7 @@ def test_what_is_drawn_of_a_round_is_what_the_record_knows() -> None:
 
 
 class Calls:
-    """Stands in for a package: writes down what is called, and returns itself."""
+    """Replaces a package: records every call and returns itself."""
 
     info = SimpleNamespace(run_id="r1")
 
@@ -40,23 +42,23 @@ class Calls:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Calls:
+        def call(*args: Any, **kwargs: Any) -> Calls:
             self.calls.append((name, args, kwargs))
             return self
 
-        return called
+        return call
 
 
 @pytest.fixture
 def trackers(monkeypatch: pytest.MonkeyPatch) -> tuple[Calls, Calls]:
-    """W&B and MLflow, who only write down what they are told."""
+    """Replace W&B and MLflow by packages that only record calls."""
     wandb, mlflow = Calls(), Calls()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     return wandb, mlflow
 
 
-def test_wandb_and_mlflow_are_told_what_tensorboard_is(
+def test_all_trackers_get_the_same_scalars(
     tiny_config: MakeConfig, tmp_path: Path, trackers: tuple[Calls, Calls]
 ) -> None:
     wandb, mlflow = trackers
@@ -77,7 +79,7 @@ def test_wandb_and_mlflow_are_told_what_tensorboard_is(
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_a_run_that_goes_on_is_the_same_run_to_them(
+def test_a_resumed_run_continues_the_trackers_runs(
     tiny_config: MakeConfig, tmp_path: Path, trackers: tuple[Calls, Calls]
 ) -> None:
     wandb, mlflow = trackers
@@ -89,7 +91,7 @@ def test_a_run_that_goes_on_is_the_same_run_to_them(
     assert starts == [{"run_name": tmp_path.name}, {"run_id": "r1"}]
 
 
-def test_a_tracker_that_does_not_start_is_said(
+def test_a_tracker_that_does_not_start_is_a_configuration_error(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init(**settings: object) -> None:
@@ -101,7 +103,7 @@ def test_a_tracker_that_does_not_start_is_said(
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_that_is_not_there_is_said(
+def test_a_tracker_that_is_not_installed_is_a_configuration_error(
     name: str, tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -109,7 +111,7 @@ def test_a_tracker_that_is_not_there_is_said(
         Trackers(tiny_config(f"trackers={{{name}={{}}}}"), tmp_path, 1)
 
 
-def test_without_tensorboard_a_run_is_otherwise_the_same(
+def test_a_run_without_tensorboard_is_otherwise_the_same(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -83,27 +83,16 @@ def open_run(
     evaluator = _make_evaluator(config, components, data, partition, has_local_clients=make_fleet is None)
     cost_model = _make_cost_model(config, components, data)
     virtual: VirtualFleet | None = None
-    if make_fleet is None:
+    if make_fleet is not None:  # remote clients have real clocks
+        fleet = make_fleet(config, data, folder, base)
+    else:
         virtual = _make_virtual_fleet(config, components, data, partition, cost_model)
         fleet = _make_local_fleet(config, components, data, partition, base, evaluator, checkpoints, processes)
-    else:  # remote clients have real clocks
-        fleet = make_fleet(config, data, folder, base)
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
     return RunContext(
-        config,
-        folder,
-        data,
-        partition,
-        components,
-        base,
-        fleet,
-        evaluator,
-        checkpoints,
-        cost_model,
-        planner,
-        processes,
+        config, folder, data, partition, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
     )
 
 

@@ -41,7 +41,7 @@ def scalars_of(record: RoundRecord) -> dict[str, float]:
         "train/gflops": sum(entry.gflops or 0.0 for entry in record.clients),
         "bytes/up_total": record.total_up_bytes,
         "bytes/down_total": record.total_down_bytes,
-        "clients/left_out": sum(entry.failure is not None for entry in record.clients),
+        "clients/failed": sum(entry.failure is not None for entry in record.clients),
         "virtual_seconds": record.virtual_seconds,
     }
     if record.accuracy is not None:
