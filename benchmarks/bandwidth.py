@@ -25,7 +25,7 @@ from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
 from vitfleet.costs.virtual_clock import close_round
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.report.figure_types import AxisView, Curve, LineChart
 from vitfleet.report.plotting import draw_files
 from vitfleet.run.round_plan import choose_clients
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="draw the figures into this folder")
     args = parser.parse_args()
     model = ModelConfig(dim=192, depth=6, heads=12, patch_size=4)
-    net = build(model, CLASSES, 3, 32, 0)
+    net = build_model(model, CLASSES, 3, 32, 0)
     body, flops = net.anatomy.count_parameters(net.anatomy.body), full_flops(net).training
     methods: dict[str, Bytes] = {"FedViT": fedvit_bytes, "FedWEIT": fedweit_bytes}
 

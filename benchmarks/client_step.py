@@ -27,7 +27,7 @@ from vitfleet.costs.flops import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import set_up_machine
 from vitfleet.training.trainer import Trainer, preprocess_for
@@ -45,7 +45,9 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         }
     )
     machine = set_up_machine(MachineConfig(device=device))
-    net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(machine.device)
+    net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(
+        machine.device
+    )
     context = MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
     method = make_method(config.method, context)
     weights = to_device(net.initial_weights(), machine.device)

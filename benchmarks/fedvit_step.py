@@ -24,7 +24,7 @@ import torch
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.dual_solver import solve_dual
 from vitfleet.training.machine import set_up_machine
@@ -62,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
 
     machine = replace(set_up_machine(MachineConfig(device=args.device)), cohort=args.clients)
-    net = build(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
+    net = build_model(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
     tasks = (torch.arange(CLASSES) // 10).to(machine.device)

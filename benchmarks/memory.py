@@ -33,7 +33,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt_model, make_method
 from vitfleet.methods.episodic_memory import Stored, write
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
@@ -54,7 +54,9 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
         tree["data"] = {"tasks": {"count": TASKS + 1, "classes": 10}}
     config = Config.model_validate(tree)
     machine = set_up_machine(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
-    net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0, partial(adapt_model, config.method)).to(machine.device)
+    net = build_model(ModelConfig(name=model), CLASSES, 3, SIDE, 0, partial(adapt_model, config.method)).to(
+        machine.device
+    )
 
     def context(where: torch.device) -> MethodContext:
         return MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, where, config.num_tasks)

@@ -46,7 +46,7 @@ from problem import Problem, RunSpec, save_problem  # noqa: E402
 from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
 from vitfleet.data.partition import partition_dataset  # noqa: E402
 from vitfleet.data.sources import load_dataset  # noqa: E402
-from vitfleet.models.zoo import build  # noqa: E402
+from vitfleet.models.zoo import build_model  # noqa: E402
 from vitfleet.run.folder import processor_name  # noqa: E402
 from vitfleet.run.round_plan import choose_clients  # noqa: E402
 
@@ -109,7 +109,9 @@ def prepare(run_spec: RunSpec, folder: Path) -> None:
                 for epoch in range(run_spec.epochs)
             ]
             tensors[f"visit-{round}-{client}"] = torch.stack([own[torch.from_numpy(order)] for order in epochs])
-    save_problem(folder, run_spec, chosen, tensors, build(config.model, 10, 3, 32, run_spec.seed).initial_weights())
+    save_problem(
+        folder, run_spec, chosen, tensors, build_model(config.model, 10, 3, 32, run_spec.seed).initial_weights()
+    )
 
 
 def play(way: Way, folder: Path, threads: int, limit: float) -> Outcome:

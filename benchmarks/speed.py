@@ -36,7 +36,7 @@ from vitfleet.methods.base import ClientJob
 from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_driver import Participant, run_cohort
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
@@ -65,7 +65,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     eftvit = name == "eftvit"
     model = ModelConfig(name=model_name) if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
     classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
-    net = build(model, classes, 3, side, SEED).to(machine.device)
+    net = build_model(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
     context = MethodContext.of(net, train, 10, SEED, classes, machine.device)
     method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)

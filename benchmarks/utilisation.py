@@ -18,7 +18,7 @@ from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelCo
 from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.objective import Fit, Objective
@@ -44,7 +44,7 @@ def matrix_rate(machine: Machine, size: int) -> float:
 def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float:
     """Return the operations a second of full training, the median of some."""
     config = Config.model_validate({"train": {"batch_size": batch}})
-    net = build(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
+    net = build_model(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), 2, machine)
     weights = to_device(net.initial_weights(), machine.device)
     pixels = torch.zeros(steps * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)

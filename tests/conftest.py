@@ -28,7 +28,7 @@ from vitfleet.fleet.inline import InlineFleet
 from vitfleet.message import State, Tensors
 from vitfleet.methods import Method, MethodContext
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
@@ -100,7 +100,7 @@ def _registries() -> Iterator[None]:
 @pytest.fixture
 def tiny_net() -> Net:
     """Return a plain ViT of two layers, 16 wide, on 8 x 8 grey images cut into four patches."""
-    return build(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, SIDE, seed=0)
+    return build_model(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, SIDE, seed=0)
 
 
 @pytest.fixture

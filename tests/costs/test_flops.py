@@ -17,7 +17,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.costs.flops import Flops, client_flops, typical_client
 from vitfleet.methods import MethodContext, adapt_model, make_method
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
@@ -36,7 +36,7 @@ def layer(tokens: int) -> int:
 def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
+        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
     return client_flops(make_method(params, context), net, mask_ratio)
 
@@ -75,7 +75,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
     """One epoch of head tuning and four of the body, which cost nearly what full training does."""
     config = Config.model_validate({"method": {"name": "fedrep", "head_epochs": 1}, "train": {"epochs": 5}})
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
+        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
     context = MethodContext.of(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
     found = client_flops(make_method(config.method, context), net, 0.0)
     head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
@@ -92,7 +92,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
 )
 def test_other_families_are_counted_too(name: str, model: str) -> None:
     params = Config.model_validate({"method": {"name": name}}).method
-    net = build(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
+    net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
     flops = client_flops(make_method(params, context), net, 0.0)
     assert 0 < flops.forward <= flops.training
@@ -110,7 +110,7 @@ def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -
     table = {"name": "eftvit", "local_layers": layers, "train_embedding": False}
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
+        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.of(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
     assert net.anatomy.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
         millions, rel=0.005

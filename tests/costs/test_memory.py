@@ -11,7 +11,7 @@ from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import AllocationTracker, MemoryUsage, round_memory
 from vitfleet.methods import MethodContext, adapt_model, make_method
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 
 FLOAT = 4
 
@@ -34,7 +34,7 @@ def memory_of(
     if table["name"] in {"gem", "a-gem", "fedvit"}:
         tree["data"] = {"tasks": {"count": 5, "classes": 2, "per_client": [2, 2]}}
     config = Config.model_validate(tree)
-    net = build(MODEL, 10, 3, 32, 0, partial(adapt_model, config.method))
+    net = build_model(MODEL, 10, 3, 32, 0, partial(adapt_model, config.method))
     context = MethodContext.of(net, config.train, 10, 0, 10, torch.device("cpu"), config.num_tasks)
     cost_model = CostModel(make_method(config.method, context), net, config.train)
     task_index, client_metrics = (0, None) if stored is None else (len(stored), {"stored": stored})
@@ -79,7 +79,7 @@ def test_the_ledger_follows_what_the_backward_pass_needs() -> None:
 
 def test_weights_gradients_and_optimiser_are_counted_by_hand() -> None:
     full = memory_of(name="fed-full")
-    anatomy = build(MODEL, 10, 3, 32, 0).anatomy
+    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
     whole = FLOAT * anatomy.count_parameters(anatomy.whole)
     few = 64  # counters
     assert (full.weights, full.gradients) == (2 * whole, whole)
@@ -115,7 +115,7 @@ def test_an_anchor_that_is_the_received_model_costs_nothing() -> None:
 
 def test_every_reference_gradient_has_a_place() -> None:
     """A stored task more is a gradient more, in float32 and, for its products with the others, twice in float64."""
-    anatomy = build(MODEL, 10, 3, 32, 0).anatomy
+    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
     whole = FLOAT * anatomy.count_parameters(anatomy.whole)
     some, more = (memory_of(name="gem", stored=[8] * tasks).total for tasks in (2, 4))
     assert 2 * 2 * whole < more - some < 2 * 6 * whole
@@ -124,7 +124,7 @@ def test_every_reference_gradient_has_a_place() -> None:
 
 
 def test_the_model_from_before_an_aggregation_is_held_too() -> None:
-    anatomy = build(MODEL, 10, 3, 32, 0).anatomy
+    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
     body = FLOAT * anatomy.count_parameters(anatomy.body)
     newcomer, returning = memory_of(name="fedvit"), memory_of(name="fedvit", stored=[])
     assert returning.weights - newcomer.weights == 2 * body  # as it was kept, and a copy to take gradients at

@@ -22,7 +22,7 @@ from vitfleet.methods import MethodContext
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
@@ -40,7 +40,7 @@ def setting_of(net: Net, **train: Any) -> MethodContext:
 @pytest.fixture(scope="module")
 def vit_b() -> Net:
     with torch.device("meta"):
-        return build(ModelConfig(name="vit_base_patch16_224"), 100, 3, 224, 0)
+        return build_model(ModelConfig(name="vit_base_patch16_224"), 100, 3, 224, 0)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_forward_flops_of_masked_images_are_those_of_the_kept_patches(
 
 
 def test_until_and_onward_are_the_model() -> None:
-    net = build(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 0)
+    net = build_model(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 0)
     weights, images, keep = net.initial_weights(), torch.randn(2, 1, 8, 8), torch.tensor([[0, 2], [3, 1]])
     for block in (1, 2):
         features = net.forward_to(weights, images, keep, block)
@@ -231,7 +231,7 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
     ],
 )
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
-    net = build(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
+    net = build_model(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
     context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, tokens=5, width=8, device=CPU)
     method = EftVit(EftVitParams(local_layers=1, values="fp32"), context)
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
@@ -320,6 +320,6 @@ def test_accuracy_is_the_mean_over_clients_and_unseen_clients_share_one_model(
 def test_the_local_module_must_leave_a_layer_to_the_global_one() -> None:
     with pytest.raises(UserError, match=r"method\.local_layers = 4: must be between 1 and 3"):
         load_config("eftvit-digits", ["method.local_layers=4"])
-    net = build(load_config("eftvit-digits").model, 10, 1, 8, 0)
+    net = build_model(load_config("eftvit-digits").model, 10, 1, 8, 0)
     with pytest.raises(ConfigError, match=r"method\.local_layers = 4: must be between 1 and 3"):
         EftVit(EftVitParams(local_layers=4), setting_of(net))

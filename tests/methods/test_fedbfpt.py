@@ -12,7 +12,7 @@ from conftest import MakeConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.methods import MethodContext
 from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, schedule
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
@@ -38,7 +38,7 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
-    net = build(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
+    net = build_model(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
     return FedBfpt(FedBfptParams(local_layers=6), MethodContext.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
 
 
@@ -57,8 +57,8 @@ def test_the_local_model_is_the_first_layers_and_a_sorted_sample_of_the_deeper(f
 
 
 def test_a_route_is_the_model_made_of_those_blocks() -> None:
-    deep = build(ModelConfig(dim=16, depth=4, heads=2, patch_size=4), 5, 1, 8, 0)
-    shallow = build(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 1)
+    deep = build_model(ModelConfig(dim=16, depth=4, heads=2, patch_size=4), 5, 1, 8, 0)
+    shallow = build_model(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 1)
     weights, route = deep.initial_weights(), (0, 2, 2)
     local = {name: weights[name] for name in deep.anatomy.non_blocks}
     for position, layer in enumerate(route):

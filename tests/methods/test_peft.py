@@ -16,7 +16,7 @@ from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.methods.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LoraTarget, LowRankLinear
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
@@ -33,7 +33,7 @@ def params_of(**table: object) -> MethodParams:
 def counted(params: MethodParams) -> int:
     """Count what trains in a ViT-B/16, without making its weights."""
     with torch.device("meta"):
-        net = build(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
+        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     method = make_method(params, MethodContext.of(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
     return net.anatomy.count_parameters(method.trainable)
 
@@ -88,7 +88,7 @@ def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig
 
 def build_net(params: MethodParams | None) -> Net:
     config = ModelConfig(dim=16, depth=2, heads=2, patch_size=4)
-    return build(config, 5, 1, 8, 3, None if params is None else partial(adapt_model, params))
+    return build_model(config, 5, 1, 8, 3, None if params is None else partial(adapt_model, params))
 
 
 @pytest.mark.parametrize("params", [FedPromptParams(), FedLoraParams()])

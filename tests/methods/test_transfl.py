@@ -22,7 +22,7 @@ from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.transfl import GradientMagnitude, TransFL, TransFLParams, head_magnitudes, top
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
@@ -218,7 +218,7 @@ def test_k_beyond_the_models_layers_is_refused(make_context: MakeContext) -> Non
 
 def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
-    net = build(config.model, 10, 3, 32, seed=0)
+    net = build_model(config.model, 10, 3, 32, seed=0)
     cpu = torch.device("cpu")
     context = MethodContext.of(net, config.train, config.rounds, config.seed, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
@@ -253,7 +253,7 @@ def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pit_ti_224", "levit_128s", "pvt_v2_b0"])
 def test_g_is_measured_in_other_families_too(name: str) -> None:
-    net = build(ModelConfig(name=name), 5, 3, 224, 0)
+    net = build_model(ModelConfig(name=name), 5, 3, 224, 0)
     gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
     observer = GradientMagnitude(net.anatomy, "mean-abs")
     step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))

@@ -16,7 +16,7 @@ from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
 from vitfleet.models.net import Net
 from vitfleet.models.stacked_ops import attention
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 
 # All variants of prefix tokens and pooling in timm's plain ViTs.
 MASKABLE = {
@@ -46,7 +46,7 @@ BATCH = 3
 
 
 def make(config: ModelConfig, seed: int = 0) -> Net:
-    net = build(config, classes=5, channels=3, data_side=32, seed=seed)
+    net = build_model(config, classes=5, channels=3, data_image_size=32, seed=seed)
     net.module.eval()
     return net
 

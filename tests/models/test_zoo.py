@@ -1,4 +1,4 @@
-"""One name, one ViT: built from the seed alone, or from a file of pretrained weights."""
+"""build_model: sizes, seeds, pretrained weights, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import timm
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 
 SMALL = ModelConfig(dim=16, depth=2, heads=2)
 REAL_NAME = "vit_tiny_patch16_224"
@@ -29,7 +29,7 @@ real = pytest.mark.real
 
 
 def make(config: ModelConfig, classes: int = 5, channels: int = 3, side: int = 32, seed: int = 0) -> Net:
-    net = build(config, classes, channels, side, seed)
+    net = build_model(config, classes, channels, side, seed)
     net.module.eval()
     return net
 
@@ -38,11 +38,11 @@ def with_weights(path: Path, config: ModelConfig = SMALL) -> ModelConfig:
     return config.model_copy(update={"weights": str(path)})
 
 
-def same(left: dict[str, Tensor], correct: dict[str, Tensor]) -> bool:
-    return left.keys() == correct.keys() and all(torch.equal(left[name], correct[name]) for name in left)
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def complaint(config: ModelConfig, key: str, classes: int = 5, channels: int = 3) -> str:
+def config_error_of(config: ModelConfig, key: str, classes: int = 5, channels: int = 3) -> str:
     with pytest.raises(ConfigError) as caught:
         make(config, classes, channels)
     text = str(caught.value)
@@ -55,7 +55,7 @@ def complaint(config: ModelConfig, key: str, classes: int = 5, channels: int = 3
 # Sizes
 
 
-def test_a_plain_vit_has_the_sizes_it_was_given() -> None:
+def test_plain_vit_has_the_configured_sizes() -> None:
     net = make(ModelConfig(image_size=24, patch_size=6, dim=24, depth=3, heads=3, mlp_ratio=2), classes=7)
     assert (net.image_size, net.num_patches, net.anatomy.depth) == (24, 16, 3)
     shapes = net.anatomy.shapes
@@ -65,14 +65,14 @@ def test_a_plain_vit_has_the_sizes_it_was_given() -> None:
     assert shapes["head.weight"] == (7, 24)
 
 
-def test_a_plain_vit_takes_the_datas_size_by_default() -> None:
+def test_plain_vit_has_the_datas_image_size_by_default() -> None:
     net = make(ModelConfig(patch_size=2), channels=1, side=8)
     assert (net.image_size, net.num_patches) == (8, 16)
     assert net.anatomy.shapes["patch_embed.proj.weight"][1:] == (1, 2, 2)
     assert (net.mean, net.std) == ((0.5,), (0.5,))
 
 
-def test_a_timm_model_keeps_its_own_size_and_normalisation() -> None:
+def test_timm_model_has_its_own_image_size_and_normalisation() -> None:
     net = make(ModelConfig(name="deit_tiny_patch16_224", depth=1), classes=3)
     assert (net.image_size, net.num_patches) == (224, 196)
     assert net.mean == pytest.approx((0.485, 0.456, 0.406))
@@ -80,7 +80,7 @@ def test_a_timm_model_keeps_its_own_size_and_normalisation() -> None:
     assert make(ModelConfig(name=REAL_NAME, depth=1)).mean == (0.5, 0.5, 0.5)
 
 
-def test_the_model_takes_what_it_says() -> None:
+def test_net_accepts_images_of_its_image_size() -> None:
     for config in (SMALL, ModelConfig(name=REAL_NAME, image_size=48, patch_size=8, depth=1)):
         net = make(config)
         assert net(net.initial_weights(), torch.zeros(2, 3, net.image_size, net.image_size)).shape == (2, 5)
@@ -98,8 +98,8 @@ def test_the_model_takes_what_it_says() -> None:
     ],
     ids=["30 by 4", "8 by 16", "the data's 32 by 5", "timm, 30 by 4", "timm, 8 by 16", "timm, 40 by its 16"],
 )
-def test_the_patch_must_divide_the_side(config: ModelConfig) -> None:
-    """Otherwise the pixels at the edge are silently never seen."""
+def test_patch_size_must_divide_the_image_size(config: ModelConfig) -> None:
+    """Otherwise the pixels at the edge would be ignored without an error."""
     with pytest.raises(UserError, match=r"model\.patch_size") as caught:
         make(config)
     assert len(str(caught.value).splitlines()) == 1
@@ -113,18 +113,18 @@ def test_the_patch_must_divide_the_side(config: ModelConfig) -> None:
         ("vitt", "vit"),
     ],
 )
-def test_an_unknown_name_gets_a_suggestion(name: str, suggestion: str) -> None:
-    text = complaint(ModelConfig(name=name), "model.name")
+def test_unknown_name_is_rejected_with_a_suggestion(name: str, suggestion: str) -> None:
+    text = config_error_of(ModelConfig(name=name), "model.name")
     assert repr(name) in text
     assert suggestion in text
 
 
-def test_a_name_like_no_other_says_where_names_are() -> None:
-    assert "timm.list_models()" in complaint(ModelConfig(name="%%%%%%%%"), "model.name")
+def test_unknown_name_without_a_similar_one_points_to_timms_list() -> None:
+    assert "timm.list_models()" in config_error_of(ModelConfig(name="%%%%%%%%"), "model.name")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilevit_xxs"])
-def test_a_model_that_is_no_vit_is_refused(name: str) -> None:
+def test_model_that_is_not_a_vit_is_rejected(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.name"):
         make(ModelConfig(name=name))
 
@@ -139,7 +139,7 @@ def test_a_model_that_is_no_vit_is_refused(name: str) -> None:
     ],
     ids=lambda config: config.name,
 )
-def test_a_size_that_a_family_does_not_know_is_never_ignored(config: ModelConfig) -> None:
+def test_size_that_a_family_does_not_have_is_rejected(config: ModelConfig) -> None:
     with pytest.raises(UserError, match="model") as caught:
         make(config)
     assert len(str(caught.value).splitlines()) == 1
@@ -166,7 +166,7 @@ def test_initial_weights_depend_on_the_seed_only(config: ModelConfig) -> None:
     assert not same(make(config, seed=4).initial_weights(), first)
 
 
-def test_building_leaves_the_global_generator_alone() -> None:
+def test_build_model_does_not_change_the_global_generator() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     make(SMALL)
@@ -183,24 +183,24 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_weights_come_from_the_file_whatever_the_seed(saved: Path) -> None:
+def test_weights_of_a_file_do_not_depend_on_the_seed(saved: Path) -> None:
     assert same(make(with_weights(saved), seed=2).initial_weights(), load_file(saved))
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "pit_ti_224", "levit_128s"])
-def test_what_a_net_calls_its_weights_can_be_loaded_again(name: str, tmp_path: Path) -> None:
-    """Also of a family with running statistics, whose step counters are no weights."""
+def test_initial_weights_saved_to_a_file_can_be_loaded(name: str, tmp_path: Path) -> None:
+    """A family with batch norm also has step counters, which are not weights."""
     config = ModelConfig(name=name, image_size=32)
     weights = make(config, seed=1).initial_weights()
     save_file(weights, tmp_path / "own.safetensors")
     assert same(make(with_weights(tmp_path / "own.safetensors", config), seed=2).initial_weights(), weights)
 
 
-def test_a_folder_holds_files_by_name(saved: Path) -> None:
+def test_weights_folder_holds_files_named_after_models(saved: Path) -> None:
     assert same(make(with_weights(saved.parent), seed=2).initial_weights(), load_file(saved))
 
 
-def test_a_head_of_another_width_stays_as_initialised(saved: Path) -> None:
+def test_head_for_other_classes_keeps_its_initial_weights(saved: Path) -> None:
     fresh = make(SMALL, classes=9, seed=2).initial_weights()
     net = make(with_weights(saved), classes=9, seed=2)
     loaded = net.initial_weights()
@@ -209,7 +209,7 @@ def test_a_head_of_another_width_stays_as_initialised(saved: Path) -> None:
     assert all(torch.equal(loaded[name], given[name]) for name in net.anatomy.body)
 
 
-def test_a_file_without_a_head_is_welcome(saved: Path) -> None:
+def test_file_without_a_head_is_accepted(saved: Path) -> None:
     given = {name: tensor for name, tensor in load_file(saved).items() if not name.startswith("head.")}
     save_file(given, saved)
     fresh = make(SMALL, seed=2).initial_weights()
@@ -218,7 +218,7 @@ def test_a_file_without_a_head_is_welcome(saved: Path) -> None:
     assert torch.equal(loaded["cls_token"], given["cls_token"])
 
 
-def test_half_precision_files_are_welcome(saved: Path) -> None:
+def test_half_precision_file_is_loaded_as_float32(saved: Path) -> None:
     halves = {name: tensor.half() for name, tensor in load_file(saved).items()}
     save_file(halves, saved)
     loaded = make(with_weights(saved)).initial_weights()
@@ -226,17 +226,17 @@ def test_half_precision_files_are_welcome(saved: Path) -> None:
     assert torch.equal(loaded["cls_token"], halves["cls_token"].float())
 
 
-def test_positions_are_interpolated(saved: Path) -> None:
+def test_position_embeddings_are_interpolated(saved: Path) -> None:
     config = with_weights(saved, SMALL.model_copy(update={"image_size": 48}))
     loaded = make(config).initial_weights()["pos_embed"]
     given = load_file(saved)["pos_embed"]
     assert loaded.shape == (1, 1 + 12 * 12, 16)
-    assert torch.equal(loaded[:, :1], given[:, :1])  # the class token has no place to move to
+    assert torch.equal(loaded[:, :1], given[:, :1])  # the class token's position is not interpolated
     old, new = given[0, 1:].view(8, 8, 16), loaded[0, 1:].view(12, 12, 16)
     torch.testing.assert_close(new.mean((0, 1)), old.mean((0, 1)), atol=0.01, rtol=0)
 
 
-def test_colours_become_grey(saved: Path) -> None:
+def test_colour_weights_are_summed_for_greyscale_images(saved: Path) -> None:
     config = with_weights(saved)
     coloured, grey = make(config), make(config, channels=1)
     picture = torch.randn(2, 1, 32, 32)
@@ -247,19 +247,19 @@ def test_colours_become_grey(saved: Path) -> None:
     assert len(grey.mean) == len(grey.std) == 1
 
 
-def test_a_grey_file_fits_a_grey_model(tmp_path: Path) -> None:
+def test_greyscale_file_fits_a_greyscale_model_only(tmp_path: Path) -> None:
     path = tmp_path / "grey.safetensors"
     weights = make(SMALL, channels=1, seed=1).initial_weights()
     save_file(weights, path)
     assert same(make(with_weights(path), channels=1, seed=2).initial_weights(), weights)
-    assert "patch_embed.proj.weight" in complaint(with_weights(path), "model.weights", channels=3)
+    assert "patch_embed.proj.weight" in config_error_of(with_weights(path), "model.weights", channels=3)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    text = complaint(with_weights(tmp_path / "nowhere.safetensors"), "model.weights")
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
+    text = config_error_of(with_weights(tmp_path / "nowhere.safetensors"), "model.weights")
     assert "nowhere.safetensors" in text
     assert "no such file" in text
-    assert "vit.safetensors" in complaint(with_weights(tmp_path), "model.weights")  # looked for in the folder
+    assert "vit.safetensors" in config_error_of(with_weights(tmp_path), "model.weights")  # expected in the folder
 
 
 def damage(whole: bytes, how: str) -> bytes:
@@ -274,9 +274,9 @@ def damage(whole: bytes, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["empty", "cut", "cut header", "noise", "text", "pickle"])
-def test_a_damaged_file_is_named(saved: Path, how: str) -> None:
+def test_damaged_file_is_rejected(saved: Path, how: str) -> None:
     saved.write_bytes(damage(saved.read_bytes(), how))
-    text = complaint(with_weights(saved), "model.weights")
+    text = config_error_of(with_weights(saved), "model.weights")
     assert "not a readable safetensors file" in text
     assert "vit.safetensors" in text
 
@@ -290,9 +290,9 @@ def test_a_damaged_file_is_named(saved: Path, how: str) -> None:
     ],
     ids=["wider", "deeper", "narrower mlp"],
 )
-def test_a_file_that_does_not_fit_is_named(saved: Path, change: dict[str, object], first: str) -> None:
+def test_file_of_other_sizes_is_rejected(saved: Path, change: dict[str, object], first: str) -> None:
     config = ModelConfig.model_validate({**SMALL.model_dump(), **change})
-    text = complaint(with_weights(saved, config), "model.weights")
+    text = config_error_of(with_weights(saved, config), "model.weights")
     assert "does not fit" in text
     assert first in text
 
@@ -307,16 +307,16 @@ def test_a_file_that_does_not_fit_is_named(saved: Path, change: dict[str, object
         {"patch_embed.proj.weight": torch.zeros(16, 3, 8)},
         {"patch_embed.proj.weight": torch.zeros(16)},
     ],
-    ids=["nothing", "strangers", "positions of no square", "odd patches", "three axes", "one axis"],
+    ids=["empty", "other names", "positions of no square", "odd patches", "three axes", "one axis"],
 )
-def test_a_file_of_something_else_is_named(saved: Path, given: dict[str, Tensor]) -> None:
+def test_file_of_another_model_is_rejected(saved: Path, given: dict[str, Tensor]) -> None:
     whole = load_file(saved) if given and "something" not in given else {}
     save_file({**whole, **given}, saved)
-    assert "does not fit" in complaint(with_weights(saved), "model.weights")
+    assert "does not fit" in config_error_of(with_weights(saved), "model.weights")
 
 
-def test_a_plain_vit_has_no_weights_on_the_hub() -> None:
-    text = complaint(SMALL.model_copy(update={"weights": "hub"}), "model.weights")
+def test_plain_vit_rejects_hub_weights() -> None:
+    text = config_error_of(SMALL.model_copy(update={"weights": "hub"}), "model.weights")
     assert "model.name" in text
 
 
@@ -330,29 +330,29 @@ def real_file() -> Path:
     return REAL
 
 
-def pictures(side: int, channels: int = 3) -> Tensor:
+def random_images(side: int, channels: int = 3) -> Tensor:
     return torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
 
 
-def theirs(file: Path, **sizes: int) -> Any:
-    """Return timm's own model, loaded in timm's own way."""
+def timm_model(file: Path, **sizes: int) -> Any:
+    """Return the model as timm builds and loads it."""
     return timm.create_model(
         REAL_NAME, pretrained=True, pretrained_cfg_overlay={"file": str(file), "custom_load": False}, **sizes
     ).eval()
 
 
-def assert_same_logits(net: Net, other: Any, inputs: Tensor) -> None:
+def assert_same_logits(net: Net, module: Any, inputs: Tensor) -> None:
     with torch.no_grad():
-        ours = net(net.initial_weights(), inputs)
-        torch.testing.assert_close(ours, other(inputs), rtol=1e-4, atol=1e-4)
-    assert ours.std() > 0.5  # trained weights have opinions
+        logits = net(net.initial_weights(), inputs)
+        torch.testing.assert_close(logits, module(inputs), rtol=1e-4, atol=1e-4)
+    assert logits.std() > 0.5  # trained weights tell classes apart
 
 
 @real
-def test_pretrained_logits_are_timms(real_file: Path) -> None:
+def test_pretrained_logits_equal_timms(real_file: Path) -> None:
     for weights in (real_file, real_file.parent):
         net = make(ModelConfig(name=REAL_NAME, weights=str(weights)), classes=1000)
-        assert_same_logits(net, theirs(real_file), pictures(224))
+        assert_same_logits(net, timm_model(real_file), random_images(224))
         assert (net.mean, net.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
@@ -372,24 +372,26 @@ def test_pretrained_with_another_head(real_file: Path) -> None:
 def test_pretrained_at_another_size(real_file: Path) -> None:
     net = make(ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file)), classes=1000)
     assert (net.image_size, net.num_patches) == (96, 36)
-    assert_same_logits(net, theirs(real_file, img_size=96), pictures(96))
+    assert_same_logits(net, timm_model(real_file, img_size=96), random_images(96))
 
 
 @real
 def test_pretrained_on_grey_pictures(real_file: Path) -> None:
     config = ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file))
     net = make(config, classes=1000, channels=1)
-    assert_same_logits(net, theirs(real_file, img_size=96, in_chans=1), pictures(96, channels=1))
+    assert_same_logits(net, timm_model(real_file, img_size=96, in_chans=1), random_images(96, channels=1))
 
 
-def test_so_many_patches_are_a_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"model\.patch_size = 2: cuts an image of 256 pixels .* 16,384 patches"):
-        build(ModelConfig(patch_size=2), 3, 3, 256, 0)
+def test_too_many_patches_are_rejected() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.patch_size = 2: cuts an image of 256 x 256 pixels .* 16,384 patches"
+    ):
+        build_model(ModelConfig(patch_size=2), 3, 3, 256, 0)
 
 
-def test_a_file_with_more_layers_than_the_model_is_refused(tmp_path: Path) -> None:
-    deep = build(ModelConfig(name="vit_tiny_patch16_224", depth=2), 5, 3, 224, 0)
+def test_file_with_more_blocks_than_the_model_is_rejected(tmp_path: Path) -> None:
+    deep = build_model(ModelConfig(name="vit_tiny_patch16_224", depth=2), 5, 3, 224, 0)
     save_file(deep.initial_weights(), tmp_path / "deep.safetensors")
     config = ModelConfig(name="vit_tiny_patch16_224", depth=1, weights=str(tmp_path / "deep.safetensors"))
-    with pytest.raises(ConfigError, match=r"model\.weights .* has 12 weights that .* has no place for"):
-        build(config, 5, 3, 224, 0)
+    with pytest.raises(ConfigError, match=r"model\.weights .* has 12 weights that .* does not have"):
+        build_model(config, 5, 3, 224, 0)

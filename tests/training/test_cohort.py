@@ -17,7 +17,7 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
@@ -104,7 +104,7 @@ def test_selections_share_what_is_frozen(part: str, make_trainer: MakeTrainer, m
         if part == "prompts":
             add_prompts(vit, 3, deep=True)
 
-    net = build(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, 8, 0, adapt)
+    net = build_model(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, 8, 0, adapt)
     anatomy = net.anatomy
     selection = {
         "head": anatomy.head,

@@ -25,7 +25,7 @@ from vitfleet.data.tasks import make_task_streams
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.progress import NO_PROGRESS, Progress
 
 DAY = 86_400.0
@@ -131,7 +131,7 @@ def _with_method(config: Config, name: str) -> Config:
 def _net(config: Config, images: Images, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
     # Pretrained or not, a model costs the same: nothing is read.
     model = config.model.model_copy(update={"weights": None})
-    return build(model, images.classes, images.channels, images.side, config.seed, adaptation)
+    return build_model(model, images.classes, images.channels, images.side, config.seed, adaptation)
 
 
 def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:

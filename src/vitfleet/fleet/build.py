@@ -11,7 +11,7 @@ from torch import Tensor
 from vitfleet.config.schema import Config
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
-from vitfleet.models.zoo import build
+from vitfleet.models.zoo import build_model
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -27,7 +27,7 @@ class Components:
 
 def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
     """Build a run's model for images of ``side`` x ``side`` pixels."""
-    return build(config.model, classes, channels, side, config.seed, partial(adapt_model, config.method))
+    return build_model(config.model, classes, channels, side, config.seed, partial(adapt_model, config.method))
 
 
 def build_components(

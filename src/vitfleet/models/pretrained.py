@@ -1,0 +1,88 @@
+"""Load pretrained weights from a safetensors file into a model of other sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from timm.models import adapt_input_conv
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from vitfleet.errors import ConfigError
+
+HEAD_PREFIXES = ("head.", "head_dist.")
+# Weights of a file that a model need not have.
+OPTIONAL_PREFIXES = (*HEAD_PREFIXES, "pre_logits.")
+
+
+def load_pretrained(vit: nn.Module, path: Path, name: str) -> None:
+    """Load weights from a safetensors file, or from ``<folder>/<name>.safetensors``.
+
+    Position embeddings are interpolated to the model's grid, patch embeddings resampled to its patch size, colour
+    channels summed or repeated to its number of channels. A head for another number of classes keeps its initial
+    weights. Any other weight that is missing or has another shape is an error.
+    """
+    weights = _read_file(path, name)
+    try:
+        weights = _resize(weights, vit)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError("model.weights", str(path), f"does not fit model.name = {name!r} ({error})") from error
+    expected = {key: tensor for key, tensor in vit.state_dict().items() if tensor.is_floating_point()}
+    head = {key for key in expected if key.startswith(HEAD_PREFIXES)}
+    if any(key in weights and weights[key].shape != expected[key].shape for key in head):
+        weights = {key: tensor for key, tensor in weights.items() if key not in head}
+    _check_fit(weights, vit, expected, head, path, name)
+    vit.load_state_dict({key: tensor for key, tensor in weights.items() if key in expected}, strict=False)
+
+
+def _read_file(path: Path, name: str) -> dict[str, Tensor]:
+    file = path / f"{name}.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError("model.weights", str(path), f"there is no such file ({file}); name a .safetensors file")
+    try:
+        return load_file(file)
+    except Exception as error:  # safetensors raises a different type for each kind of damage
+        raise ConfigError("model.weights", str(path), f"is not a readable safetensors file ({error})") from error
+
+
+def _resize(weights: dict[str, Tensor], vit: nn.Module) -> dict[str, Tensor]:
+    """Fit position and patch embeddings to the sizes of a plain ViT; other families are left as they are."""
+    if not isinstance(vit, VisionTransformer):
+        return weights
+    resized: dict[str, Tensor] = checkpoint_filter_fn(weights, vit)
+    patch_kernel = "patch_embed.proj.weight"
+    if patch_kernel in resized:
+        resized[patch_kernel] = adapt_input_conv(vit.patch_embed.proj.in_channels, resized[patch_kernel])
+    return resized
+
+
+def _check_fit(
+    weights: dict[str, Tensor],
+    vit: nn.Module,
+    expected: dict[str, Tensor],
+    head: set[str],
+    path: Path,
+    name: str,
+) -> None:
+    wrong = [
+        key
+        for key, tensor in expected.items()
+        if key not in head and (key not in weights or weights[key].shape != tensor.shape)
+    ]
+    if wrong:
+        raise ConfigError(
+            "model.weights",
+            str(path),
+            f"does not fit model.name = {name!r}: {len(wrong)} weights are missing or of another shape, "
+            f"the first is {wrong[0]}",
+        )
+    state = vit.state_dict()
+    surplus = [key for key in weights if key not in state and not key.startswith(OPTIONAL_PREFIXES)]
+    if surplus:
+        raise ConfigError(
+            "model.weights",
+            str(path),
+            f"has {len(surplus)} weights that model.name = {name!r} with these sizes does not have, "
+            f"the first is {surplus[0]}; leave out model.depth and other sizes",
+        )
