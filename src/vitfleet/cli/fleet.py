@@ -15,6 +15,7 @@ from vitfleet.cli.base import (
     DataDir,
     Out,
     Overrides,
+    Plugins,
     app,
     configure,
     console,
@@ -43,6 +44,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Output folder, with one subfolder per client.")],
     override: Overrides = [],  # noqa: B006  (typer copies it)
+    plugin: Plugins = [],  # noqa: B006
     names: Annotated[str, typer.Option(help="The clients' names, as a,b,c; default: 0, 1, 2, …")] = "",
     data_dir: DataDir = None,
 ) -> None:
@@ -55,7 +57,7 @@ def export(
     from vitfleet.data.sources import load_dataset
 
     client_names = _split_names(names)
-    config = configure(source, override, None, data_dir, _fleet_size(client_names))
+    config = configure(source, override, None, data_dir, _fleet_size(client_names), plugin)
     data = load_dataset(config.data)
     clients = config.fleet.clients
     export_clients(data, assign_images(config, data), client_names or [str(client) for client in range(clients)], out)
@@ -88,6 +90,7 @@ def server(
         str, typer.Argument(metavar="PRESET|FILE|DIR", help="Configuration to run, or the folder of a run to resume.")
     ],
     override: Overrides = [],  # noqa: B006
+    plugin: Plugins = [],  # noqa: B006
     out: Out = None,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
@@ -124,7 +127,7 @@ def server(
         fleet_keys = {"fleet.kind": "flower", **_fleet_size(client_names)}
         if client_names:
             fleet_keys["fleet.names"] = client_names
-        config = configure(source, override, seed, data_dir, fleet_keys)
+        config = configure(source, override, seed, data_dir, fleet_keys, plugin)
         run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
     _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
 
@@ -140,6 +143,7 @@ def client(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.")] = None,
+    plugin: Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
     """Join a fleet as a client with this machine's images, until stopped. It can be restarted at any time.
@@ -157,10 +161,12 @@ def client(
         fleet_certs.check_client(name)
     if not data.exists():
         raise UserError(f"--data {data}: no such file or folder")
+    if missing := [path for path in plugin if not path.is_file()]:
+        raise UserError(f"--plugin {missing[0]}: no such file")
     home = (state or Path.home() / ".vitfleet" / name).resolve()
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
-    command = client_command(address, name, data.resolve(), home, None if insecure else fleet_certs, machine)
+    command = client_command(address, name, data.resolve(), home, None if insecure else fleet_certs, machine, plugin)
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         run_forever(command, home / "flower", lambda text: print_text(error_console, text))

@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vitfleet.config.load import validate
+from vitfleet.config.plugins import load_installed
+from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
@@ -102,7 +104,7 @@ class FlowerClient:
         return reply
 
     def _setup(self, run_spec: RunSpec, client: int) -> ClientSetup:
-        config = validate(json.loads(run_spec.config))
+        config = _read_config(run_spec)
         data = self.load_images(config, run_spec)
         cached = self._cached
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
@@ -110,6 +112,33 @@ class FlowerClient:
             setup = set_up_client(config, run_spec, client, data, self.machine)
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
+
+
+def _read_config(run_spec: RunSpec) -> Config:
+    """Read a run's configuration with what is installed here: a server cannot make a client load code.
+
+    Raises
+    ------
+    UserError
+        The run needs a plug-in that the client's owner has not installed, or another version of it.
+    """
+    tree = json.loads(run_spec.config)
+    load_installed()
+    installed: dict[str, str] = {}
+    for registry in ALL:
+        installed |= {f"{registry.kind}:{entry.name}": entry.origin.sha256 for entry in registry}
+    for needed in run_spec.plugins:
+        component, _, digest = needed.rpartition(":")
+        name = component.replace(":", " ")
+        if component not in installed:
+            raise UserError(
+                f"{name} is not installed on this client; its owner can add it: vitfleet client --plugin FILE"
+            )
+        if installed[component] != digest:
+            raise UserError(
+                f"{name} is another version on this client than on the server; install the same file on both"
+            )
+    return validate(tree, load_plugins=False)
 
 
 def _load_state(storage: ClientStorage, last_round: int | None) -> State | None:

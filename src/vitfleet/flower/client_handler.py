@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.common import MessageType
 
 from vitfleet.config import read_config
+from vitfleet.config.plugins import load_plugins
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.assignment import assign_images
 from vitfleet.data.client_indices import ClientIndices
@@ -31,8 +33,10 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
     ----------
     settings
         ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a simulated
-        client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``.
+        client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``, and
+        ``plugins``, the files that the client's owner named, as JSON.
     """
+    load_plugins(json.loads(str(settings.get("plugins", "[]"))))
     machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
     if "folder" in settings:
         client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)

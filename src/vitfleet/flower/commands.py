@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,18 @@ def proxy_command(settings: ServerSettings, superlink_port: int) -> list[str]:
 
 
 def client_command(
-    server: str, name: str, data: Path, state: Path, certs: Certs | None, machine: dict[str, str | int]
+    server: str,
+    name: str,
+    data: Path,
+    state: Path,
+    certs: Certs | None,
+    machine: dict[str, str | int],
+    plugins: Sequence[Path] = (),
 ) -> list[str]:
     """Return the command that starts a client's SuperNode."""
     node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
+    if plugins:
+        node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
     # Values are TOML: strings and numbers look the same in JSON.
     toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
     command = ["flower-supernode", "--superlink", server, "--node-config", toml]

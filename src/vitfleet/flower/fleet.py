@@ -17,6 +17,8 @@ from flwr.common import MessageType
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from vitfleet.config.plugins import used_components
+from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.config.schema import Config, DataConfig, FleetConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
@@ -46,8 +48,13 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
         tasks=config.data.tasks,
     )
     model_config = config.model.model_copy(update={"weights": None})
-    shared = config.model_copy(update={"data": data_config, "model": model_config})
-    return RunSpec(run_id, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
+    # What only the server uses needs not be installed on the clients.
+    server_only: dict[str, object] = {"plugins": (), "metrics": {}, "callbacks": {}, "trackers": {}}
+    server_only["aggregate"] = AGGREGATIONS.make_params("mean")
+    shared = config.model_copy(update={"data": data_config, "model": model_config, **server_only})
+    needed = [f"{used.kind}:{used.name}:{used.sha256}" for used in used_components(shared)]
+    images = data.train
+    return RunSpec(run_id, shared.model_dump_json(), list(data.classes), images.channels, images.image_size, needed)
 
 
 def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:

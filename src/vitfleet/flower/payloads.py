@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message
@@ -20,6 +20,9 @@ class RunSpec:
         The run's configuration, as JSON.
     classes, channels, side
         The images' class names, number of colour channels, and pixels per side.
+    plugins
+        What the run's method and model need from plug-ins: ``kind:name:sha256`` of each. A client compares it with what
+        its owner installed; it never loads a plug-in because a server names it.
     """
 
     run_id: str
@@ -27,6 +30,7 @@ class RunSpec:
     classes: list[str]
     channels: int
     side: int
+    plugins: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
