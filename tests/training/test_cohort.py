@@ -1,4 +1,4 @@
-"""Clients trained together are trained as each would be alone: the same draws, the same steps, the same weights."""
+"""Stacked clients are trained as each would be alone: the same draws, the same steps, the same weights."""
 
 from __future__ import annotations
 
@@ -34,70 +34,72 @@ from vitfleet.training.objective import (
 )
 from vitfleet.training.trainer import Trainer
 
-SIZES = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full
-ALL = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
+SHARDS = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full
+ALL_AUGMENTATIONS = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
 
 
-def close(left: Tensors, correct: Tensors, tolerance: float = 1e-5) -> None:
-    """Hold to a relative distance over all tensors of one name: single numbers near zero may differ by more."""
-    assert left.keys() == correct.keys()
-    for name in left:
-        assert left[name].shape == correct[name].shape, name
-        distance = float((left[name].double() - correct[name].double()).norm())
-        assert distance <= tolerance * float(correct[name].double().norm()) + 1e-7, (name, distance)
+def assert_close(actual: Tensors, expected: Tensors, tolerance: float = 1e-5) -> None:
+    """Compare the relative distance of whole tensors: single numbers near zero may differ by more."""
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert actual[name].shape == expected[name].shape, name
+        distance = float((actual[name].double() - expected[name].double()).norm())
+        assert distance <= tolerance * float(expected[name].double().norm()) + 1e-7, (name, distance)
 
 
-def assign(fits: Sequence[Fit], make_shard: MakeShard) -> list[ClientFit]:
+def make_group(fits: Sequence[Fit], make_shard: MakeShard) -> list[ClientFit]:
     return [
-        ClientFit(fit, make_shard(*size), RngContext(7, 3, client))
-        for client, (fit, size) in enumerate(zip(fits, SIZES, strict=True))
+        ClientFit(fit, make_shard(*bounds), RngContext(7, 3, client))
+        for client, (fit, bounds) in enumerate(zip(fits, SHARDS, strict=True))
     ]
 
 
-def check(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[FitResult]:
-    """Hold a cohort to its clients alone, and return what came of it.
+def check_against_single_fits(trainer: Trainer, fits: Sequence[Fit], make_shard: MakeShard) -> list[FitResult]:
+    """Compare the results of a cohort with those of its clients alone, and return them.
 
-    In double precision: a key's bias has no gradient but rounding errors, which AdamW makes as large as any other.
+    In double precision, because the gradient of a key's bias is all rounding errors, and AdamW scales it up.
     """
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std))
-    group = assign(fits, make_shard)
+    group = make_group(fits, make_shard)
     together = trainer.fit_cohort(group)
-    for one, fitted in zip(group, together, strict=True):
-        alone = trainer.fit(one.fit, one.shard, one.rng)
-        close(fitted.weights, alone.weights)
-        close(fitted.observed, alone.observed)
-        torch.testing.assert_close(fitted.loss, alone.loss, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(fitted.sample_losses, alone.sample_losses, rtol=1e-4, atol=1e-5)
-        assert (fitted.samples, fitted.steps) == (alone.samples, alone.steps)
-        start = one.fit.weights
-        assert all(float((fitted.weights[n] - start[n]).abs().max()) > 0 for n in fitted.weights if "head" in n)
+    for client_fit, result in zip(group, together, strict=True):
+        alone = trainer.fit(client_fit.fit, client_fit.shard, client_fit.rng)
+        assert_close(result.weights, alone.weights)
+        assert_close(result.observed, alone.observed)
+        torch.testing.assert_close(result.loss, alone.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result.sample_losses, alone.sample_losses, rtol=1e-4, atol=1e-5)
+        assert (result.samples, result.steps) == (alone.samples, alone.steps)
+        start = client_fit.fit.weights
+        assert all(float((result.weights[n] - start[n]).abs().max()) > 0 for n in result.weights if "head" in n)
     return together
 
 
-def varied(net: Net, count: int = len(SIZES)) -> list[dict[str, Tensor]]:
-    """Return different weights for every client."""
+def random_weights(net: Net, count: int = len(SHARDS)) -> list[dict[str, Tensor]]:
+    """Return other weights for every client."""
     random = torch.Generator().manual_seed(1)
     return [
         {
-            name: (one + 0.05 * torch.randn(one.shape, generator=random)).double()
-            for name, one in net.initial_weights().items()
+            name: (tensor + 0.05 * torch.randn(tensor.shape, generator=random)).double()
+            for name, tensor in net.initial_weights().items()
         }
         for _ in range(count)
     ]
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "sgd"}, {"clip": 0.1}, {"mask_ratio": 0.5}], ids=str)
-def test_the_whole_model(
+def test_cohort_trains_the_whole_model_as_single_clients_do(
     train: dict[str, object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = make_trainer(ALL, batch_size=8, **train)
+    trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, **train)
     objective = Objective(tiny_net.anatomy.whole)
-    check(trainer, [Fit(weights, objective, 2, score_samples=True) for weights in varied(tiny_net)], make_shard)
+    check_against_single_fits(
+        trainer, [Fit(weights, objective, 2, score_samples=True) for weights in random_weights(tiny_net)], make_shard
+    )
 
 
 @pytest.mark.parametrize("part", ["head", "bias", "one layer", "lora", "prompts"])
-def test_selections_share_what_is_frozen(part: str, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+def test_cohort_shares_frozen_weights(part: str, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     def adapt(vit: torch.nn.Module) -> None:
         if part == "lora":
             add_lora(vit, 2, 4.0, ("q", "v", "fc1"))
@@ -113,59 +115,61 @@ def test_selections_share_what_is_frozen(part: str, make_trainer: MakeTrainer, m
         "lora": anatomy.union(anatomy.lora, anatomy.head),
         "prompts": anatomy.union(anatomy.prompts, anatomy.head),
     }[part]
-    given, *others = varied(net)
-    # All were given the same, but for what each has of its own.
-    fits = [Fit({**given, **selection.take(own)}, Objective(selection), 2) for own in (given, *others)]
-    check(replace(make_trainer(batch_size=8), net=net), fits, make_shard)
+    weights = random_weights(net)
+    # All clients have the same frozen weights.
+    fits = [Fit({**weights[0], **selection.take(trained)}, Objective(selection), 2) for trained in weights]
+    check_against_single_fits(replace(make_trainer(batch_size=8), net=net), fits, make_shard)
 
 
-def test_a_model_of_which_blocks_are_left_out(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+def test_cohort_trains_a_model_of_fewer_blocks(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     anatomy = tiny_net.anatomy
     objective = Objective(anatomy.union(anatomy.blocks[0], anatomy.head), depth=1)
-    check(make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in varied(tiny_net)], make_shard)
+    check_against_single_fits(
+        make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in random_weights(tiny_net)], make_shard
+    )
 
 
 @dataclass(frozen=True)
-class Anchored:
-    """Cross-entropy and a pull towards constants."""
+class AnchoredLoss:
+    """Cross-entropy, and the squared distance to the constants."""
 
     def __call__(self, step: Step) -> Tensor:
-        pull = [(weight - step.constants[name]).square().sum() for name, weight in step.weights.items()]
-        return cross_entropy(step) + 0.1 * torch.stack(pull).sum()
+        distances = [(weight - step.constants[name]).square().sum() for name, weight in step.weights.items()]
+        return cross_entropy(step) + 0.1 * torch.stack(distances).sum()
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_constants_of_their_own_or_of_all(
+def test_cohort_with_shared_or_separate_constants(
     shared: bool, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    weights = varied(tiny_net)
+    weights = random_weights(tiny_net)
     anchors = [weights[0]] * len(weights) if shared else weights[::-1]
-    objective = Objective(tiny_net.anatomy.whole, Anchored())
-    fits = [Fit(own, objective, 2, anchor) for own, anchor in zip(weights, anchors, strict=True)]
-    check(make_trainer(batch_size=8), fits, make_shard)
+    objective = Objective(tiny_net.anatomy.whole, AnchoredLoss())
+    fits = [Fit(start, objective, 2, anchor) for start, anchor in zip(weights, anchors, strict=True)]
+    check_against_single_fits(make_trainer(batch_size=8), fits, make_shard)
 
 
 @dataclass(frozen=True)
-class Follow:
-    """Steps along the sum of the references that are there, and counts them."""
+class AddReferences:
+    """Adds all present references to the gradient, and counts them."""
 
-    counts: tuple[str, ...] = ("followed",)
+    counts: tuple[str, ...] = ("references",)
 
     def __call__(
         self, gradients: Tensors, references: ReferenceGradients | None, step: Step
     ) -> tuple[Tensors, Tensors]:
         assert references is not None
         rows = references.gradients
-        turned = {
+        summed = {
             name: gradient + (rows[name] * references.present.view(-1, *(1,) * gradient.dim())).sum(0)
             for name, gradient in gradients.items()
         }
-        return turned, {"followed": references.present.sum().float()}
+        return summed, {"references": references.present.sum().float()}
 
 
 @dataclass(frozen=True)
-class Longest:
-    """Chooses the references of the largest gradients."""
+class LongestReferences:
+    """Selects the references with the largest norms."""
 
     k: int
     every: int
@@ -175,68 +179,72 @@ class Longest:
         return lengths.topk(self.k).indices.sort().values
 
 
-def remember(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
-    """Return a memory whose parts have 18, 12, 6 … samples, or fewer by client; of some clients the last is empty."""
+def make_memory(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
+    """Return a memory whose parts have at most 18, 12, 6 … samples. The last part of some clients is empty."""
     sizes = tuple(max(0, 18 - 6 * part - 2 * (client % 3)) for part in range(parts))
     sizes = (*sizes[:-1], 0) if client % 2 else sizes
     index = (torch.arange(parts * sizes[0]).view(parts, -1) + client) % len(images)
-    share = torch.zeros(index.shape)
+    sample_weight = torch.zeros(index.shape)
     for part, size in enumerate(sizes):
-        share[part, :size] = 1 / max(1, size)
-    return EpisodicMemory(images.images[index], images.labels[index], share, sizes)
+        sample_weight[part, :size] = 1 / max(1, size)
+    return EpisodicMemory(images.images[index], images.labels[index], sample_weight, sizes)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, None])
-@pytest.mark.parametrize("selector", [None, Longest(k=2, every=1), Longest(k=2, every=3)], ids=str)
+@pytest.mark.parametrize("parts_at_once", [1, 2, None])
+@pytest.mark.parametrize("selector", [None, LongestReferences(k=2, every=1), LongestReferences(k=2, every=3)], ids=str)
 @pytest.mark.parametrize("reference_weights", [False, True])
-def test_references_of_their_own(
-    selector: Longest | None,
+def test_cohort_computes_the_reference_gradients_of_each_client(
+    selector: LongestReferences | None,
     reference_weights: bool,
-    at_once: int | None,
+    parts_at_once: int | None,
     tiny_net: Net,
     tiny_images: ImageSet,
     make_trainer: MakeTrainer,
     make_shard: MakeShard,
 ) -> None:
-    trainer = replace(make_trainer(batch_size=8), class_tasks=torch.tensor([0, 0, 1, 1, 1]), parts_at_once=at_once)
-    weights = varied(tiny_net)
-    objective = Objective(tiny_net.anatomy.whole, transform=Follow(), selector=selector)
+    trainer = replace(
+        make_trainer(batch_size=8), class_tasks=torch.tensor([0, 0, 1, 1, 1]), parts_at_once=parts_at_once
+    )
+    weights = random_weights(tiny_net)
+    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=selector)
     fits = [
         Fit(
-            own,
+            start,
             objective,
             2,
-            memory=remember(tiny_images, client, 4),
+            memory=make_memory(tiny_images, client, 4),
             reference_weights=weights[-1 - client] if reference_weights else None,
         )
-        for client, own in enumerate(weights)
+        for client, start in enumerate(weights)
     ]
-    for fitted, fit in zip(check(trainer, fits, make_shard), fits, strict=True):
+    for result, fit in zip(check_against_single_fits(trainer, fits, make_shard), fits, strict=True):
         assert fit.memory is not None
-        seen = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
-        assert float(fitted.observed["followed"]) == fitted.steps * (seen + reference_weights)
+        used = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
+        assert float(result.observed["references"]) == result.steps * (used + reference_weights)
 
 
-def test_a_reference_is_the_gradient_of_its_part(
+def test_reference_gradient_is_the_gradient_of_its_memory_part(
     tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    """One step of plain SGD along own and reference gradients, held to autograd by hand."""
+    """One step of SGD along the sum of the gradient and the references, compared with autograd."""
     trainer = make_trainer(optimizer="sgd", momentum=0, weight_decay=0, lr=0.1, schedule="constant")
-    weights, memory = tiny_net.initial_weights(), remember(tiny_images, 1, 3)
-    objective = Objective(tiny_net.anatomy.whole, transform=Follow())
+    weights, memory = tiny_net.initial_weights(), make_memory(tiny_images, 1, 3)
+    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences())
     shard = make_shard(0, 12)
-    fitted = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, RngContext(7, 3, 0))
-    leaves = {name: one.clone().requires_grad_() for name, one in weights.items()}
+    result = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, RngContext(7, 3, 0))
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         logits = torch.func.functional_call(tiny_net.module.vit, leaves, (images.float() / 255 - 0.5) / 0.5)
         return torch.nn.functional.cross_entropy(logits, labels)
 
-    own = loss(shard.images.images[shard.index], shard.images.labels[shard.index])
+    batch_loss = loss(shard.images.images[shard.index], shard.images.labels[shard.index])
     assert memory.sizes == (16, 10, 0)
-    parts = [loss(memory.images[at][:size], memory.labels[at][:size]) for at, size in enumerate(memory.sizes) if size]
-    total = torch.autograd.grad(own + parts[0] + parts[1], list(leaves.values()))
-    close(fitted.weights, {n: weights[n] - 0.1 * g for n, g in zip(leaves, total, strict=True)}, 1e-6)
+    part_losses = [
+        loss(memory.images[part][:size], memory.labels[part][:size]) for part, size in enumerate(memory.sizes) if size
+    ]
+    total = torch.autograd.grad(batch_loss + part_losses[0] + part_losses[1], list(leaves.values()))
+    assert_close(result.weights, {n: weights[n] - 0.1 * g for n, g in zip(leaves, total, strict=True)}, 1e-6)
 
 
 METHODS = {
@@ -254,7 +262,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_comes_out_the_same(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_every_method_has_the_same_result_stacked(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     outcomes = []
     for cohort in (1, 4):
         config = tiny_config(
@@ -269,70 +277,75 @@ def test_every_method_comes_out_the_same(method: str, tiny_config: MakeConfig, t
         context = open_run(config, tmp_path / str(cohort))
         state, record = run_round(context, load_state(context), 1)
         assert not [entry.failure for entry in record.clients if entry.failure]
-        owns = {
+        client_tensors = {
             f"{client}.{name}": tensor
             for client in range(6)
-            if (own := context.fleet.client_state(client))
-            for name, tensor in own.tensors.items()
+            if (client_state := context.fleet.client_state(client))
+            for name, tensor in client_state.tensors.items()
         }
-        features = {f"{key}.{n}": t for key, part in state.server.parts.items() for n, t in part.tensors.items()}
-        outcomes.append({**state.server.tensors, **owns, **features})
-    close(outcomes[1], outcomes[0])
+        part_tensors = {
+            f"{key}.{name}": tensor for key, part in state.server.parts.items() for name, tensor in part.tensors.items()
+        }
+        outcomes.append({**state.server.tensors, **client_tensors, **part_tensors})
+    assert_close(outcomes[1], outcomes[0])
 
 
-def test_who_may_train_together(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
+def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
     def client(size: int, epochs: int = 1, depth: int | None = None) -> ClientFit:
         objective = Objective(tiny_net.anatomy.head, depth=depth)
         shard = Shard(tiny_images, torch.arange(size))
         return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs), shard, RngContext(0, 1, 0))
 
-    def grouped(*wanted: ClientFit, batch: int = 8, compile: bool = False) -> list[list[int]]:
+    def grouped(*fits: ClientFit, batch: int = 8, compile: bool = False) -> list[list[int]]:
         trainer = make_trainer(batch_size=batch)
-        found = group_fits(list(enumerate(wanted)), replace(trainer, machine=replace(trainer.machine, compile=compile)))
-        return sorted(sorted(place for place, _ in group) for group in found)
+        grouped_fits = group_fits(
+            list(enumerate(fits)), replace(trainer, machine=replace(trainer.machine, compile=compile))
+        )
+        return sorted(sorted(index for index, _ in group) for group in grouped_fits)
 
     assert grouped(client(40), client(30), client(20)) == [[0, 1, 2]]
-    some = client(40), client(10), client(30), client(9)
-    assert grouped(*some, batch=1) == [[0, 1, 2, 3]]  # who has fewer steps is left out of the last ones
-    assert grouped(*some, batch=1, compile=True) == [[0, 2], [1, 3]]  # too much padding together
-    assert grouped(*some, batch=8, compile=True) == [[0, 1, 2, 3]]  # a few steps more or less
-    assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # a step each
+    unequal = client(40), client(10), client(30), client(9)
+    assert grouped(*unequal, batch=1) == [[0, 1, 2, 3]]  # smaller clients are left out of the last steps
+    assert grouped(*unequal, batch=1, compile=True) == [[0, 2], [1, 3]]  # too much padding together
+    assert grouped(*unequal, batch=8, compile=True) == [[0, 1, 2, 3]]  # a few steps more or less
+    assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # one step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
-    assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # who has nothing needs no company
+    assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # clients without samples are not stacked
 
 
-def test_what_does_not_fit_into_memory_is_halved(
+def test_fit_cohort_halves_a_group_that_is_out_of_memory(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(batch_size=8, optimizer="sgd")
-    fit_all = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
-    group = assign([fit_all] * len(SIZES), make_shard)
-    fit, tried = Trainer._fit, []
+    whole_fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    group = make_group([whole_fit] * len(SHARDS), make_shard)
+    fit, sizes = Trainer._fit, []
 
-    def cramped(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
-        tried.append(len(group))
+    def fit_at_most_two(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+        sizes.append(len(group))
         if len(group) > 2:
             raise torch.OutOfMemoryError
         return fit(self, group)
 
-    monkeypatch.setattr(Trainer, "_fit", cramped)
-    found = trainer.fit_cohort(group)
-    assert tried == [4, 2, 2]
-    for one, fitted in zip(group, found, strict=True):
-        close(fitted.weights, trainer.fit(one.fit, one.shard, one.rng).weights)
+    monkeypatch.setattr(Trainer, "_fit", fit_at_most_two)
+    results = trainer.fit_cohort(group)
+    assert sizes == [4, 2, 2]
+    for client_fit, result in zip(group, results, strict=True):
+        alone = trainer.fit(client_fit.fit, client_fit.shard, client_fit.rng)
+        assert_close(result.weights, alone.weights)
     monkeypatch.setattr(trainer.memory_budget, "max_clients", lambda wanted, device: min(wanted, 1))
-    tried.clear()
+    sizes.clear()
     trainer.fit_cohort(group)
-    assert tried == [1, 1, 1, 1]  # no more than there is room for
+    assert sizes == [1, 1, 1, 1]  # at most as many as the budget allows
 
 
-def test_one_client_that_does_not_fit_is_an_error(
+def test_fit_raises_if_a_single_client_is_out_of_memory(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    def out_of_memory(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Trainer, "_fit", full)
+    monkeypatch.setattr(Trainer, "_fit", out_of_memory)
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
     with pytest.raises(torch.OutOfMemoryError):
         make_trainer().fit(fit, make_shard(0, 8), RngContext(0, 1, 0))

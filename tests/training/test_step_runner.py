@@ -1,4 +1,4 @@
-"""Captured courses serve other groups of their form; played here without a GPU: a replay takes the step as it is."""
+"""Captured steps are reused for other groups of the same shapes; CUDA graphs are emulated on the CPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conftest import MakeConfig, MakeShard, MakeTrainer
+from vitfleet.config.schema import MachineConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
 from vitfleet.run import setup
@@ -26,36 +27,37 @@ from vitfleet.training.surgery import GradientIntegrator
 from vitfleet.training.trainer import Trainer
 
 
-def remember(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
+def make_memory(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
     index = torch.arange(len(sizes) * 24).view(-1, 24) % len(images)
-    share = torch.zeros(index.shape)
+    sample_weight = torch.zeros(index.shape)
     for part, size in enumerate(sizes):
-        share[part, :size] = 1 / size
-    return EpisodicMemory(images.images[index], images.labels[index], share, sizes)
+        sample_weight[part, :size] = 1 / size
+    return EpisodicMemory(images.images[index], images.labels[index], sample_weight, sizes)
 
 
-def same(left: Sequence[FitResult], correct: Sequence[FitResult]) -> None:
-    for one, other in zip(left, correct, strict=True):
-        assert one.steps == other.steps
-        for name in one.weights:
-            torch.testing.assert_close(one.weights[name], other.weights[name], rtol=1e-5, atol=1e-6)
+def assert_same_results(actual: Sequence[FitResult], expected: Sequence[FitResult]) -> None:
+    for result, reference in zip(actual, expected, strict=True):
+        assert result.steps == reference.steps
+        for name in result.weights:
+            torch.testing.assert_close(result.weights[name], reference.weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_another_group_takes_the_place_of_the_one_before(
+def test_captured_step_serves_another_group(
     tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
-    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
     objective = Objective(tiny_net.anatomy.whole)
-    handed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps an epoch, then five
+    returned: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps per epoch, then five
         fit = Fit(tiny_net.initial_weights(), objective, 2)
         group = [ClientFit(fit, make_shard(0, end), RngContext(7, round, client)) for client, end in enumerate(ends)]
-        answers = graphed.fit_cohort(group)
-        same(answers, plain.fit_cohort(group))
-        handed += [(one.weights["head.weight"], one.weights["head.weight"].clone()) for one in answers]
+        results = graphed.fit_cohort(group)
+        assert_same_results(results, eager.fit_cohort(group))
+        heads = [result.weights["head.weight"] for result in results]
+        returned += [(head, head.clone()) for head in heads]
     assert len(captured) == 1, "an epoch may be of any length"
-    assert all(torch.equal(now, then) for now, then in handed), "nobody trains on in what was handed over"
+    assert all(torch.equal(now, then) for now, then in returned), "a later training does not change returned weights"
 
 
 def with_train(trainer: Trainer, **keys: object) -> Trainer:
@@ -114,13 +116,13 @@ def test_captured_step_is_not_replayed_under_another_configuration(
     fit = Fit(weights, Objective(tiny_net.anatomy.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
     change = OTHER_SETTINGS[setting]
-    same(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
     other = change(graphed)
     assert other.runners is graphed.runners
     changed = change(eager)
-    same(other.fit_cohort(group), changed.fit_cohort(group))
+    assert_same_results(other.fit_cohort(group), changed.fit_cohort(group))
     assert len(captured) == 2
-    same(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
     assert len(captured) == 2, "both captures are kept, and each serves its own configuration"
 
 
@@ -136,8 +138,8 @@ def test_captured_step_serves_another_learning_rate(
     graphed = with_machine(eager, graphs=True)
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 3, 0))]
-    same(graphed.fit_cohort(group), eager.fit_cohort(group))
-    same(with_train(graphed, **keys).fit_cohort(group), with_train(eager, **keys).fit_cohort(group))
+    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert_same_results(with_train(graphed, **keys).fit_cohort(group), with_train(eager, **keys).fit_cohort(group))
     assert len(captured) == 1
 
 
@@ -149,91 +151,94 @@ def test_captured_step_is_not_replayed_on_other_labels(
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
     for images in (tiny_images, replace(tiny_images, labels=tiny_images.labels.flip(0))):
         group = [ClientFit(fit, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
-        same(graphed.fit_cohort(group), eager.fit_cohort(group))
+        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
     assert len(captured) == 2
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_nobody_is_written_into_what_was_given(
+def test_captured_step_does_not_write_into_frozen_inputs(
     clients: int, tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    """What is frozen comes from a client's state or the server's, which go on to be used."""
-    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
-    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    """Frozen tensors belong to the state of a client or of the server, which is used again."""
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
     objective = Objective(tiny_net.anatomy.head)
-    given: list[dict[str, torch.Tensor]] = []
+    inputs: list[dict[str, torch.Tensor]] = []
     for round in range(3):
-        weights = {name: one + 0.1 * round for name, one in tiny_net.initial_weights().items()}
+        weights = {name: tensor + 0.1 * round for name, tensor in tiny_net.initial_weights().items()}
         constants = {"anchor": torch.full((3,), float(round))}
-        given += [weights, constants]
+        inputs += [weights, constants]
         fit = Fit(weights, objective, 1, constants)
         group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(clients)]
-        before = [{name: one.clone() for name, one in tensors.items()} for tensors in given]
-        same(graphed.fit_cohort(group), plain.fit_cohort(group))
-        for now, then in zip(given, before, strict=True):
+        before = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in inputs]
+        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+        for now, then in zip(inputs, before, strict=True):
             assert all(torch.equal(now[name], then[name]) for name in then)
     assert len(captured) == 1
 
 
-def test_a_captured_step_serves_memories_that_are_a_little_smaller(
+def test_captured_step_serves_slightly_smaller_memories(
     tiny_net: Net,
     tiny_images: ImageSet,
     captured: list[CudaGraphRunner],
     make_trainer: MakeTrainer,
     make_shard: MakeShard,
 ) -> None:
-    plain = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
-    graphed = replace(plain, machine=replace(plain.machine, graphs=True), parts_at_once=4)
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True), parts_at_once=4)
     objective = Objective(tiny_net.anatomy.whole, transform=GradientIntegrator())
 
     def train(*sizes: tuple[int, ...]) -> int:
         weights = tiny_net.initial_weights()
-        fits = [Fit(weights, objective, 1, memory=remember(tiny_images, one)) for one in sizes]
+        fits = [Fit(weights, objective, 1, memory=make_memory(tiny_images, part_sizes)) for part_sizes in sizes]
         group = [ClientFit(fit, make_shard(client, 20), RngContext(7, 1, client)) for client, fit in enumerate(fits)]
-        same(graphed.fit_cohort(group), plain.fit_cohort(group))
+        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
         return len(captured)
 
     assert train((18, 12, 6), (17, 9, 2)) == 1  # computed as 24, 16, 8
     assert train((20, 10, 8), (3, 2, 1)) == 1
-    assert train((20, 6, 6), (18, 8, 1)) == 1  # 24, 8, 8 would do
-    assert train((24, 20, 6), (18, 8, 1)) == 2  # 24, 24, 8: more
-    assert train((24, 1, 1), (24, 1, 1)) == 2  # by the first again
-    assert train((8, 1, 1), (7, 1, 1)) == 3  # so much padding is not worth it
+    assert train((20, 6, 6), (18, 8, 1)) == 1  # 24, 8, 8 would suffice
+    assert train((24, 20, 6), (18, 8, 1)) == 2  # 24, 24, 8 is larger
+    assert train((24, 1, 1), (24, 1, 1)) == 2  # the first one serves again
+    assert train((8, 1, 1), (7, 1, 1)) == 3  # too much padding
 
 
-def test_who_has_no_more_steps_is_left_out_of_them(
+def test_captured_steps_leave_out_clients_that_have_none(
     tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    plain = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
-    graphed = replace(plain, machine=replace(plain.machine, graphs=True))
+    eager = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
     fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
-    sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are laid ready in two parts
+    sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are loaded in two chunks
     group = [ClientFit(fit, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)]
-    found = graphed.fit_cohort(group)
-    same(found, [plain.fit(one.fit, one.shard, one.rng) for one in group])
-    assert [one.steps for one in found] == [2 * size for size in sizes]
-    assert {kind.num_clients for kind in captured[0].graphs} == {7, 6, 4, 3, 2, 1}, "there is none for five"
+    results = graphed.fit_cohort(group)
+    alone = [eager.fit(client_fit.fit, client_fit.shard, client_fit.rng) for client_fit in group]
+    assert_same_results(results, alone)
+    assert [result.steps for result in results] == [2 * size for size in sizes]
+    assert {kind.num_clients for kind in captured[0].graphs} == {7, 6, 4, 3, 2, 1}, "five clients are rounded up to six"
 
 
-def test_so_many_clients_compute_a_step() -> None:
+def test_clients_per_step() -> None:
     active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
     assert clients_per_step(active, captured=False, compiled=False) == active
     assert clients_per_step(active, captured=False, compiled=True) == [20] * 19
     expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 9, 2, 1]
     assert clients_per_step(active, captured=True, compiled=False) == expected
-    assert clients_per_step([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], "too few steps for a capture"
+    assert clients_per_step([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], (
+        "too few steps to capture fewer clients"
+    )
 
 
 @pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
-def test_what_clients_keep_survives_those_who_train_after_them(
+def test_client_states_are_not_overwritten_by_later_clients(
     keys: tuple[str, ...],
     captured: list[CudaGraphRunner],
     tiny_config: MakeConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FedRep's heads are frozen while the body trains, alone in a course; and they stay near for the next round."""
-    some = (
+    """FedRep freezes a client's head while its body trains, and keeps it on the device for the next round."""
+    overrides = (
         "method.name=fedrep",
         "fleet.clients=3",
         "train.optimizer=sgd",
@@ -241,18 +246,17 @@ def test_what_clients_keep_survives_those_who_train_after_them(
         "train.epochs=2",
         "rounds=6",
     )
-    config = tiny_config(*some, "machine.workers=1", *keys)
+    config = tiny_config(*overrides, "machine.workers=1", *keys)
     losses = []
     monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
     for graphs in (False, True):
-        how = partial(_set_up, set_up_machine, graphs)
-        monkeypatch.setattr(setup, "set_up_machine", how)
+        monkeypatch.setattr(setup, "set_up_machine", partial(_set_up_with_graphs, graphs))
         run_rounds(open_run(config, tmp_path / str(graphs)))
-        told = [entry.numbers["loss"] for record in read_records(tmp_path / str(graphs)) for entry in record.clients]
-        losses.append(told)
+        records = read_records(tmp_path / str(graphs))
+        losses.append([entry.numbers["loss"] for record in records for entry in record.clients])
     assert captured
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def _set_up(real: Callable[..., Machine], graphs: bool, *given: object) -> Machine:
-    return replace(real(*given), graphs=graphs)
+def _set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+    return replace(set_up_machine(config, width, client_bytes), graphs=graphs)

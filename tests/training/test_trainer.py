@@ -1,4 +1,4 @@
-"""The trainer is a plain training loop: held against one written by hand on timm's own module."""
+"""The trainer computes what a plain training loop on timm's own module computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGrad
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.trainer import Trainer
 
-PLACE = RngContext(seed=7, round=3, client=2)
+RNG = RngContext(seed=7, round=3, client=2)
 PLAIN_SGD: Mapping[str, object] = {
     "optimizer": "sgd",
     "momentum": 0,
@@ -33,49 +33,49 @@ PLAIN_SGD: Mapping[str, object] = {
 }
 
 
-def whole(net: Net) -> Fit:
+def fit_whole_model(net: Net) -> Fit:
     return Fit(net.initial_weights(), Objective(net.anatomy.whole), epochs=1)
 
 
 def plain_module(net: Net, weights: Tensors) -> nn.Module:
-    """timm's own module, trained the usual way: no functional calls, no vitfleet."""
+    """Return timm's own module, to be trained without functional calls."""
     module = copy.deepcopy(net.module.vit)
     module.load_state_dict(dict(weights))
     return module.requires_grad_(True).train()
 
 
-def epoch_batches(place: RngContext, epoch: int, samples: int) -> Tensor:
-    rng = Address(place.seed, Purpose.ORDER, place.round, place.client, epoch).generator()
-    return torch.from_numpy(rng.permutation(samples))
+def epoch_order(rng: RngContext, epoch: int, samples: int) -> Tensor:
+    generator = Address(rng.seed, Purpose.ORDER, rng.round, rng.client, epoch).generator()
+    return torch.from_numpy(generator.permutation(samples))
 
 
-def by_hand(shard: Shard, index: Tensor) -> tuple[Tensor, Tensor]:
-    chosen = shard.index[index]
-    return (shard.images.images[chosen].float() / 255 - 0.5) / 0.5, shard.images.labels[chosen]
+def preprocessed(shard: Shard, index: Tensor) -> tuple[Tensor, Tensor]:
+    indices = shard.index[index]
+    return (shard.images.images[indices].float() / 255 - 0.5) / 0.5, shard.images.labels[indices]
 
 
-def gradients_by_hand(net: Net, weights: Tensors, shard: Shard, index: Tensor) -> dict[str, Tensor]:
+def expected_gradients(net: Net, weights: Tensors, shard: Shard, index: Tensor) -> dict[str, Tensor]:
     module = plain_module(net, weights)
-    images, labels = by_hand(shard, index)
+    images, labels = preprocessed(shard, index)
     names, leaves = zip(*module.named_parameters(), strict=True)
     gradients = torch.autograd.grad(F.cross_entropy(module(images), labels), leaves)
     return dict(zip(names, gradients, strict=True))
 
 
-def assert_close(left: Tensors, correct: Tensors, tolerance: float = 1e-6) -> None:
-    assert set(left) == set(correct)
-    for name in left:
-        torch.testing.assert_close(left[name], correct[name], rtol=0, atol=tolerance, msg=name)
+def assert_close(actual: Tensors, expected: Tensors, tolerance: float = 1e-6) -> None:
+    assert set(actual) == set(expected)
+    for name in actual:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=tolerance, msg=name)
 
 
-def assert_same(left: Tensors, correct: Tensors) -> None:
-    assert set(left) == set(correct)
-    for name in left:
-        assert torch.equal(left[name], correct[name]), name
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert set(actual) == set(expected)
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def without_key_bias(weights: Tensors) -> dict[str, Tensor]:
-    """Softmax does not feel a key's bias: its gradient is nothing but rounding, of which AdamW makes whole steps."""
+    """Drop the bias of the keys: softmax ignores it, and AdamW scales the rounding errors of its gradient up."""
     kept = dict(weights)
     for name in [name for name in weights if name.endswith("attn.qkv.bias")]:
         query, _, value = torch.chunk(kept[name], 3)
@@ -83,37 +83,37 @@ def without_key_bias(weights: Tensors) -> dict[str, Tensor]:
     return kept
 
 
-def furthest(left: Tensors, correct: Tensors) -> float:
-    return max(float((left[name] - correct[name]).abs().max()) for name in left)
+def max_difference(actual: Tensors, expected: Tensors) -> float:
+    return max(float((actual[name] - expected[name]).abs().max()) for name in actual)
 
 
-def test_one_sgd_step_is_weights_minus_rate_times_gradient(
+def test_one_sgd_step_is_weights_minus_learning_rate_times_gradient(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     shard = make_shard(0, 12)
-    fit = whole(tiny_net)
-    gradients = gradients_by_hand(tiny_net, fit.weights, shard, epoch_batches(PLACE, 0, 12))
-    fitted = make_trainer(**PLAIN_SGD, batch_size=16).fit(fit, shard, PLACE)
-    assert fitted.steps == 1
-    assert_close(fitted.weights, {name: fit.weights[name] - 0.1 * gradients[name] for name in fit.weights}, 1e-7)
-    assert furthest(fitted.weights, fit.weights) > 1e-3
+    fit = fit_whole_model(tiny_net)
+    gradients = expected_gradients(tiny_net, fit.weights, shard, epoch_order(RNG, 0, 12))
+    result = make_trainer(**PLAIN_SGD, batch_size=16).fit(fit, shard, RNG)
+    assert result.steps == 1
+    assert_close(result.weights, {name: fit.weights[name] - 0.1 * gradients[name] for name in fit.weights}, 1e-7)
+    assert max_difference(result.weights, fit.weights) > 1e-3
 
 
-def train_by_hand(net: Net, trainer: Trainer, fit: Fit, shard: Shard, place: RngContext) -> tuple[nn.Module, float]:
+def train_with_torch(net: Net, trainer: Trainer, fit: Fit, shard: Shard, rng: RngContext) -> tuple[nn.Module, float]:
     config = trainer.config
     module = plain_module(net, fit.weights)
-    rate = learning_rate(config, place.round, trainer.rounds)
+    lr = learning_rate(config, rng.round, trainer.rounds)
     optimizer: torch.optim.Optimizer
     if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(module.parameters(), lr=rate, weight_decay=config.weight_decay)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=config.weight_decay)
     else:
         optimizer = torch.optim.SGD(
-            module.parameters(), lr=rate, momentum=config.momentum, weight_decay=config.weight_decay
+            module.parameters(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
     total = 0.0
-    for epoch in range(place.first_epoch, place.first_epoch + fit.epochs):
-        for index in torch.split(epoch_batches(place, epoch, len(shard)), config.batch_size):
-            images, labels = by_hand(shard, index)
+    for epoch in range(rng.first_epoch, rng.first_epoch + fit.epochs):
+        for index in torch.split(epoch_order(rng, epoch, len(shard)), config.batch_size):
+            images, labels = preprocessed(shard, index)
             loss = F.cross_entropy(module(images), labels)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -132,169 +132,169 @@ def train_by_hand(net: Net, trainer: Trainer, fit: Fit, shard: Shard, place: Rng
         {"optimizer": "sgd", "clip": 0.2, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 8},
     ],
 )
-def test_a_whole_fit_equals_a_loop_written_by_hand(
+def test_fit_equals_a_plain_torch_loop(
     train: dict[str, object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    shard = make_shard(3, 30)  # 27 images: the last batch is ragged
+    shard = make_shard(3, 30)  # 27 images: the last batch is smaller
     trainer = make_trainer(**train)
-    fit = replace(whole(tiny_net), epochs=4)
-    place = replace(PLACE, first_epoch=2)
-    fitted = trainer.fit(fit, shard, place)
-    module, loss = train_by_hand(tiny_net, trainer, fit, shard, place)
-    assert_close(without_key_bias(fitted.weights), without_key_bias(module.state_dict()))
-    assert float(fitted.loss) == pytest.approx(loss, rel=1e-5)
-    assert (fitted.samples, fitted.steps) == (27, 16)
+    fit = replace(fit_whole_model(tiny_net), epochs=4)
+    rng = replace(RNG, first_epoch=2)
+    result = trainer.fit(fit, shard, rng)
+    module, loss = train_with_torch(tiny_net, trainer, fit, shard, rng)
+    assert_close(without_key_bias(result.weights), without_key_bias(module.state_dict()))
+    assert float(result.loss) == pytest.approx(loss, rel=1e-5)
+    assert (result.samples, result.steps) == (27, 16)
 
 
-def test_clipping_bounds_the_step(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
-    fit = whole(tiny_net)
-    fitted = make_trainer(**PLAIN_SGD, clip=1e-2, batch_size=64).fit(fit, make_shard(0, 20), PLACE)
-    squares = [(fitted.weights[name] - fit.weights[name]).double().square().sum() for name in fit.weights]
+def test_clip_bounds_the_norm_of_the_step(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    fit = fit_whole_model(tiny_net)
+    result = make_trainer(**PLAIN_SGD, clip=1e-2, batch_size=64).fit(fit, make_shard(0, 20), RNG)
+    squares = [(result.weights[name] - fit.weights[name]).double().square().sum() for name in fit.weights]
     assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(0.1 * 1e-2, rel=1e-3)
 
 
-def test_frozen_weights_stay_and_get_no_gradient(
+def test_frozen_weights_are_unchanged_and_have_no_gradient(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    seen: list[set[str]] = []
+    step_weights: list[set[str]] = []
 
     def loss(step: Step) -> Tensor:
-        seen.append(set(step.weights))
+        step_weights.append(set(step.weights))
         return cross_entropy(step)
 
     weights = tiny_net.initial_weights()
     before = {name: tensor.clone() for name, tensor in weights.items()}
     fit = Fit(weights, Objective(tiny_net.anatomy.head, loss), epochs=2)
-    fitted = make_trainer(batch_size=8).fit(fit, make_shard(0, 20), PLACE)
+    result = make_trainer(batch_size=8).fit(fit, make_shard(0, 20), RNG)
     head = set(tiny_net.anatomy.head)
-    assert set(fitted.weights) == head
-    assert all(names == head for names in seen)
+    assert set(result.weights) == head
+    assert all(names == head for names in step_weights)
     assert_same(weights, before)
     assert all(tensor.grad is None and not tensor.requires_grad for tensor in weights.values())
-    assert furthest(fitted.weights, tiny_net.anatomy.head.take(before)) > 1e-4
+    assert max_difference(result.weights, tiny_net.anatomy.head.take(before)) > 1e-4
 
 
-def test_training_leaves_its_input_and_the_architecture_alone(
+def test_fit_changes_neither_its_inputs_nor_the_net(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    fit = whole(tiny_net)
+    fit = fit_whole_model(tiny_net)
     before = {name: tensor.clone() for name, tensor in fit.weights.items()}
-    fitted = make_trainer().fit(fit, make_shard(0, 20), PLACE)
+    result = make_trainer().fit(fit, make_shard(0, 20), RNG)
     assert_same(fit.weights, before)
     assert_same(tiny_net.initial_weights(), before)
-    assert furthest(fitted.weights, before) > 1e-4
-    given = {tensor.data_ptr() for tensor in fit.weights.values()}
-    assert not given & {tensor.data_ptr() for tensor in fitted.weights.values()}
-    assert not any(tensor.requires_grad for tensor in fitted.weights.values())
+    assert max_difference(result.weights, before) > 1e-4
+    input_pointers = {tensor.data_ptr() for tensor in fit.weights.values()}
+    assert not input_pointers & {tensor.data_ptr() for tensor in result.weights.values()}
+    assert not any(tensor.requires_grad for tensor in result.weights.values())
 
 
 @dataclass(frozen=True)
-class ScaleTheHead:
-    """Scales the head's gradients and stops all others."""
+class ScaleHeadGradient:
+    """Scales the gradients of the head and sets all others to zero."""
 
-    by: float
-    counts: tuple[str, ...] = ("turned",)
+    factor: float
+    counts: tuple[str, ...] = ("steps",)
 
     def __call__(
         self, gradients: Tensors, references: ReferenceGradients | None, step: Step
     ) -> tuple[Tensors, Tensors]:
         assert references is None
-        scaled = {name: one * (self.by if name.startswith("head.") else 0) for name, one in gradients.items()}
-        return scaled, {"turned": torch.ones(())}
+        scaled = {
+            name: gradient * (self.factor if name.startswith("head.") else 0) for name, gradient in gradients.items()
+        }
+        return scaled, {"steps": torch.ones(())}
 
 
-def test_the_transform_is_what_is_applied(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+def test_transformed_gradients_are_applied(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     shard = make_shard(0, 12)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=ScaleTheHead(2))
-    fitted = make_trainer(**PLAIN_SGD).fit(Fit(weights, objective, epochs=1), shard, PLACE)
-    gradients = gradients_by_hand(tiny_net, weights, shard, epoch_batches(PLACE, 0, 12))
+    objective = Objective(tiny_net.anatomy.whole, transform=ScaleHeadGradient(2))
+    result = make_trainer(**PLAIN_SGD).fit(Fit(weights, objective, epochs=1), shard, RNG)
+    gradients = expected_gradients(tiny_net, weights, shard, epoch_order(RNG, 0, 12))
     factor = {name: 0.2 if name.startswith("head.") else 0.0 for name in weights}
-    assert_close(fitted.weights, {name: weights[name] - factor[name] * gradients[name] for name in weights}, 1e-7)
-    assert torch.equal(fitted.weights["cls_token"], weights["cls_token"])
-    assert float(fitted.observed["turned"]) == fitted.steps == 1
+    assert_close(result.weights, {name: weights[name] - factor[name] * gradients[name] for name in weights}, 1e-7)
+    assert torch.equal(result.weights["cls_token"], weights["cls_token"])
+    assert float(result.observed["steps"]) == result.steps == 1
 
 
 @dataclass(frozen=True)
 class SumOfSquares:
-    """Sums the squared gradients, and the samples they were taken over."""
+    """Sums the squared gradients and counts the samples."""
 
     @staticmethod
-    def start(weights: Tensors) -> Tensors:
-        return {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
+    def initial_state(weights: Tensors) -> Tensors:
+        return {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"samples": torch.zeros(())}
 
     def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
         squares = {name: observer_state[name] + gradient.square() for name, gradient in gradients.items()}
-        return squares | {"seen": observer_state["seen"] + len(step.labels)}
+        return squares | {"samples": observer_state["samples"] + len(step.labels)}
 
 
-def test_the_observer_sees_the_gradients_as_they_were(
+def test_observer_sees_gradients_before_transform_and_clip(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    stop = ScaleTheHead(0)  # so that every step is taken at the same weights
+    stop = ScaleHeadGradient(0)  # the weights stay the same at every step
     shard = make_shard(0, 20)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())
     trainer = make_trainer(**PLAIN_SGD, clip=1e-6, batch_size=8)
-    fitted = trainer.fit(Fit(weights, objective, epochs=2, observer_state=SumOfSquares.start(weights)), shard, PLACE)
-    assert_same(fitted.weights, weights)
+    result = trainer.fit(
+        Fit(weights, objective, epochs=2, observer_state=SumOfSquares.initial_state(weights)), shard, RNG
+    )
+    assert_same(result.weights, weights)
     observer_state = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for epoch in (0, 1):
-        for index in torch.split(epoch_batches(PLACE, epoch, 20), 8):
-            for name, gradient in gradients_by_hand(tiny_net, weights, shard, index).items():
+        for index in torch.split(epoch_order(RNG, epoch, 20), 8):
+            for name, gradient in expected_gradients(tiny_net, weights, shard, index).items():
                 observer_state[name] += gradient.square()
-    assert float(fitted.observed["seen"]) == 40
-    assert_close({name: fitted.observed[name] for name in observer_state}, observer_state)
+    assert float(result.observed["samples"]) == 40
+    assert_close({name: result.observed[name] for name in observer_state}, observer_state)
     assert float(observer_state["head.weight"].sum()) > 1e-3
 
 
-def test_an_observer_does_not_disturb_the_training(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
-) -> None:
-    fit = whole(tiny_net)
-    watched = replace(
+def test_observer_does_not_change_the_training(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    fit = fit_whole_model(tiny_net)
+    observed_fit = replace(
         fit,
         objective=replace(fit.objective, observer=SumOfSquares()),
-        observer_state=SumOfSquares.start(tiny_net.initial_weights()),
+        observer_state=SumOfSquares.initial_state(tiny_net.initial_weights()),
     )
     trainer = make_trainer(clip=0.1)
-    alone, seen = (trainer.fit(one, make_shard(0, 20), PLACE) for one in (fit, watched))
-    assert_same(alone.weights, seen.weights)
-    assert alone.observed == {}
+    plain = trainer.fit(fit, make_shard(0, 20), RNG)
+    assert_same(trainer.fit(observed_fit, make_shard(0, 20), RNG).weights, plain.weights)
+    assert plain.observed == {}
 
 
-def test_a_client_without_images_trains_nothing(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
-) -> None:
-    fit = replace(whole(tiny_net), epochs=3)
-    fitted = make_trainer(weight_decay=0.5).fit(fit, make_shard(4, 4), PLACE)
-    assert_same(fitted.weights, fit.weights)
-    assert (float(fitted.loss), fitted.samples, fitted.steps) == (0.0, 0, 0)
+def test_client_without_images_takes_no_step(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    fit = replace(fit_whole_model(tiny_net), epochs=3)
+    result = make_trainer(weight_decay=0.5).fit(fit, make_shard(4, 4), RNG)
+    assert_same(result.weights, fit.weights)
+    assert (float(result.loss), result.samples, result.steps) == (0.0, 0, 0)
 
 
-def test_a_mask_leaves_the_kept_patches_and_the_class_token(
+def test_mask_keeps_some_patches_and_the_class_token(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens: list[int] = []
-    run = FunctionalViT.block
+    run_block = FunctionalViT.block
 
-    def note(self: FunctionalViT, weights: Tensors, place: int, inputs: Tensor) -> Tensor:
-        if place == 0:
+    def record_tokens(self: FunctionalViT, weights: Tensors, index: int, inputs: Tensor) -> Tensor:
+        if index == 0:
             tokens.append(inputs.shape[1])
-        return run(self, weights, place, inputs)
+        return run_block(self, weights, index, inputs)
 
-    monkeypatch.setattr(FunctionalViT, "block", note)
-    fit = replace(whole(tiny_net), epochs=2)
+    monkeypatch.setattr(FunctionalViT, "block", record_tokens)
+    fit = replace(fit_whole_model(tiny_net), epochs=2)
     shard = make_shard(0, 20)
-    masked = make_trainer(mask_ratio=0.5, batch_size=8).fit(fit, shard, PLACE)
+    masked = make_trainer(mask_ratio=0.5, batch_size=8).fit(fit, shard, RNG)
     assert tokens == [1 + 2] * 6  # two of four patches, in 2 epochs x 3 steps
     assert masked.steps == 6
     assert torch.isfinite(masked.loss)
-    assert furthest(masked.weights, fit.weights) > 1e-4
+    assert max_difference(masked.weights, fit.weights) > 1e-4
     tokens.clear()
-    unmasked = make_trainer(batch_size=8).fit(fit, shard, PLACE)
+    unmasked = make_trainer(batch_size=8).fit(fit, shard, RNG)
     assert tokens == [1 + 4] * 6
-    assert furthest(masked.weights, unmasked.weights) > 1e-5
+    assert max_difference(masked.weights, unmasked.weights) > 1e-5
 
 
 @pytest.mark.parametrize(
@@ -302,28 +302,26 @@ def test_a_mask_leaves_the_kept_patches_and_the_class_token(
     [AugmentConfig(flip=True), AugmentConfig(crop=0.3), AugmentConfig(brightness=0.5)],
     ids=["flip", "crop", "brightness"],
 )
-def test_augmentation_changes_what_is_learnt(
+def test_augmentation_changes_the_trained_weights(
     augment: AugmentConfig, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    fit, shard = whole(tiny_net), make_shard(0, 20)
-    plain = make_trainer().fit(fit, shard, PLACE)
-    augmented = make_trainer(augment).fit(fit, shard, PLACE)
-    assert furthest(plain.weights, augmented.weights) > 1e-5
+    fit, shard = fit_whole_model(tiny_net), make_shard(0, 20)
+    plain = make_trainer().fit(fit, shard, RNG)
+    augmented = make_trainer(augment).fit(fit, shard, RNG)
+    assert max_difference(plain.weights, augmented.weights) > 1e-5
 
 
-def test_what_was_trained_before_changes_nothing(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
-) -> None:
-    fit = replace(whole(tiny_net), epochs=2)
+def test_fit_does_not_depend_on_earlier_fits(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    fit = replace(fit_whole_model(tiny_net), epochs=2)
     augment = AugmentConfig(flip=True, crop=0.2, brightness=0.3)
     shards = {client: make_shard(10 * client, 10 * client + 9) for client in range(4)}
 
     def train(order: list[int]) -> dict[int, FitResult]:
         trainer = make_trainer(augment, mask_ratio=0.25, batch_size=4, clip=1.0)
-        return {client: trainer.fit(fit, shards[client], replace(PLACE, client=client)) for client in order}
+        return {client: trainer.fit(fit, shards[client], replace(RNG, client=client)) for client in order}
 
     forward, backward, alone = train([0, 1, 2, 3]), train([3, 1, 0, 2]), train([2])
-    torch.rand(100)  # nor does anybody else's use of torch's own generator
+    torch.rand(100)  # draws from torch's global generator change nothing either
     for client in range(4):
         assert_same(forward[client].weights, backward[client].weights)
         assert torch.equal(forward[client].loss, backward[client].loss)
@@ -332,13 +330,13 @@ def test_what_was_trained_before_changes_nothing(
 
 @pytest.mark.parametrize(
     "other",
-    [replace(PLACE, seed=8), replace(PLACE, round=4), replace(PLACE, client=3), replace(PLACE, first_epoch=1)],
+    [replace(RNG, seed=8), replace(RNG, round=4), replace(RNG, client=3), replace(RNG, first_epoch=1)],
     ids=["seed", "round", "client", "epoch"],
 )
-def test_another_place_draws_other_numbers(
+def test_another_rng_context_draws_other_numbers(
     other: RngContext, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    fit = whole(tiny_net)
-    trainer = make_trainer(**PLAIN_SGD, batch_size=4)  # constant rate: only the order can differ
-    here, there = (trainer.fit(fit, make_shard(0, 20), place) for place in (PLACE, other))
-    assert furthest(here.weights, there.weights) > 1e-6
+    fit = fit_whole_model(tiny_net)
+    trainer = make_trainer(**PLAIN_SGD, batch_size=4)  # with a constant learning rate, only the order can differ
+    results = [trainer.fit(fit, make_shard(0, 20), rng) for rng in (RNG, other)]
+    assert max_difference(results[0].weights, results[1].weights) > 1e-6
