@@ -1,4 +1,4 @@
-"""An epoch's draws, and what they do to a batch, held to one image at a time in NumPy."""
+"""Draws of an epoch, batches and preprocessing, compared with a reference in NumPy for one image at a time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def draw(**changes: Any) -> EpochDraws:
     return draw_epoch(**{**usual, **changes})
 
 
-def lay(draws: EpochDraws, kept: int = 64) -> Batch:
-    """Return an epoch as one batch, in the order of the shard, so that images can be told apart."""
+def as_one_batch(draws: EpochDraws, kept: int = 64) -> Batch:
+    """Return an epoch as one batch, in the order of the shard."""
     epoch_batches = make_epoch_batches(
         [replace(draws, order=np.arange(len(draws.order)))], len(draws.order), kept, CPU, stacked=False
     )
@@ -50,21 +50,21 @@ def lay(draws: EpochDraws, kept: int = 64) -> Batch:
 
 
 def batch(**changes: Any) -> Batch:
-    return lay(draw(**changes), changes.get("num_kept", 64))
+    return as_one_batch(draw(**changes), changes.get("num_kept", 64))
 
 
-def same(left: NDArray[Any] | None, correct: NDArray[Any] | None) -> bool:
-    if left is None or correct is None:
-        return left is correct
-    return np.array_equal(left, correct)
+def same(first: NDArray[Any] | None, second: NDArray[Any] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)
 
 
-def some(array: NDArray[Any] | None) -> NDArray[Any]:
+def not_none(array: NDArray[Any] | None) -> NDArray[Any]:
     assert array is not None
     return array
 
 
-def some_tensor(tensor: Tensor | None) -> Tensor:
+def not_none_tensor(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor
 
@@ -78,16 +78,16 @@ def preprocess(side: int = 16, channels: int = 3) -> Preprocess:
     return Preprocess(side, torch.tensor(MEAN[:channels]), torch.tensor(STD[:channels]))
 
 
-def by_hand(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.float32]:
-    """Move, mirror, brighten and normalise one image, pixel by pixel."""
+def reference_preprocess(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.float32]:
+    """Shift, mirror, brighten and normalise one image, pixel by pixel."""
     channels, height, width = image.shape
-    down, correct = (0, 0) if draws.shift is None else (int(v) for v in draws.shift[i])
+    down, right = (0, 0) if draws.shift is None else (int(v) for v in draws.shift[i])
     mirrored = draws.flip is not None and bool(draws.flip[i])
     light = np.float32(1 if draws.brightness is None else float(draws.brightness[i]))
     out = np.zeros((channels, height, width), np.float32)
     for r in range(height):
         for c in range(width):
-            row, column = r + down, (width - 1 - c if mirrored else c) + correct
+            row, column = r + down, (width - 1 - c if mirrored else c) + right
             if 0 <= row < height and 0 <= column < width:
                 out[:, r, c] = image[:, row, column].astype(np.float32) / np.float32(255)
     out = np.clip(out * light, 0, 1)
@@ -101,48 +101,48 @@ def by_hand(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.f
 
 @given(samples=st.integers(0, 200), seed=st.integers(0, 2**32))
 @settings(deadline=None)
-def test_the_order_visits_every_sample_once(samples: int, seed: int) -> None:
+def test_order_is_a_permutation(samples: int, seed: int) -> None:
     order = draw(samples=samples, seed=seed).order
     assert order.dtype == np.int64
     assert sorted(order.tolist()) == list(range(samples))
 
 
-def test_nothing_else_is_drawn_when_all_is_off() -> None:
+def test_without_augmentation_and_mask_only_the_order_is_drawn() -> None:
     draws = draw()
     assert (draws.shift, draws.flip, draws.brightness, draws.mask_noise) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
-def test_another_address_draws_otherwise(change: dict[str, int]) -> None:
-    here, there = draw(augment=ALL, num_kept=16), draw(augment=ALL, num_kept=16, **change)
+def test_draws_depend_on_every_part_of_the_address(change: dict[str, int]) -> None:
+    base, other = draw(augment=ALL, num_kept=16), draw(augment=ALL, num_kept=16, **change)
     for field in fields(EpochDraws):
-        assert not same(getattr(here, field.name), getattr(there, field.name))
+        assert not same(getattr(base, field.name), getattr(other, field.name))
 
 
-def test_the_same_address_draws_the_same_whatever_the_moment() -> None:
+def test_draws_do_not_depend_on_global_generators() -> None:
     torch.manual_seed(0)
-    here = draw(augment=ALL, num_kept=16)
+    first = draw(augment=ALL, num_kept=16)
     torch.manual_seed(1)
     np.random.seed(1)
     again = draw(augment=ALL, num_kept=16)
     for field in fields(EpochDraws):
-        assert same(getattr(here, field.name), getattr(again, field.name))
+        assert same(getattr(first, field.name), getattr(again, field.name))
 
 
-def test_augmentation_leaves_order_and_masks_alone() -> None:
+def test_augmentation_does_not_change_order_and_masks() -> None:
     plain, augmented = draw(num_kept=16), draw(num_kept=16, augment=ALL)
     assert same(plain.order, augmented.order)
     assert same(plain.mask_noise, augmented.mask_noise)
 
 
-def test_masking_leaves_order_and_augmentation_alone() -> None:
+def test_masking_does_not_change_order_and_augmentation() -> None:
     whole, masked = draw(augment=ALL), draw(augment=ALL, num_kept=16)
     for name in ("order", "shift", "flip", "brightness"):
         assert same(getattr(whole, name), getattr(masked, name))
 
 
 @pytest.mark.parametrize("switched", ["crop", "flip", "brightness"])
-def test_one_augmentation_leaves_the_others_alone(switched: str) -> None:
+def test_switching_one_augmentation_off_does_not_change_the_others(switched: str) -> None:
     on = draw(augment=ALL)
     off = draw(augment=AugmentConfig.model_validate({**ALL.model_dump(), switched: False if switched == "flip" else 0}))
     drawn = {"crop": "shift", "flip": "flip", "brightness": "brightness"}
@@ -151,16 +151,16 @@ def test_one_augmentation_leaves_the_others_alone(switched: str) -> None:
         assert same(getattr(on, name), getattr(off, name)), f"{switched} changes {name}"
 
 
-def test_the_reach_of_a_crop_leaves_flips_alone() -> None:
-    near = draw(augment=ALL, samples=500)
-    far = draw(augment=ALL.model_copy(update={"crop": 0.5}), samples=500)
-    assert same(near.flip, far.flip)
-    assert same(near.brightness, far.brightness)
+def test_largest_shift_does_not_change_flips() -> None:
+    narrow = draw(augment=ALL, samples=500)
+    wide = draw(augment=ALL.model_copy(update={"crop": 0.5}), samples=500)
+    assert same(narrow.flip, wide.flip)
+    assert same(narrow.brightness, wide.brightness)
 
 
 def test_draws_fill_their_ranges() -> None:
     draws = draw(augment=ALL, samples=2000)
-    shift, flip, light = some(draws.shift), some(draws.flip), some(draws.brightness)
+    shift, flip, light = not_none(draws.shift), not_none(draws.flip), not_none(draws.brightness)
     assert shift.shape == (2000, 2)
     assert sorted(set(shift.flatten().tolist())) == list(range(-4, 5))  # a quarter of 16, both ways
     assert flip.dtype == np.bool_
@@ -173,7 +173,7 @@ def test_draws_fill_their_ranges() -> None:
 
 @given(patches=st.integers(1, 100), data=st.data())
 @settings(deadline=None)
-def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObject) -> None:
+def test_kept_patches_are_distinct_and_in_range(patches: int, data: st.DataObject) -> None:
     kept = data.draw(st.integers(1, patches))
     keep = batch(samples=9, num_patches=patches, num_kept=kept).keep
     if kept == patches:
@@ -186,7 +186,7 @@ def test_kept_patches_are_different_and_in_range(patches: int, data: st.DataObje
         assert set(row) <= set(range(patches))
 
 
-def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
+def test_every_patch_is_kept_equally_often() -> None:
     keep = batch(samples=4000, num_patches=64, num_kept=16).keep
     assert keep is not None
     often = torch.bincount(keep.flatten(), minlength=64) / 4000
@@ -194,64 +194,68 @@ def test_every_patch_is_kept_equally_often_and_masks_differ() -> None:
     assert len({tuple(sorted(row)) for row in keep.tolist()}) == 4000
 
 
-def test_a_model_without_patches_has_no_mask() -> None:
+def test_model_without_patches_has_no_mask() -> None:
     assert draw(num_patches=0, num_kept=0).mask_noise is None
 
 
-def test_an_empty_client_draws_nothing() -> None:
+def test_draws_of_an_empty_client_are_empty() -> None:
     draws = draw(samples=0, augment=ALL, num_kept=16)
-    assert len(draws.order) == len(some(draws.shift)) == len(some(draws.mask_noise)) == 0
+    assert len(draws.order) == len(not_none(draws.shift)) == len(not_none(draws.mask_noise)) == 0
 
 
-def test_an_epoch_is_laid_out_in_steps() -> None:
+def test_epoch_is_split_into_steps_with_a_shorter_last_one() -> None:
     draws = draw(augment=ALL, num_kept=16)
     epoch_batches = make_epoch_batches([draws], 20, 16, CPU, stacked=False)
     assert epoch_batches.batch_sizes == [20, 20, 10]  # the last batch is short
     last = epoch_batches.batch(2, None)
     assert np.array_equal(last.shard_positions, draws.order[40:])
-    assert np.array_equal(some_tensor(last.shift), some(draws.shift)[40:])
-    assert np.array_equal(some_tensor(last.keep), some(draws.mask_noise)[40:].argsort(axis=1, kind="stable")[:, :16])
+    assert np.array_equal(not_none_tensor(last.shift), not_none(draws.shift)[40:])
+    assert np.array_equal(
+        not_none_tensor(last.keep), not_none(draws.mask_noise)[40:].argsort(axis=1, kind="stable")[:, :16]
+    )
     assert last.sample_weight.tolist() == pytest.approx([0.1] * 10)
     assert float(last.active) == 1
 
 
-def test_clients_of_unequal_size_are_padded_with_nothing() -> None:
+def test_smaller_clients_are_padded_with_samples_of_weight_zero() -> None:
     draws = [draw(samples=samples, client=samples) for samples in (50, 21, 8)]
     epoch_batches = make_epoch_batches(draws, 20, 64, CPU, stacked=True)
     assert epoch_batches.batch_sizes == [20, 20, 10]
     assert epoch_batches.active_clients == [3, 2, 1]
-    for client, own in enumerate(draws):
-        seen = [
-            int(place)
+    for client, client_draws in enumerate(draws):
+        visited = [
+            int(position)
             for step in range(3)
-            for place, share in zip(
+            for position, weight in zip(
                 epoch_batches.batch(step, 3).shard_positions[client],
                 epoch_batches.batch(step, 3).sample_weight[client],
                 strict=True,
             )
-            if share > 0
+            if weight > 0
         ]
-        assert seen == own.order.tolist(), "every sample once, in the client's own order"
+        assert visited == client_draws.order.tolist(), "every sample once, in the client's order"
         for step, active in enumerate(epoch_batches.active_clients):
             assert float(epoch_batches.stacked.sample_weight[step, client].sum()) == pytest.approx(
                 1.0 if client < active else 0.0
             )
             assert float(epoch_batches.stacked.active[step, client]) == (client < active)
-        assert all(len(one) == 2 for one in epoch_batches.batch(1, 2).tensors()), "those who have it, and nobody else"
+        assert all(len(tensor) == 2 for tensor in epoch_batches.batch(1, 2).tensors()), (
+            "only clients that have the step"
+        )
 
 
 @pytest.mark.parametrize(("samples", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (50, 20)])
-def test_widths_recur_where_that_is_wanted(samples: int, width: int) -> None:
+def test_batch_width_is_rounded_up_to_a_multiple(samples: int, width: int) -> None:
     epoch_batches = make_epoch_batches([draw(samples=samples)], 20, 64, CPU, stacked=False, width_multiple=8)
     assert epoch_batches.stacked.shard_positions.shape[1] == width
 
 
 @pytest.mark.parametrize(("value", "whole"), [(0, 0), (0.49, 0), (0.5, 1), (1.5, 2), (2.5, 3), (4.0, 4)])
-def test_halves_are_rounded_upwards(value: float, whole: int) -> None:
+def test_round_half_up_rounds_halves_upwards(value: float, whole: int) -> None:
     assert round_half_up(value) == whole
 
 
-# What draws do
+# Preprocessing
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -268,33 +272,33 @@ def test_halves_are_rounded_upwards(value: float, whole: int) -> None:
     ],
     ids=["nothing", "flip", "crop", "wide crop", "brightness", "crop and flip", "all"],
 )
-def test_a_batch_is_what_each_image_is_by_hand(augment: AugmentConfig, channels: int) -> None:
+def test_preprocess_equals_the_reference_for_each_image(augment: AugmentConfig, channels: int) -> None:
     stored = pixels(channels=channels)
     draws = draw(augment=augment)
-    got = preprocess(channels=channels)(stored, lay(draws))
+    got = preprocess(channels=channels)(stored, as_one_batch(draws))
     assert got.dtype == torch.float32
     for i, image in enumerate(stored.numpy()):
-        np.testing.assert_allclose(got[i].numpy(), by_hand(image, draws, i), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got[i].numpy(), reference_preprocess(image, draws, i), rtol=1e-5, atol=1e-6)
 
 
-def test_shifting_brings_in_black() -> None:
+def test_shift_fills_with_black() -> None:
     white = torch.full((2, 1, 8, 8), 255, dtype=torch.uint8)
-    draws = lay(EpochDraws(np.arange(2), shift=np.array([[3, 0], [0, -8]])))
+    draws = as_one_batch(EpochDraws(np.arange(2), shift=np.array([[3, 0], [0, -8]])))
     plain = Preprocess(8, torch.zeros(1), torch.ones(1))
     got = plain(white, draws)
     assert got[0, 0, :5].eq(1).all()
     assert got[0, 0, 5:].eq(0).all()
-    assert got[1].eq(0).all()  # moved out altogether
+    assert got[1].eq(0).all()  # shifted out of the image
 
 
-def test_a_flip_twice_is_no_flip() -> None:
+def test_flip_mirrors_columns() -> None:
     plain = Preprocess(16, torch.zeros(3), torch.ones(3))
-    flip = lay(EpochDraws(np.arange(50), flip=np.ones(50, dtype=bool)))
+    flip = as_one_batch(EpochDraws(np.arange(50), flip=np.ones(50, dtype=bool)))
     once = plain(pixels(), flip)
     assert torch.equal(once.flip(-1), plain(pixels()))
 
 
-def test_pixels_are_normalised() -> None:
+def test_preprocess_normalises_per_channel() -> None:
     stored = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 2, 2)
     got = Preprocess(2, torch.tensor(MEAN), torch.tensor(STD))(stored)
     for i, value in enumerate((0.0, 0.2, 1.0)):
@@ -304,7 +308,7 @@ def test_pixels_are_normalised() -> None:
 
 
 @pytest.mark.parametrize("side", [8, 16, 32, 33])
-def test_images_get_the_models_size(side: int) -> None:
+def test_preprocess_resizes_to_the_models_size(side: int) -> None:
     stored = pixels(count=6)
     got = preprocess(side)(stored, batch(samples=6, augment=ALL))
     assert got.shape == (6, 3, side, side)
@@ -315,33 +319,33 @@ def test_images_get_the_models_size(side: int) -> None:
     torch.testing.assert_close(plain.mean((2, 3)), stored.float().mean((2, 3)) / 255, atol=0.06, rtol=0)
 
 
-def test_resizing_keeps_flat_images_flat() -> None:
+def test_resizing_keeps_constant_images_constant() -> None:
     stored = torch.full((1, 3, 16, 16), 102, dtype=torch.uint8)
     for side in (4, 7, 40):
         got = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
         torch.testing.assert_close(got, torch.full((1, 3, side, side), 0.4))
 
 
-def test_shrinking_sees_every_pixel() -> None:
-    """Without averaging, a checkerboard would come out all black or all white."""
+def test_shrinking_averages_over_all_pixels() -> None:
+    """Without antialiasing, a checkerboard would become all black or all white."""
     board = (torch.arange(32)[:, None] + torch.arange(32)) % 2 * 255
     stored = board.to(torch.uint8).expand(1, 1, 32, 32)
     got = Preprocess(8, torch.zeros(1), torch.ones(1))(stored)
     assert (got - 0.5).abs().max() < 0.1
 
 
-def test_stored_pixels_are_not_written_to() -> None:
+def test_preprocess_does_not_change_the_stored_pixels() -> None:
     stored = pixels()
     before = stored.clone()
     preprocess()(stored, batch(augment=ALL))
     assert torch.equal(stored, before)
 
 
-def test_an_empty_batch_stays_empty() -> None:
+def test_preprocess_of_an_empty_batch_is_empty() -> None:
     assert preprocess()(pixels(count=0)).shape == (0, 3, 16, 16)
 
 
-def test_stacked_images_are_treated_as_they_would_be_alone() -> None:
+def test_preprocess_of_stacked_clients_equals_each_client_alone() -> None:
     draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
     stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
     together = make_epoch_batches(draws, 12, 64, CPU, stacked=True).batch(0, len(draws))

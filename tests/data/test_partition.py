@@ -1,4 +1,4 @@
-"""Partitions: every image exactly once, the distributions that were asked for, clear refusals."""
+"""Partitions: every image exactly once, the configured distributions, errors."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def random_labels(seed: int, samples: int, classes: int) -> Ints:
     return random.choice(classes, samples, p=random.dirichlet(np.ones(classes))).astype(np.int64)
 
 
-def dealt_once(deal: ClientIndices, clients: int, samples: int) -> bool:
-    held = np.concatenate([deal.for_client(client) for client in range(clients)])
-    return deal.num_clients == clients and sorted(held.tolist()) == list(range(samples))
+def is_exact_cover(indices: ClientIndices, clients: int, samples: int) -> bool:
+    held = np.concatenate([indices.for_client(client) for client in range(clients)])
+    return indices.num_clients == clients and sorted(held.tolist()) == list(range(samples))
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,7 +65,7 @@ def dealt_once(deal: ClientIndices, clients: int, samples: int) -> bool:
     train=st.integers(40, 300),
     test=st.integers(1, 100),
 )
-def test_every_image_is_dealt_exactly_once(
+def test_make_partition_assigns_every_image_exactly_once(
     config: PartitionParams, data_seed: int, seed: int, clients: int, classes: int, train: int, test: int
 ) -> None:
     train_labels, test_labels = random_labels(data_seed, train, classes), random_labels(seed, test, classes)
@@ -75,8 +75,8 @@ def test_every_image_is_dealt_exactly_once(
     if isinstance(config, ShardsPartition):
         assume(2 * clients <= train)
     partition = make_partition(config, clients, seed, train_labels, test_labels, classes)
-    assert dealt_once(partition.train, clients, train)
-    assert dealt_once(partition.test, clients, test)
+    assert is_exact_cover(partition.train, clients, train)
+    assert is_exact_cover(partition.test, clients, test)
     assert partition.train.indices.dtype == partition.test.offsets.dtype == np.int64
     expected = np.stack(
         [np.bincount(train_labels[partition.train.for_client(k)], minlength=classes) for k in range(clients)]
@@ -87,7 +87,7 @@ def test_every_image_is_dealt_exactly_once(
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_the_seed_decides_and_nothing_else(config: PartitionParams, seed: int) -> None:
+def test_partition_depends_on_the_seed_only(config: PartitionParams, seed: int) -> None:
     def fingerprint(seed: int) -> str:
         return make_partition(config, 12, seed, balanced(300, 8), balanced(60, 8), 8).fingerprint()
 
@@ -98,7 +98,7 @@ def test_the_seed_decides_and_nothing_else(config: PartitionParams, seed: int) -
 
 
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
-def test_ten_thousand_clients(config: PartitionParams) -> None:
+def test_partition_of_ten_thousand_clients(config: PartitionParams) -> None:
     partition = make_partition(config, 10_000, 3, balanced(60_000, 10), balanced(10_000, 10), 10)
     assert partition.class_counts.shape == (10_000, 10)
     assert partition.train.is_exact_cover()
@@ -109,37 +109,37 @@ def test_ten_thousand_clients(config: PartitionParams) -> None:
 
 
 @pytest.mark.parametrize("config", LABEL_KINDS, ids=str)
-def test_no_test_image_of_a_class_the_client_never_trained_on(config: PartitionParams) -> None:
+def test_test_images_follow_the_training_shares(config: PartitionParams) -> None:
     test_labels = balanced(5000, 10)
     partition = make_partition(config, 20, 5, balanced(2000, 10), test_labels, 10)
     held = partition.test.class_counts(test_labels, 10)
     assert not np.any(held[partition.class_counts == 0])
-    # 200 training and 500 test images a class: the share to within the rounding of one image.
+    # 200 training and 500 test images per class: the share to within the rounding of one image.
     assert np.abs(held - partition.class_counts * 2.5).max() < 1
 
 
-def test_a_class_absent_from_training_is_tested_evenly() -> None:
+def test_test_images_of_a_class_without_training_images_are_shared_evenly() -> None:
     test_labels = np.repeat(np.array([0, 1, 2]), [10, 10, 40])
     partition = make_partition(DirichletPartition(beta=0.1), 8, 0, balanced(100, 2), test_labels, 3)
     assert partition.test.class_counts(test_labels, 3)[:, 2].tolist() == [5] * 8
 
 
-def test_scarce_test_images_do_not_all_go_to_the_same_clients() -> None:
-    # One test image a client in expectation: cutting each class at the same places would give ten to a tenth.
+def test_few_test_images_are_spread_over_the_clients() -> None:
+    # One test image per client in expectation: equal cuts in every class would give ten to a tenth of them.
     partition = make_partition(ClassesPartition(per_client=10), 100, 0, balanced(10_000, 10), balanced(100, 10), 10)
     assert partition.test.sizes().max() <= 2
     assert np.count_nonzero(partition.test.sizes() == 0) < 10
 
 
-def test_an_empty_test_set_is_dealt_too() -> None:
+def test_partition_with_an_empty_test_set() -> None:
     none = np.zeros(0, np.int64)
     assert make_partition(IidPartition(), 3, 0, balanced(30, 3), none, 3).test.sizes().tolist() == [0, 0, 0]
 
 
-# --- dealing by shares ---
+# --- assignment by shares ---
 
 
-def test_shares_are_kept_to_the_sample() -> None:
+def test_assign_by_shares_gives_exact_shares() -> None:
     labels = np.repeat(np.array([0, 1]), [10, 20])
     shares = np.array([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]])
     owners = assign_by_shares(labels, shares, np.random.default_rng(0))
@@ -147,14 +147,14 @@ def test_shares_are_kept_to_the_sample() -> None:
     assert counts.T.tolist() == [[5, 5, 0], [0, 5, 15]]
 
 
-def test_rounding_is_fair() -> None:
+def test_assign_by_shares_rounds_without_bias() -> None:
     # A share of 0.3 of one sample is 0.3 samples on average, not none.
     labels, shares = np.zeros(1, np.int64), np.array([[0.3, 0.7]])
     owners = [int(assign_by_shares(labels, shares, np.random.default_rng(seed))[0]) for seed in range(4000)]
     assert np.mean(owners) == pytest.approx(0.7, abs=0.03)  # 4 standard errors
 
 
-def test_training_shares_invert_the_counts() -> None:
+def test_training_shares_of_class_counts() -> None:
     shares = training_shares(np.array([[1, 0], [3, 0]]))
     assert shares.tolist() == [[0.25, 0.75], [0.5, 0.5]]
 
@@ -162,12 +162,12 @@ def test_training_shares_invert_the_counts() -> None:
 # --- iid ---
 
 
-def test_equal_clients_differ_by_at_most_one() -> None:
+def test_iid_sizes_differ_by_at_most_one() -> None:
     sizes = make_partition(IidPartition(), 7, 0, balanced(100, 10), balanced(10, 10), 10).train.sizes()
     assert sizes.tolist() == [15, 15, 14, 14, 14, 14, 14]
 
 
-def test_imbalance_is_the_sigma_of_log_sizes() -> None:
+def test_iid_imbalance_is_the_sigma_of_log_sizes() -> None:
     sigma = 0.8
     sizes = make_partition(
         IidPartition(imbalance=sigma), 1000, 1, balanced(1_000_000, 10), balanced(10, 10), 10
@@ -176,13 +176,13 @@ def test_imbalance_is_the_sigma_of_log_sizes() -> None:
     assert np.log(sizes).std() == pytest.approx(sigma, abs=5 * sigma / np.sqrt(2000))
 
 
-def test_the_strongest_imbalance_leaves_nobody_empty() -> None:
+def test_iid_with_the_strongest_imbalance_leaves_no_client_empty() -> None:
     sizes = make_partition(IidPartition(imbalance=5), 90, 0, balanced(100, 10), balanced(10, 10), 10).train.sizes()
     assert sizes.min() == 1
     assert sizes.sum() == 100
 
 
-def test_iid_clients_see_all_classes() -> None:
+def test_iid_clients_hold_all_classes() -> None:
     counts = make_partition(IidPartition(), 10, 0, balanced(10_000, 10), balanced(10, 10), 10).class_counts
     # Hypergeometric, mean 100, standard deviation 9.
     assert np.abs(counts - 100).max() < 45
@@ -206,7 +206,7 @@ def assert_dirichlet_moments(shares: NDArray[np.float64], beta: float) -> None:
 
 
 @pytest.mark.parametrize(("beta", "clients"), MOMENTS)
-def test_dirichlet_moments(beta: float, clients: int) -> None:
+def test_dirichlet_partition_has_the_distributions_moments(beta: float, clients: int) -> None:
     classes, each = 1000, 200
     labels = balanced(classes * each, classes)
     counts = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).class_counts
@@ -214,7 +214,7 @@ def test_dirichlet_moments(beta: float, clients: int) -> None:
 
 
 @pytest.mark.parametrize(("beta", "clients"), MOMENTS)
-def test_the_reference_has_the_same_moments(beta: float, clients: int) -> None:
+def test_dirichlet_partition_has_the_moments_of_flwr_datasets(beta: float, clients: int) -> None:
     datasets = pytest.importorskip("datasets")
     partitioner = pytest.importorskip("flwr_datasets.partitioner")
     classes, each = 500, 100
@@ -228,36 +228,36 @@ def test_the_reference_has_the_same_moments(beta: float, clients: int) -> None:
         seed=11,
     )
     reference.dataset = datasets.Dataset.from_dict({"label": labels})
-    theirs = np.stack(
+    reference_counts = np.stack(
         [np.bincount(reference.load_partition(k)["label"], minlength=classes) for k in range(clients)], axis=1
     )
-    ours = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).class_counts.T
-    # Theirs cuts at the floor without an offset: the last client gets about half an image more a class.
+    own_counts = make_partition(DirichletPartition(beta=beta), clients, 11, labels, labels[:10], classes).class_counts.T
+    # flwr-datasets cuts at the floor without an offset: the last client gets about half an image more per class.
     edge = 1 / each
-    assert np.abs(theirs.mean(axis=0) / each - 1 / clients).max() < edge + 5 * theirs[:, 0].std() / each / np.sqrt(
-        classes
-    )
-    spread = [((counts / each - 1 / clients) ** 2).mean(axis=1) for counts in (theirs, ours)]
+    assert np.abs(reference_counts.mean(axis=0) / each - 1 / clients).max() < edge + 5 * reference_counts[
+        :, 0
+    ].std() / each / np.sqrt(classes)
+    spread = [((counts / each - 1 / clients) ** 2).mean(axis=1) for counts in (reference_counts, own_counts)]
     error = np.sqrt(sum(rows.var() / classes for rows in spread))
     assert spread[0].mean() == pytest.approx(spread[1].mean(), abs=5 * error + edge**2)
 
 
 @pytest.mark.parametrize("beta", [5e-324, 1e-300, 1e-12, 1e-4, 1e-2, 0.999, 1.0, 1e4, 1e300])
-def test_shares_sum_to_one_for_any_beta(beta: float) -> None:
+def test_dirichlet_shares_sum_to_one_for_any_beta(beta: float) -> None:
     shares = dirichlet_shares(beta, 50, 100, np.random.default_rng(0))
     assert np.all(shares >= 0)
     np.testing.assert_allclose(shares.sum(axis=1), 1)
 
 
-def test_a_tiny_beta_gives_each_class_to_one_client() -> None:
+def test_dirichlet_with_a_tiny_beta_gives_each_class_to_one_client() -> None:
     counts = make_partition(DirichletPartition(beta=1e-4), 50, 0, balanced(5000, 20), balanced(20, 20), 20).class_counts
-    # Beyond one owner in nearly every class: the chance of a second is about clients * beta = 0.005.
+    # One owner in nearly every class: the chance of a second one is about clients * beta = 0.005.
     assert np.count_nonzero(counts.max(axis=0) == 250) >= 18
     # And not always the same one.
     assert len(set(counts.argmax(axis=0).tolist())) > 10
 
 
-def test_a_huge_beta_is_even() -> None:
+def test_dirichlet_with_a_huge_beta_is_even() -> None:
     counts = make_partition(
         DirichletPartition(beta=1e4), 10, 0, balanced(10_000, 10), balanced(10, 10), 10
     ).class_counts
@@ -272,7 +272,9 @@ def test_a_huge_beta_is_even() -> None:
     beta=st.sampled_from([1e-4, 0.1, 1.0]),
     data=st.data(),
 )
-def test_min_samples_takes_from_the_largest_only(seed: int, clients: int, beta: float, data: st.DataObject) -> None:
+def test_min_samples_moves_samples_from_the_largest_clients_only(
+    seed: int, clients: int, beta: float, data: st.DataObject
+) -> None:
     labels = balanced(300, 6)
     least = data.draw(st.integers(0, 300 // clients))
 
@@ -283,13 +285,13 @@ def test_min_samples_takes_from_the_largest_only(seed: int, clients: int, beta: 
     before, after = sizes(0), sizes(least)
     assert after.min() >= least
     np.testing.assert_array_equal(after[before <= least], least)
-    # One at a time from whoever is largest: the plain statement of what the code does in one step.
-    slow = before.copy()
-    for poor in np.flatnonzero(before < least):
-        while slow[poor] < least:
-            slow[slow.argmax()] -= 1
-            slow[poor] += 1
-    assert sorted(slow.tolist()) == sorted(after.tolist())
+    # Reference: one sample at a time from the largest client.
+    expected = before.copy()
+    for small in np.flatnonzero(before < least):
+        while expected[small] < least:
+            expected[expected.argmax()] -= 1
+            expected[small] += 1
+    assert sorted(expected.tolist()) == sorted(after.tolist())
 
 
 def test_min_samples_keeps_the_skew() -> None:
@@ -304,7 +306,9 @@ def test_min_samples_keeps_the_skew() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1000), clients=st.integers(1, 50), classes=st.integers(1, 20), data=st.data())
-def test_every_client_holds_exactly_so_many_classes(seed: int, clients: int, classes: int, data: st.DataObject) -> None:
+def test_classes_partition_gives_every_client_per_client_classes(
+    seed: int, clients: int, classes: int, data: st.DataObject
+) -> None:
     per_client = data.draw(st.integers(-(-classes // clients), classes))
     labels = balanced(classes * 60, classes)
     config = ClassesPartition(per_client=per_client)
@@ -317,13 +321,13 @@ def test_every_client_holds_exactly_so_many_classes(seed: int, clients: int, cla
         assert pieces.max() - pieces.min() <= 1
 
 
-def test_a_class_smaller_than_its_holders_is_dealt_as_far_as_it_goes() -> None:
+def test_classes_partition_of_a_class_with_fewer_images_than_holders() -> None:
     labels = np.repeat(np.array([0, 1]), [97, 3])
     counts = make_partition(ClassesPartition(per_client=2), 10, 0, labels, labels, 2).class_counts
     assert sorted(counts[:, 1].tolist()) == [0] * 7 + [1] * 3
 
 
-def test_classes_without_training_images_are_not_handed_out() -> None:
+def test_classes_partition_skips_classes_without_training_images() -> None:
     labels = np.repeat(np.array([1, 4, 7]), 40)
     counts = make_partition(ClassesPartition(per_client=2), 6, 0, labels, labels, 9).class_counts
     assert np.count_nonzero(counts, axis=1).tolist() == [2] * 6
@@ -340,10 +344,10 @@ def test_shards_are_runs_of_the_sorted_labels() -> None:
     assert counts.sum(axis=1).tolist() == [100] * 10
 
 
-def test_shards_are_dealt_at_random() -> None:
+def test_shards_are_assigned_at_random() -> None:
     labels = balanced(2000, 10)
     counts = make_partition(ShardsPartition(per_client=2), 100, 0, labels, labels[:10], 10).class_counts
-    # 20 shards a class: two random ones share a class with probability 19/199; neighbours nearly always.
+    # 20 shards per class: two random ones are of one class with probability 19/199, neighbours nearly always.
     assert np.count_nonzero(np.count_nonzero(counts, axis=1) == 2) > 75
 
 
@@ -364,17 +368,17 @@ def by_source(clients: int = 3, test_sources: Ints | None = None) -> Partition:
     return make_partition(SourcePartition(), clients, 0, labels, labels, 2, sources, test_sources)
 
 
-def test_one_client_a_source_in_sorted_order() -> None:
+def test_source_partition_has_one_client_per_source_in_sorted_order() -> None:
     train = by_source().train
     assert [train.for_client(client).tolist() for client in range(3)] == [[1, 2, 5], [3], [0, 4]]
 
 
-def test_test_images_go_to_their_own_source() -> None:
+def test_source_partition_assigns_test_images_to_their_source() -> None:
     test = by_source(test_sources=np.array([20, 20, 20, 10, 30, 30])).test
     assert [test.for_client(client).tolist() for client in range(3)] == [[3], [0, 1, 2], [4, 5]]
 
 
-def test_test_images_of_unknown_sources_follow_the_shares() -> None:
+def test_source_partition_assigns_test_images_of_other_sources_by_shares() -> None:
     partition = by_source(test_sources=np.array([99, 5, 25, 99, 99, 30]))
     assert partition.test.is_exact_cover()
     assert 5 in partition.test.for_client(2)
@@ -383,12 +387,12 @@ def test_test_images_of_unknown_sources_follow_the_shares() -> None:
     assert not set(partition.test.for_client(2).tolist()) & {2, 3}
 
 
-def test_without_test_sources_the_shares_decide() -> None:
+def test_source_partition_without_test_sources_assigns_by_shares() -> None:
     held = by_source().test.class_counts(np.array([0, 0, 1, 1, 0, 1]), 2)
     assert held.tolist() == [[1, 2], [0, 1], [2, 0]]
 
 
-# --- what cannot be dealt ---
+# --- infeasible parameters ---
 
 
 @pytest.mark.parametrize(
@@ -403,24 +407,26 @@ def test_without_test_sources_the_shares_decide() -> None:
     ],
     ids=str,
 )
-def test_infeasible_names_the_key_and_the_range(config: PartitionParams, clients: int, key: str, says: str) -> None:
+def test_infeasible_parameters_are_rejected_with_key_and_range(
+    config: PartitionParams, clients: int, key: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         make_partition(config, clients, 0, balanced(100, 10), balanced(10, 10), 10)
     assert caught.value.key == key
 
 
 @pytest.mark.parametrize("config", [DirichletPartition(min_samples=10), ClassesPartition(per_client=1)], ids=str)
-def test_the_edge_of_the_range_works(config: PartitionParams) -> None:
+def test_parameters_at_the_edge_of_the_range_are_accepted(config: PartitionParams) -> None:
     partition = make_partition(config, 10, 0, balanced(100, 10), balanced(10, 10), 10)
     assert partition.train.sizes().tolist() == [10] * 10
 
 
-def test_the_number_of_sources_is_the_number_of_clients() -> None:
+def test_source_partition_needs_one_client_per_source() -> None:
     with pytest.raises(ConfigError, match="must be 3: the data has 3 sources") as caught:
         by_source(clients=2)
     assert caught.value.key == "fleet.clients"
 
 
-def test_a_client_that_is_not_there() -> None:
+def test_for_client_rejects_a_negative_client() -> None:
     with pytest.raises(IndexError):
         by_source().train.for_client(-1)

@@ -1,4 +1,4 @@
-"""A saved partition comes back as it was, or not at all."""
+"""Saved partitions: equal after loading, or rejected."""
 
 from __future__ import annotations
 
@@ -32,25 +32,30 @@ def saved(partition: Partition, tmp_path: Path) -> Path:
     return save_partition(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "run")
 
 
-def again(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
+def partition_from_file(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
     return make_partition(FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), classes=5)
 
 
-def test_round_trip(partition: Partition, saved: Path) -> None:
-    for back in (load_partition(saved), load_partition(saved.parent), again(saved), again(saved.parent)):
-        assert back.fingerprint() == partition.fingerprint()
-        np.testing.assert_array_equal(back.train.indices, partition.train.indices)
-        np.testing.assert_array_equal(back.test.offsets, partition.test.offsets)
-        np.testing.assert_array_equal(back.class_counts, partition.class_counts)
+def test_saved_partition_is_loaded_unchanged(partition: Partition, saved: Path) -> None:
+    for loaded in (
+        load_partition(saved),
+        load_partition(saved.parent),
+        partition_from_file(saved),
+        partition_from_file(saved.parent),
+    ):
+        assert loaded.fingerprint() == partition.fingerprint()
+        np.testing.assert_array_equal(loaded.train.indices, partition.train.indices)
+        np.testing.assert_array_equal(loaded.test.offsets, partition.test.offsets)
+        np.testing.assert_array_equal(loaded.class_counts, partition.class_counts)
 
 
-def test_equal_partitions_make_equal_files(partition: Partition, saved: Path, tmp_path: Path) -> None:
+def test_equal_partitions_are_saved_as_equal_files(partition: Partition, saved: Path, tmp_path: Path) -> None:
     other = save_partition(partition, CONFIG, TRAIN, TEST, NAMES, tmp_path / "other")
     assert other.read_bytes() == saved.read_bytes()
     assert sorted(file.name for file in saved.parent.iterdir()) == ["partition.json", "partition.safetensors"]
 
 
-def test_the_summary_says_it_in_words(partition: Partition, saved: Path) -> None:
+def test_summary_holds_sizes_classes_and_hash(partition: Partition, saved: Path) -> None:
     summary = json.loads((saved.parent / "partition.json").read_text())
     sizes = partition.train.sizes()
     assert summary["partition"] == {"kind": "dirichlet", "beta": 0.05, "min_samples": 0}
@@ -62,17 +67,17 @@ def test_the_summary_says_it_in_words(partition: Partition, saved: Path) -> None
     assert summary["counts"] == partition.class_counts.tolist()
 
 
-def test_the_fingerprint_sees_who_holds_what() -> None:
+def test_fingerprint_depends_on_offsets_and_order() -> None:
     def fingerprint(train: list[int], offsets: list[int]) -> str:
-        deal = ClientIndices(np.array(train), np.array(offsets))
-        return Partition(deal, deal, np.zeros((2, 1), np.int64)).fingerprint()
+        indices = ClientIndices(np.array(train), np.array(offsets))
+        return Partition(indices, indices, np.zeros((2, 1), np.int64)).fingerprint()
 
     first = fingerprint([0, 1, 2], [0, 1, 3])
     assert fingerprint([0, 1, 2], [0, 2, 3]) != first
     assert fingerprint([0, 2, 1], [0, 1, 3]) != first
 
 
-def test_every_damaged_byte_of_the_arrays_is_noticed(saved: Path) -> None:
+def test_load_rejects_a_damaged_byte(saved: Path) -> None:
     whole = saved.read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     for position in range(start, len(whole), 101):
@@ -83,8 +88,8 @@ def test_every_damaged_byte_of_the_arrays_is_noticed(saved: Path) -> None:
             load_partition(saved)
 
 
-def test_two_clients_images_swapped_are_noticed(partition: Partition, saved: Path) -> None:
-    # Every image still dealt once, every size as it was: only the hash can tell.
+def test_load_rejects_swapped_images(partition: Partition, saved: Path) -> None:
+    # Every image is still assigned once and every size is the same: only the hash differs.
     indices = partition.train.indices
     swapped = indices.copy()
     swapped[[0, -1]] = swapped[[-1, 0]]
@@ -96,14 +101,14 @@ def test_two_clients_images_swapped_are_noticed(partition: Partition, saved: Pat
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -8])
-def test_a_cut_file_is_noticed(saved: Path, keep: int) -> None:
+def test_load_rejects_a_truncated_file(saved: Path, keep: int) -> None:
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(DataError, match="damaged"):
-        again(saved)
+        partition_from_file(saved)
 
 
-def test_a_partition_that_loses_images_is_refused(partition: Partition, tmp_path: Path) -> None:
-    # Rightly hashed, but image 0 is dealt twice and another not at all.
+def test_load_rejects_a_partition_that_misses_an_image(partition: Partition, tmp_path: Path) -> None:
+    # The hash is right, but image 0 is assigned twice and another one not at all.
     indices = partition.train.indices.copy()
     indices[indices == 1] = 0
     wrong = replace(partition, train=ClientIndices(indices, partition.train.offsets))
@@ -111,14 +116,14 @@ def test_a_partition_that_loses_images_is_refused(partition: Partition, tmp_path
         load_partition(save_partition(wrong, CONFIG, TRAIN, TEST, NAMES, tmp_path))
 
 
-def test_another_fleet(saved: Path) -> None:
+def test_file_partition_rejects_another_number_of_clients(saved: Path) -> None:
     with pytest.raises(ConfigError, match="must be 20") as caught:
-        again(saved, clients=10)
+        partition_from_file(saved, clients=10)
     assert caught.value.key == "fleet.clients"
 
 
 @pytest.mark.parametrize(
-    ("train", "test", "says"),
+    ("train", "test", "message"),
     [
         (TRAIN[:-1], TEST, "200 training images, but the data has 199"),
         (TRAIN, TEST[:-1], "50 test images, but the data has 49"),
@@ -126,15 +131,15 @@ def test_another_fleet(saved: Path) -> None:
         (TRAIN, TEST[::-1], "labels differ"),
     ],
 )
-def test_other_data(saved: Path, train: object, test: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        again(saved, train=train, test=test)
+def test_file_partition_rejects_other_data(saved: Path, train: object, test: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        partition_from_file(saved, train=train, test=test)
     assert caught.value.key == "data.partition.path"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_file_partition_rejects_a_missing_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match="no partition there"):
-            again(path)
+            partition_from_file(path)
         with pytest.raises(DataError):
             load_partition(path)

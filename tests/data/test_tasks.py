@@ -1,4 +1,4 @@
-"""Streams of tasks: who learns what, when, from which images."""
+"""Task streams: classes, order and samples of every client's tasks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def make(config: TasksConfig = CONFIG, seed: int = 0, clients: int = CLIENTS) ->
     return make_task_streams(config, clients, seed, TRAIN_LABELS, TEST_LABELS, CLASSES)
 
 
-def held(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints, Ints]:
+def samples_of(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints, Ints]:
     return streams.train.for_client(client, task_index), streams.test.for_client(client, task_index)
 
 
-def test_classes_are_parted_into_tasks() -> None:
+def test_classes_are_split_into_tasks() -> None:
     tasks = make().task_of_class
     assert np.bincount(tasks[tasks != NO_TASK]).tolist() == [5] * 5
     assert (tasks == NO_TASK).sum() == 5
@@ -36,7 +36,7 @@ def test_classes_are_parted_into_tasks() -> None:
     assert listed.tolist() == [*np.repeat(np.arange(5), 5), *[NO_TASK] * 5]
 
 
-def test_every_client_learns_every_task_in_its_own_order() -> None:
+def test_every_client_has_every_task_in_its_own_order() -> None:
     order = make().task_order
     assert all(sorted(row) == list(range(5)) for row in order.tolist())
     assert len({tuple(row) for row in order.tolist()}) > 1
@@ -49,13 +49,13 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
     class_counts, shares = set(), []
     for client in range(CLIENTS):
         for task_index in range(streams.num_tasks):
-            train, test = held(streams, client, task_index)
+            train, test = samples_of(streams, client, task_index)
             classes, counts = np.unique(TRAIN_LABELS[train], return_counts=True)
             assert set(streams.task_of_class[classes]) == {streams.task_order[client, task_index]}
             class_counts.add(len(classes))
             shares += (counts / TRAIN).tolist()
             assert len(set(train.tolist())) == len(train)
-            # Its test images are all those of its classes, and of no other.
+            # Its test images are all those of its classes.
             assert np.array_equal(np.sort(test), np.flatnonzero(np.isin(TEST_LABELS, classes)))
     assert class_counts == {2, 3, 4}
     assert min(shares) >= 0.05
@@ -63,41 +63,43 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
     assert 0.06 < np.mean(shares) < 0.09
 
 
-def test_counts_are_those_of_all_stages() -> None:
+def test_class_counts_are_over_all_tasks() -> None:
     streams = make()
     for client in range(CLIENTS):
-        images = np.concatenate([held(streams, client, task_index)[0] for task_index in range(streams.num_tasks)])
+        images = np.concatenate([samples_of(streams, client, task_index)[0] for task_index in range(streams.num_tasks)])
         assert np.array_equal(streams.class_counts[client], np.bincount(TRAIN_LABELS[images], minlength=CLASSES))
 
 
-def test_clients_draw_on_their_own() -> None:
-    """Neither the number of clients nor the order of the tasks changes what a client holds of a task."""
+def test_samples_of_a_task_depend_on_client_and_seed_only() -> None:
+    """Neither the number of clients nor the order of tasks changes the samples of a client's task."""
     few, many = make(clients=3), make(clients=9)
     common = make(CONFIG.model_copy(update={"order": "common"}))
     for client in range(3):
         for task_index in range(few.num_tasks):
-            train, _ = held(few, client, task_index)
-            assert np.array_equal(train, held(many, client, task_index)[0])
-            there = int(np.flatnonzero(common.task_order[client] == few.task_order[client, task_index])[0])
-            assert np.array_equal(train, held(common, client, there)[0])
-    assert not np.array_equal(held(few, 0, 0)[0], held(make(seed=1, clients=3), 0, 0)[0])
+            train, _ = samples_of(few, client, task_index)
+            assert np.array_equal(train, samples_of(many, client, task_index)[0])
+            position = int(np.flatnonzero(common.task_order[client] == few.task_order[client, task_index])[0])
+            assert np.array_equal(train, samples_of(common, client, position)[0])
+    assert not np.array_equal(samples_of(few, 0, 0)[0], samples_of(make(seed=1, clients=3), 0, 0)[0])
 
 
-def test_a_small_class_gives_at_least_one_image_and_an_empty_one_none() -> None:
+def test_client_holds_at_least_one_image_of_a_small_class_and_none_of_an_empty_one() -> None:
     labels = np.array([0, 0, 1, 1, 1, 3])
     config = TasksConfig(count=2, classes=2, per_client=(2, 2), share=(0.05, 0.05), split="listed")
     streams = make_task_streams(config, 1, 0, labels, labels, 4)
-    sizes = {int(streams.task_order[0, task_index]): len(held(streams, 0, task_index)[0]) for task_index in range(2)}
+    sizes = {
+        int(streams.task_order[0, task_index]): len(samples_of(streams, 0, task_index)[0]) for task_index in range(2)
+    }
     assert sizes == {0: 2, 1: 1}
 
 
-def test_too_many_tasks_are_refused() -> None:
+def test_too_many_tasks_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"data\.tasks\.count = 7: .* need 35 classes, the data has 30"):
         make(TasksConfig(count=7, classes=5))
 
 
 @pytest.mark.parametrize(
-    ("table", "complaint"),
+    ("table", "message"),
     [
         ({"classes": 3}, r"data\.tasks\.per_client = \[2, 5\]: .* at most 3"),
         ({"per_client": (4, 3)}, r"per_client = \[4, 3\]"),
@@ -105,18 +107,18 @@ def test_too_many_tasks_are_refused() -> None:
         ({"share": (0.5, 1.2)}, r"share = \[0.5, 1.2\]: .* at most 1"),
     ],
 )
-def test_bounds_are_checked(table: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_bounds_out_of_order_or_range_are_rejected(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TasksConfig.model_validate(table)
 
 
-def test_saved_and_read_back_they_are_the_same(tmp_path: Path) -> None:
+def test_saved_task_streams_are_loaded_unchanged_or_rejected(tmp_path: Path) -> None:
     streams = make()
     save_task_streams(streams, CONFIG, TRAIN_LABELS, TEST_LABELS, tmp_path)
     again = load_task_streams(tmp_path, TRAIN_LABELS, TEST_LABELS)
     assert again.fingerprint() == streams.fingerprint() != make(seed=1).fingerprint()
     assert np.array_equal(again.class_counts, streams.class_counts)
-    assert np.array_equal(held(again, 3, 2)[0], held(streams, 3, 2)[0])
+    assert np.array_equal(samples_of(again, 3, 2)[0], samples_of(streams, 3, 2)[0])
     with pytest.raises(DataError, match="made for other images"):
         load_task_streams(tmp_path, TRAIN_LABELS[::-1], TEST_LABELS)
     file = tmp_path / ARRAYS_FILE

@@ -37,20 +37,19 @@ __all__ = [
     "assign_by_shares",
     "make_partition",
     "partition_dataset",
-    "shuffled_by_label",
+    "sort_by_label",
     "training_shares",
 ]
 
-Floats = NDArray[np.float64]
-Random = np.random.Generator
+Floats: TypeAlias = NDArray[np.float64]
 
-# The address' epoch keeps the draws of the two splits apart.
+# Two splits, two random addresses: the split is the epoch of the address.
 _TRAIN, _TEST = 0, 1
 
 
 @dataclass(frozen=True)
 class PartitionInput:
-    """What a partition function sees.
+    """Arguments of a partition function.
 
     Attributes
     ----------
@@ -59,23 +58,31 @@ class PartitionInput:
     classes, clients
         Number of classes and of clients.
     rng
-        Source of all random draws; it depends on the run's seed alone.
+        Generator of all random draws; it depends on the run's seed alone.
     sources, test_sources
-        Where each image came from (folder, session, writer); ``None`` where the data set does not record it.
+        Origin of each image (folder, session, writer) as a number; ``None`` if the data set does not record it.
     """
 
     labels: Ints
     test_labels: Ints
     classes: int
     clients: int
-    rng: Random
+    rng: np.random.Generator
     sources: Ints | None = None
     test_sources: Ints | None = None
 
 
 @dataclass(frozen=True)
 class Owners:
-    """The client of each image; test images are assigned by the training shares where ``test`` is ``None``."""
+    """The client of each image.
+
+    Attributes
+    ----------
+    train
+        The client of each training image.
+    test
+        The client of each test image, −1 to assign it by the training shares; ``None``: −1 for all.
+    """
 
     train: Ints
     test: Ints | None = None
@@ -97,8 +104,8 @@ def make_partition(
 ) -> Partition:
     """Assign the training and the test images to the clients.
 
-    Every image of both splits is assigned to exactly one client. A client may end up without images where the
-    partition allows it (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
+    Every image of both splits is assigned to exactly one client. Some partitions can leave a client without images
+    (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
 
     Parameters
     ----------
@@ -107,25 +114,25 @@ def make_partition(
     clients
         ``fleet.clients``.
     seed
-        The run's seed; the partition depends on nothing else that is random.
+        The run's seed, the only source of randomness.
     train_labels, test_labels
         The class of each image, in ``range(classes)``; a class may have no images.
     classes
         Number of classes.
     train_sources, test_sources
-        Where each image came from, for the partition ``source``.
+        Origin of each image, for the partition ``source``.
 
     Raises
     ------
     ConfigError
-        The data cannot be partitioned in this way; names the key and the range that works.
+        If the data cannot be partitioned in this way; names the key and the valid range.
     """
     samples = len(train_labels)
     if not 1 <= clients <= samples:
         remedy = f"must be between 1 and {samples}, the number of training images"
         raise ConfigError("fleet.clients", clients, remedy)
     partition: PartitionFunction = PARTITIONS.entry_of(params).target
-    rng = _random(seed, _TRAIN)
+    rng = _generator(seed, _TRAIN)
     data = PartitionInput(train_labels, test_labels, classes, clients, rng, train_sources, test_sources)
     assigned = partition(params, data)
     if isinstance(assigned, Partition):
@@ -133,16 +140,16 @@ def make_partition(
     owners = assigned if isinstance(assigned, Owners) else Owners(np.asarray(assigned, dtype=np.int64))
     _check_owners(owners, data, PARTITIONS.entry_of(params).name)
     train = ClientIndices.from_owners(owners.train, clients)
-    counts = train.class_counts(train_labels, classes)
-    test_owners = assign_by_shares(test_labels, training_shares(counts), _random(seed, _TEST))
-    if owners.test is not None:  # -1: no opinion, assigned by the shares
+    class_counts = train.class_counts(train_labels, classes)
+    test_owners = assign_by_shares(test_labels, training_shares(class_counts), _generator(seed, _TEST))
+    if owners.test is not None:
         test_owners = np.where(owners.test >= 0, owners.test, test_owners).astype(np.int64)
-    return Partition(train, ClientIndices.from_owners(test_owners, clients), counts)
+    return Partition(train, ClientIndices.from_owners(test_owners, clients), class_counts)
 
 
 def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
-    """Check what a partition function returned: one client for each image."""
-    for split, labels, least in ((owners.train, data.labels, 0), (owners.test, data.test_labels, -1)):
+    """Check that a partition function returned one client for each image."""
+    for split, labels, lowest in ((owners.train, data.labels, 0), (owners.test, data.test_labels, -1)):
         if split is None:
             continue
         if split.shape != labels.shape:
@@ -151,7 +158,7 @@ def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
                 kind,
                 f"returned {split.shape} clients for {len(labels)} images; return one for each",
             )
-        if len(split) and not (least <= split.min() and split.max() < data.clients):
+        if len(split) and not (lowest <= split.min() and split.max() < data.clients):
             raise ConfigError(
                 "data.partition.kind", kind, f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
             )
@@ -171,13 +178,13 @@ def partition_dataset(params: PartitionParams, clients: int, seed: int, data: Da
     )
 
 
-def assign_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
-    """Deal samples by a share matrix.
+def assign_by_shares(labels: Ints, shares: Floats, rng: np.random.Generator) -> Ints:
+    """Assign samples to clients by a share matrix.
 
-    A class's samples are shuffled and cut at ``floor(n * cumulative share + offset)`` with a random offset
-    in [0, 1): every sample is dealt once, a client gets its exact share rounded up or down, nothing where
-    its share is 0, and the exact share on average. The offsets of the classes are spread evenly over [0, 1),
-    so that with few samples a class it is not the same clients that round up every time.
+    The samples of a class are shuffled and cut at ``floor(n * cumulative share + offset)`` with a random offset in
+    [0, 1): every sample is assigned once, and a client gets its exact share rounded up or down, nothing if its share is
+    0, and the exact share on average. The offsets of the classes are spread evenly over [0, 1), so that with few
+    samples per class it is not always the same clients whose share is rounded up.
 
     Parameters
     ----------
@@ -185,8 +192,8 @@ def assign_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
         The class of each sample.
     shares
         ``[classes, clients]``; rows sum to 1.
-    random
-        Where the shuffle and the offsets come from.
+    rng
+        Generator of the shuffle and of the offsets.
 
     Returns
     -------
@@ -195,32 +202,32 @@ def assign_by_shares(labels: Ints, shares: Floats, random: Random) -> Ints:
     """
     classes, clients = shares.shape
     counts = np.bincount(labels, minlength=classes)[:, None]
-    offset = (random.permutation(classes)[:, None] + random.random()) / classes
+    offset = (rng.permutation(classes)[:, None] + rng.random()) / classes
     edges = np.cumsum(shares, axis=1)
-    edges /= edges[:, -1:]  # x / x is exactly 1: clients with no share at the end of a row get nothing
+    edges /= edges[:, -1:]  # x / x is exactly 1: clients without a share at the end of a row get nothing
     edges = np.minimum(np.floor(edges * counts + offset), counts)
-    pieces = np.diff(edges, prepend=0.0, axis=1).astype(np.int64)
+    sizes = np.diff(edges, prepend=0.0, axis=1).astype(np.int64)
     owners = np.empty(len(labels), np.int64)
-    owners[shuffled_by_label(labels, random)] = np.repeat(np.tile(np.arange(clients), classes), pieces.ravel())
+    owners[sort_by_label(labels, rng)] = np.repeat(np.tile(np.arange(clients), classes), sizes.ravel())
     return owners
 
 
-def training_shares(counts: Ints) -> Floats:
-    """Turn a partition's counts ``[clients, classes]`` into shares ``[classes, clients]``.
+def training_shares(class_counts: Ints) -> Floats:
+    """Turn the class counts ``[clients, classes]`` of a partition into shares ``[classes, clients]``.
 
-    A class that nobody holds is shared evenly: its test images have to go somewhere.
+    A class without training images is shared evenly, because its test images have to be assigned, too.
     """
-    clients = counts.shape[0]
-    totals = counts.sum(axis=0)
-    shares: Floats = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)
+    clients = class_counts.shape[0]
+    totals = class_counts.sum(axis=0)
+    shares: Floats = np.where(totals > 0, class_counts / np.maximum(totals, 1), 1 / clients)
     return shares.T
 
 
-def _random(seed: int, split: int) -> Random:
+def _generator(seed: int, split: int) -> np.random.Generator:
     return Address(seed, Purpose.PARTITION, epoch=split).generator()
 
 
-def shuffled_by_label(labels: Ints, random: Random) -> Ints:
-    """Return the samples' order: class after class, at random within a class."""
-    order = random.permutation(len(labels))
+def sort_by_label(labels: Ints, rng: np.random.Generator) -> Ints:
+    """Return the indices that sort samples by label, in random order within a label."""
+    order = rng.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]

@@ -1,4 +1,4 @@
-"""The built-in partitions; each is a function from labels to owners, registered with its parameters."""
+"""The built-in partitions: functions from labels to the client of each sample, registered with their parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from vitfleet.data.partition import (
     Owners,
     Partition,
     PartitionInput,
-    Random,
     assign_by_shares,
-    shuffled_by_label,
+    sort_by_label,
 )
 from vitfleet.data.partition_io import load_partition_for
 from vitfleet.errors import ConfigError
@@ -33,8 +32,8 @@ class IidPartition(PartitionParams):
 def iid(params: IidPartition, data: PartitionInput) -> Ints:
     """Assign samples at random, in numbers drawn from a log-normal distribution."""
     sizes = _largest_remainder(data.rng.lognormal(0.0, params.imbalance, data.clients), len(data.labels))
-    give, need = _level(sizes, 1)
-    owners = np.repeat(np.arange(data.clients), sizes - give + need)
+    given, received = _transfers(sizes, 1)
+    owners = np.repeat(np.arange(data.clients), sizes - given + received)
     return data.rng.permutation(owners)
 
 
@@ -54,23 +53,23 @@ def dirichlet(params: DirichletPartition, data: PartitionInput) -> Ints:
         raise ConfigError("data.partition.min_samples", params.min_samples, remedy)
     shares = dirichlet_shares(params.beta, data.classes, data.clients, data.rng)
     owners = assign_by_shares(data.labels, shares, data.rng)
-    return _at_least(owners, data.clients, params.min_samples, data.rng)
+    return _ensure_min_samples(owners, data.clients, params.min_samples, data.rng)
 
 
-def dirichlet_shares(beta: float, classes: int, clients: int, random: Random) -> Floats:
+def dirichlet_shares(beta: float, classes: int, clients: int, rng: np.random.Generator) -> Floats:
     """Draw ``[classes, clients]`` shares, each row from a symmetric Dirichlet(β), for any β > 0.
 
-    A Dirichlet draw is a row of normalised Gamma(β) draws. For small β all of them underflow to 0, and 0 / 0
-    is NaN; so below 1 the draws are made as logarithms, with Gamma(β) = Gamma(β + 1) · U^(1/β), and the row
-    is normalised by a softmax whose division by β comes after the largest entry is subtracted.
+    A Dirichlet draw is a row of normalised Gamma(β) draws. For small β all of them underflow to 0, and 0 / 0 is NaN.
+    Below 1 the logarithms are drawn instead, with Gamma(β) = Gamma(β + 1) · U^(1/β), and the row is normalised by a
+    softmax that divides by β after the largest entry has been subtracted.
     """
     size = (classes, clients)
     scale = min(beta, 1.0)
     if beta < 1:
-        logs = beta * np.log(random.standard_gamma(beta + 1, size)) - random.standard_exponential(size)
+        logs = beta * np.log(rng.standard_gamma(beta + 1, size)) - rng.standard_exponential(size)
     else:
-        logs = np.log(random.standard_gamma(beta, size))
-    with np.errstate(over="ignore"):  # a gap of -inf is a share of 0, as it should be
+        logs = np.log(rng.standard_gamma(beta, size))
+    with np.errstate(over="ignore"):  # a difference of -inf is a share of 0, which is right
         shares: Floats = np.exp((logs - logs.max(axis=1, keepdims=True)) / scale)
     shares /= shares.sum(axis=1, keepdims=True)
     return shares
@@ -85,23 +84,22 @@ class ClassesPartition(PartitionParams):
 @register_partition("classes", ClassesPartition)
 def by_classes(params: ClassesPartition, data: PartitionInput) -> Ints:
     """Give every client the classes that have the fewest holders so far."""
-    # Only classes that have images are assigned: holding an empty one would not be holding a class.
+    # Only classes that have images are assigned: a client with an empty class would have one class too few.
     present = np.unique(data.labels)
-    wanted = params.per_client
-    least = -(-len(present) // data.clients)
-    if not least <= wanted <= len(present):
-        why = f"{data.clients} clients have to hold all {len(present)} classes of the training images"
-        remedy = f"must be between {least} and {len(present)}: {why}"
-        raise ConfigError("data.partition.per_client", wanted, remedy)
-    held = np.zeros((len(present), data.clients))
+    fewest = -(-len(present) // data.clients)
+    if not fewest <= params.per_client <= len(present):
+        reason = f"{data.clients} clients have to hold all {len(present)} classes of the training images"
+        remedy = f"must be between {fewest} and {len(present)}: {reason}"
+        raise ConfigError("data.partition.per_client", params.per_client, remedy)
+    is_holder = np.zeros((len(present), data.clients))
     holders = np.zeros(len(present))
     for client in range(data.clients):
-        # The least held classes, ties at random: the numbers of holders never differ by more than one.
-        chosen = np.argsort(holders + data.rng.random(len(present)), kind="stable")[:wanted]
-        held[chosen, client] = 1
-        holders[chosen] += 1
+        # The classes with the fewest holders, ties at random: the numbers of holders differ by at most one.
+        drawn = np.argsort(holders + data.rng.random(len(present)), kind="stable")[: params.per_client]
+        is_holder[drawn, client] = 1
+        holders[drawn] += 1
     shares = np.full((data.classes, data.clients), 1 / data.clients)
-    shares[present] = held / holders[:, None]
+    shares[present] = is_holder / holders[:, None]
     return assign_by_shares(data.labels, shares, data.rng)
 
 
@@ -116,18 +114,16 @@ def shards(params: ShardsPartition, data: PartitionInput) -> Ints:
     """Assign shards of samples that are sorted by label."""
     samples, count = len(data.labels), data.clients * params.per_client
     if count > samples:
-        why = f"{samples} training images for {data.clients} clients"
+        reason = f"{samples} training images for {data.clients} clients"
         raise ConfigError(
             "data.partition.per_client",
             params.per_client,
-            f"must be between 1 and {samples // data.clients}: {why}",
+            f"must be between 1 and {samples // data.clients}: {reason}",
         )
-    # np.array_split's sizes: nothing is dropped, the first few shards are one larger.
+    # Sizes as of np.array_split: nothing is dropped, the first shards are one larger.
     sizes = np.full(count, samples // count) + (np.arange(count) < samples % count)
     owners = np.empty(samples, np.int64)
-    owners[shuffled_by_label(data.labels, data.rng)] = np.repeat(
-        data.rng.permutation(count) // params.per_client, sizes
-    )
+    owners[sort_by_label(data.labels, data.rng)] = np.repeat(data.rng.permutation(count) // params.per_client, sizes)
     return owners
 
 
@@ -140,18 +136,19 @@ def by_source(params: SourcePartition, data: PartitionInput) -> Owners:
     """Assign each image to the client of its source; test images of other sources follow the training shares."""
     if data.sources is None:
         remedy = (
-            "the data does not say where its images came from; a folder laid out as "
-            "train/<source>/<class>/* and a parquet file with a column source, client, writer or user do"
+            "the data set does not record the sources of its images; use a folder with the layout "
+            "train/<source>/<class>/*, or parquet files with a column source, client, writer or user"
         )
         raise ConfigError("data.partition.kind", "source", remedy)
-    known, owners = np.unique(data.sources, return_inverse=True)
-    if len(known) != data.clients:
-        raise ConfigError("fleet.clients", data.clients, f"must be {len(known)}: the data has {len(known)} sources")
+    sources, owners = np.unique(data.sources, return_inverse=True)
+    if len(sources) != data.clients:
+        remedy = f"must be {len(sources)}: the data has {len(sources)} sources"
+        raise ConfigError("fleet.clients", data.clients, remedy)
     train = owners.reshape(-1).astype(np.int64)
     if data.test_sources is None:
         return Owners(train)
-    place = np.minimum(np.searchsorted(known, data.test_sources), len(known) - 1)
-    return Owners(train, np.where(known[place] == data.test_sources, place, -1).astype(np.int64))
+    nearest = np.minimum(np.searchsorted(sources, data.test_sources), len(sources) - 1)
+    return Owners(train, np.where(sources[nearest] == data.test_sources, nearest, -1).astype(np.int64))
 
 
 class FilePartition(PartitionParams):
@@ -162,53 +159,53 @@ class FilePartition(PartitionParams):
 
 @register_partition("file", FilePartition)
 def from_file(params: FilePartition, data: PartitionInput) -> Partition:
-    """Read a partition and check that it was made for these images."""
+    """Load a partition and check that it was made for these images."""
     path = Path(params.path).expanduser()
     return load_partition_for(path, data.clients, data.labels, data.test_labels, data.classes)
 
 
 def _largest_remainder(weights: Floats, total: int) -> Ints:
-    """Round ``total`` shared by weights to whole numbers that sum to it."""
+    """Divide ``total`` in proportion to weights, rounded to integers that sum to it."""
     exact = weights / weights.sum() * total
-    whole: Ints = np.floor(exact).astype(np.int64)
-    order = np.argsort(whole - exact, kind="stable")  # the largest remainder first
-    whole[order[: total - whole.sum()]] += 1
-    return whole
+    rounded: Ints = np.floor(exact).astype(np.int64)
+    order = np.argsort(rounded - exact, kind="stable")  # the largest remainder first
+    rounded[order[: total - rounded.sum()]] += 1
+    return rounded
 
 
-def _level(sizes: Ints, least: int) -> tuple[Ints, Ints]:
-    """Return how many samples each client gives and needs so that everybody has at least ``least``.
+def _transfers(sizes: Ints, min_samples: int) -> tuple[Ints, Ints]:
+    """Return how many samples each client gives and receives so that every client has at least ``min_samples``.
 
-    It comes to the same as moving one sample at a time from whoever is largest at that moment: the largest
-    clients are cut down to one common level (some keep one more), nobody else gives anything.
+    The result is the same as moving one sample at a time from the client that is largest at that moment: the largest
+    clients are reduced to one common level (some keep one more), and no other client gives anything.
     """
-    need = np.maximum(least - sizes, 0)
-    wanted = int(need.sum())
-    low, high = least, max(int(sizes.max()), least)
-    while low < high:  # the highest level that frees enough; the caller has checked that `least` does
+    received = np.maximum(min_samples - sizes, 0)
+    needed = int(received.sum())
+    low, high = min_samples, max(int(sizes.max()), min_samples)
+    while low < high:  # the highest level that frees enough; the caller has checked that `min_samples` does
         middle = (low + high + 1) // 2
-        if np.maximum(sizes - middle, 0).sum() >= wanted:
+        if np.maximum(sizes - middle, 0).sum() >= needed:
             low = middle
         else:
             high = middle - 1
-    give = np.maximum(sizes - low, 0)
-    give[np.flatnonzero(give)[: int(give.sum()) - wanted]] -= 1
-    return give, need
+    given = np.maximum(sizes - low, 0)
+    given[np.flatnonzero(given)[: int(given.sum()) - needed]] -= 1
+    return given, received
 
 
-def _at_least(owners: Ints, clients: int, least: int, random: Random) -> Ints:
-    """Move samples from the largest clients until every client has at least ``least``.
+def _ensure_min_samples(owners: Ints, clients: int, min_samples: int, rng: np.random.Generator) -> Ints:
+    """Move samples from the largest clients until every client has at least ``min_samples``.
 
-    How many each gives is :func:`_level`'s; which ones is drawn, so that a giver keeps its mix of classes.
-    They are handed on giver by giver to the needy in their order: a client filled up mostly resembles
-    one giver instead of the average, which keeps the partition as skewed as it was meant to be.
+    How many samples each client gives follows from :func:`_transfers`. Which ones is drawn, so that the giver keeps its
+    mix of classes. A receiving client gets most of its samples from one giver, not from the average of all, which keeps
+    the partition as skewed as configured.
     """
     sizes = np.bincount(owners, minlength=clients)
-    give, need = _level(sizes, least)
-    order = random.permutation(len(owners))
+    given, received = _transfers(sizes, min_samples)
+    order = rng.permutation(len(owners))
     grouped = order[np.argsort(owners[order], kind="stable")]
     holder = owners[grouped]
     rank = np.arange(len(owners)) - (np.cumsum(sizes) - sizes)[holder]
     moved = owners.copy()
-    moved[grouped[rank < give[holder]]] = np.repeat(np.arange(clients), need)
+    moved[grouped[rank < given[holder]]] = np.repeat(np.arange(clients), received)
     return moved
