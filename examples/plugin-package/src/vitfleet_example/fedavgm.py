@@ -2,11 +2,10 @@
 
 from pydantic import Field
 
-from vitfleet.config.base import AggregationParams, MethodParams
-from vitfleet.config.registry import register_method
+from vitfleet import register_method
+from vitfleet.config.base import MethodParams
 from vitfleet.message import State
 from vitfleet.methods.aggregation import WeightedMean
-from vitfleet.methods.base import Aggregator
 from vitfleet.methods.fedavg import WeightAveraging
 
 
@@ -16,28 +15,26 @@ class FedAvgMParams(MethodParams):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum β of the server")
 
 
-@register_method("fedavgm", FedAvgMParams)
-class FedAvgM(WeightAveraging[FedAvgMParams]):
-    """Clients train as in FedAvg; the server moves along a running mean of its steps."""
-
-    def aggregator(self, server: State, round: int) -> Aggregator:
-        """Average the updates, then apply momentum."""
-        return MomentumMean(server, self.context.aggregate, self.params.momentum)
-
-
 class MomentumMean(WeightedMean):
     """The weighted mean, approached with momentum; the velocity v is part of the server state."""
 
-    def __init__(self, server: State, rule: AggregationParams, momentum: float) -> None:
-        super().__init__(server, rule)
-        self.momentum = momentum
+    momentum = 0.0
 
     def finish(self) -> State:
         """Return the server state after one step: Δ = w − mean, v ← βv + Δ, w ← w − v."""
         mean, weights = super().finish(), self.server.tensors
-        before = self.server.parts["velocity"].tensors if self.server.parts else {}
         velocity = {name: weight - mean.tensors[name] for name, weight in weights.items()}
-        velocity = {
-            name: step + self.momentum * before[name].to(step) if before else step for name, step in velocity.items()
-        }
-        return State({n: w - velocity[n] for n, w in weights.items()}, mean.numbers, {"velocity": State(velocity)})
+        if before := self.server.parts.get("velocity"):
+            velocity = {name: v + self.momentum * before.tensors[name].to(v) for name, v in velocity.items()}
+        return State({k: w - velocity[k] for k, w in weights.items()}, mean.numbers, {"velocity": State(velocity)})
+
+
+@register_method("fedavgm", FedAvgMParams)
+class FedAvgM(WeightAveraging[FedAvgMParams]):
+    """Clients train as in FedAvg; the server moves along a running mean of its steps."""
+
+    def aggregator(self, server: State, round: int) -> MomentumMean:
+        """Average the updates, then apply momentum."""
+        mean = MomentumMean(server, self.context.aggregate)
+        mean.momentum = self.params.momentum
+        return mean

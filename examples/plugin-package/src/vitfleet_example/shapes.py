@@ -1,6 +1,7 @@
 """A data set of drawn shapes: discs, squares and stripes, with noise. It needs no download."""
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from vitfleet.config.base import Table
@@ -27,7 +28,7 @@ def shapes(params: ShapesParams, request: DataRequest) -> DataSet:
     return from_tensors(*train, test=test, classes=CLASSES, name="shapes")
 
 
-def _draw(params: ShapesParams, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _draw(params: ShapesParams, count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     rng = np.random.default_rng(seed)
     labels = np.arange(count) % len(CLASSES)
     y, x = np.mgrid[: params.side, : params.side]

@@ -1,6 +1,7 @@
 """A partition by size alone: a few clients hold most of the images."""
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from vitfleet.config.base import PartitionParams
@@ -15,7 +16,7 @@ class UnequalParams(PartitionParams):
 
 
 @register_partition("unequal", UnequalParams)
-def unequal(params: UnequalParams, data: PartitionInput) -> np.ndarray:
+def unequal(params: UnequalParams, data: PartitionInput) -> NDArray[np.int64]:
     """Return the client of each training image."""
     shares = (1 + np.arange(data.clients)) ** -params.exponent
     edges = np.floor(np.cumsum(shares / shares.sum()) * len(data.labels) + 1e-9).astype(np.int64)
