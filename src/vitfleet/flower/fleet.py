@@ -46,7 +46,9 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
         tasks=config.data.tasks,
     )
     model_config = config.model.model_copy(update={"weights": None})
-    shared = config.model_copy(update={"data": data_config, "model": model_config})
+    # Metrics, callbacks and trackers run on the server: a client need not have their plug-ins.
+    on_server: dict[str, object] = {"metrics": {}, "callbacks": {}, "trackers": {}}
+    shared = config.model_copy(update={"data": data_config, "model": model_config, **on_server})
     return RunSpec(run_id, shared.model_dump_json(), list(data.classes), data.train.channels, data.train.image_size)
 
 
