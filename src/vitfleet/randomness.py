@@ -35,6 +35,8 @@ class Purpose(StrEnum):
     TASK_SAMPLES = "task-samples"
     MEMORY = "memory"
     HARDWARE_PROFILES = "devices"
+    UNSEEN_CLIENTS = "unseen-clients"
+    METRIC_CLIENTS = "metric-clients"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def test_every_listed_key_exists_and_every_key_says_what_it_means() -> None:
         if key.name.startswith("data.tasks."):  # with this table the rounds are others
             assert key.name.removeprefix("data.tasks.") in TasksConfig.model_fields
             continue
-        load_config("digits", [f"{key.name}={key.default}"])
+        unseen = ["fleet.unseen=0.2"] if key.name.startswith("metrics.unseen_clients.") else []
+        load_config("digits", [f"{key.name}={key.default}", *unseen])
 
 
 def test_the_documentation_is_up_to_date() -> None:

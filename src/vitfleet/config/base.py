@@ -6,9 +6,14 @@ registry fixes it to the component's name.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from vitfleet.config.schema import Config
 
 
 class Table(BaseModel):
@@ -42,10 +47,34 @@ class AggregationParams(Table):
     max_samples: int | None = Field(None, ge=1, description="updates that report more samples are rejected")
 
 
+def _check_every(value: object) -> object:
+    if value == "end" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("every", "Input should be a number of rounds, at least 1, or end")
+
+
 class MetricParams(Table):
     """Parameters of a metric: a table ``[metrics.NAME]``."""
 
-    every: int | Literal["end"] = Field("end", description="rounds between measurements, or `end`: the last round only")
+    #: Unit of each value that the terminal shows; empty: every number is shown, without a unit.
+    shown: ClassVar[Mapping[str, Literal["", "percent"]]] = {}
+
+    every: Annotated[int | Literal["end"], BeforeValidator(_check_every)] = Field(
+        "end", description="rounds between two measurements, or `end`: after the last round only"
+    )
+
+    def is_due(self, round: int, is_last: bool) -> bool:
+        """Return whether the metric is measured after a round. It always is after the last one."""
+        return is_last or (self.every != "end" and round % self.every == 0)
+
+    def check_config(self, config: Config) -> None:
+        """Check the parameters against the rest of the configuration: nothing by default.
+
+        Raises
+        ------
+        ConfigError
+            Names the key, its value and the remedy.
+        """
 
 
 class TrackerParams(Table):

@@ -65,6 +65,7 @@ class FleetConfig(RemoteClients):
     )
     clients: int = Field(10, ge=1, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
+    unseen: float = Field(0.0, ge=0, lt=1, description="share of the clients that never train")
     min_replies: int = Field(1, ge=1, description="with fewer usable replies a round changes nothing")
     devices: dict[DeviceName, Annotated[int, Field(ge=1)]] = Field(
         {}, description="hardware mix, as {agx = 2, tx2 = 2, nx = 8, nano = 8}; empty: no virtual clock"
@@ -122,6 +123,22 @@ class FleetConfig(RemoteClients):
                 f"fleet.clients − fleet.per_round = {most}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _enough_clients_train(self) -> FleetConfig:
+        needed = self.asked + (self.schedule.concurrency if self.schedule.kind == "buffered" else 0)
+        left = self.clients - self.num_unseen
+        if self.unseen and needed > left:
+            raise ValueError(
+                f"fleet.unseen = {self.unseen}: leaves {left} of fleet.clients = {self.clients} to train, and a round "
+                f"needs {needed}; lower it or fleet.per_round = {self.per_round}"
+            )
+        return self
+
+    @property
+    def num_unseen(self) -> int:
+        """Clients that never train: the nearest number to their share, but at least one where there is a share."""
+        return max(1, round(self.unseen * self.clients)) if self.unseen else 0
 
     @property
     def asked(self) -> int:

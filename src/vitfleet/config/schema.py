@@ -25,7 +25,9 @@ class Extensions(Table):
     plugins: tuple[str, ...] = Field(
         (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
     )
-    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field({}, description="what else is measured")
+    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field(
+        {}, description="what is measured besides accuracy and loss"
+    )
     callbacks: Annotated[dict[str, CallbackParams], ByName(CALLBACKS)] = Field({}, description="called every round")
     trackers: Annotated[dict[str, TrackerParams], ByName(TRACKERS)] = Field(
         default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
@@ -107,6 +109,13 @@ class Config(Extensions):
     def _method_fits(self) -> Config:
         """Let the method check its parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_fit(self) -> Config:
+        """Check each metric's parameters before any data is read."""
+        for params in self.metrics.values():
+            params.check_config(self)
         return self
 
 

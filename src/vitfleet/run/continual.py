@@ -28,6 +28,7 @@ from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import TaskRecord, read_records
 from vitfleet.run.state import RunState
+from vitfleet.run.unseen import training_clients
 
 Floats: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = list[list[float | None]]
@@ -64,16 +65,16 @@ def evaluate_task(context: RunContext, state: RunState, progress: Progress = NO_
 def evaluate_clients(
     context: RunContext, server: State, num_tasks: int, last_seen: Mapping[int, int], progress: Progress = NO_PROGRESS
 ) -> tuple[Rows, dict[str, str]]:
-    """Return each client's accuracy on its own test images of its first tasks, and why clients failed to evaluate.
+    """Return each training client's accuracy on its own test images of its first tasks, and why clients failed.
 
     Parameters
     ----------
     last_seen
         For each client, the last round whose update was used. The other clients have the server's model.
     """
-    clients = range(context.config.fleet.clients)
+    clients = training_clients(context.config)
     request = EvalRequest(server, num_tasks, {client: last_seen.get(client) for client in clients})
-    rows: Rows = [[None] * num_tasks for _ in clients]
+    rows: Rows = [[None] * num_tasks for _ in range(context.config.fleet.clients)]
     failures: dict[str, str] = {}
     with progress.task("evaluating every client's model", len(clients)) as advance:
         for reply in context.fleet.evaluate(request):

@@ -47,6 +47,8 @@ class FleetEvaluator:
         Each client's test images, task by task.
     class_tasks
         The task of each class, ``[classes]``, if the model is told an image's task; ``None``: all classes compete.
+    unseen_clients
+        Clients that never train: their models do not stand for the global one.
     """
 
     net: Net
@@ -57,6 +59,7 @@ class FleetEvaluator:
     config: EvalConfig
     seed: int
     class_tasks: Tensor | None = None
+    unseen_clients: Sequence[int] = ()
 
     def evaluate_global(
         self,
@@ -112,12 +115,22 @@ class FleetEvaluator:
 
     def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is predicted correctly (0 or 1), and its cross-entropy."""
-        evaluator = Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
-        return evaluator.evaluate(weights, self.test, chosen)
+        return self._evaluator.evaluate(weights, self.test, chosen)
+
+    def predict(self, weights: Tensors) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the true and the predicted class of each image of the common test set."""
+        predicted = self._evaluator.predict(weights, self.test)
+        return self.test.labels.cpu().numpy(), predicted.cpu().numpy()
+
+    @property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
 
     def _draw_clients(self, round: int) -> list[int]:
-        candidates = np.arange(self.client_indices.num_clients)
+        candidates = np.setdiff1d(
+            np.arange(self.client_indices.num_clients), np.array(self.unseen_clients, dtype=np.int64)
+        )
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
             rng = Address(self.seed, Purpose.EVALUATE, round).generator()

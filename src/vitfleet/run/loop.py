@@ -15,6 +15,7 @@ from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.callbacks import Callback, make_callbacks
 from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.measure import with_metrics
 from vitfleet.run.model_file import save_model
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round import run_round
@@ -62,8 +63,12 @@ def run_rounds(
             while not state.is_finished(context.config.rounds):
                 started = time.perf_counter()
                 state, record = run_round(context, state, state.round + 1, progress)
+                record = with_metrics(context, state, record, state.is_finished(context.config.rounds), progress)
                 log.append(record, time.perf_counter() - started, warmup.pop_seconds())
-                state = _after_round(context, state, _stop_reason(callbacks, state, record), log)
+                stop_reason = _stop_reason(callbacks, state, record)
+                if stop_reason is not None:
+                    log.replace_last(record, with_metrics(context, state, record, True, progress))
+                state = _after_round(context, state, stop_reason, log)
     finally:
         context.checkpoints.wait()
     return _finish(context, state, callbacks)

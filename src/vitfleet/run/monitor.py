@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vitfleet.errors import UserError
 from vitfleet.run.records import RoundRecord
 
-EXAMPLES = "accuracy.global, accuracy.local, accuracy.loss, loss, task.average_accuracy"
+EXAMPLES = "accuracy.global, accuracy.local, accuracy.loss, loss, task.average_accuracy, metrics.local_accuracy.mean"
 
 
 def monitored_value(record: RoundRecord, name: str) -> float | None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from vitfleet.errors import UserError
 from vitfleet.message import Number
+
+#: A number, a text, or a list (of lists) of numbers or texts; ``None`` stands for what could not be measured.
+MetricValue: TypeAlias = "float | str | Sequence[MetricValue] | None"
+#: The values of one metric after one round, by name.
+MetricValues: TypeAlias = Mapping[str, MetricValue]
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ class RoundRecord:
         In the last round of a task.
     virtual_seconds
         The virtual clock at the end of the round; ``None`` if the fleet has no devices.
+    metrics
+        The values of the metrics that were measured after the round, by name.
     """
 
     round: int
@@ -139,6 +147,7 @@ class RoundRecord:
     total_down_bytes: int
     task: TaskRecord | None = None
     virtual_seconds: float | None = None
+    metrics: Mapping[str, MetricValues] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the record as one line of JSON."""
@@ -159,12 +168,23 @@ class RoundRecord:
         )
 
 
+def metric_scalars(metrics: Mapping[str, MetricValues], separator: str = "/") -> dict[str, float]:
+    """Return the numbers among the values of metrics, by ``metric/value``."""
+    return {
+        f"{name}{separator}{key}": value
+        for name, values in metrics.items()
+        for key, value in values.items()
+        if isinstance(value, int | float)
+    }
+
+
 class LineFile:
     """A file to which lines are appended, and which is truncated to a checkpoint's length on resume."""
 
     def __init__(self, path: Path, length: int | None = None) -> None:
         self.path = path
         self._file = path.open("ab")
+        self._last_line = 0  # where it begins
         if length is not None:
             if self._file.tell() < length:
                 raise UserError(f"{path}: is shorter than at its last checkpoint; it was modified from outside")
@@ -173,10 +193,17 @@ class LineFile:
 
     def append(self, line: str) -> int:
         """Append a line, flush it to disk and return the file's length."""
+        self._last_line = self._file.tell()
         self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
+
+    def replace_last(self, line: str) -> None:
+        """Replace the line that was appended last."""
+        self._file.truncate(self._last_line)
+        self._file.seek(self._last_line)
+        self.append(line)
 
     def length(self) -> int:
         """Return the file's length."""

@@ -7,7 +7,7 @@ import json
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import LineFile, RoundRecord
 from vitfleet.run.state import RunState
-from vitfleet.run.trackers import Trackers
+from vitfleet.run.trackers import Trackers, scalars_of
 
 
 class RoundLog:
@@ -41,7 +41,16 @@ class RoundLog:
         self._records.append(record.line())
         timing = {"round": record.round, "seconds": seconds, "warm_up_seconds": warm_up_seconds}
         self._timings.append(json.dumps(timing))
-        self._trackers.add(record)
+        self._trackers.add(scalars_of(record), record.round)
+
+    def replace_last(self, previous: RoundRecord, record: RoundRecord) -> None:
+        """Replace the last round's record by one that has more metrics."""
+        if record == previous:
+            return
+        self._records.replace_last(record.line())
+        sent = scalars_of(previous)
+        new = {name: value for name, value in scalars_of(record).items() if name not in sent}
+        self._trackers.add(new, record.round)
 
     def lengths(self) -> tuple[int, int]:
         """Return the bytes of the records and of the timings."""

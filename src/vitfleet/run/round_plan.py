@@ -19,6 +19,7 @@ from vitfleet.methods.base import Method
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.in_flight import InFlight
 from vitfleet.run.state import RunState
+from vitfleet.run.unseen import training_clients
 from vitfleet.run.virtual_fleet import VirtualFleet
 
 TOO_LATE = "too late"
@@ -115,7 +116,7 @@ class RoundPlanner:
         virtual = self.virtual
         assert virtual is not None  # the configuration requires devices
         version, in_flight = round - 1, state.in_flight
-        usable = virtual.usable_clients
+        usable = sorted(set(virtual.usable_clients) & set(training_clients(self.config)))
         if len(usable) < schedule.concurrency + self.config.fleet.per_round:
             raise UserError(
                 f"fleet.schedule.concurrency = {schedule.concurrency}: only {len(usable)} clients have enough memory "
@@ -155,9 +156,9 @@ class RoundPlanner:
 
 
 def choose_clients(config: Config, round: int) -> list[int]:
-    """Draw a round's clients without replacement; return them in ascending order."""
+    """Draw a round's clients without replacement, never an unseen client; return them in ascending order."""
     rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
-    chosen = rng.choice(config.fleet.clients, config.fleet.asked, replace=False)
+    chosen = rng.choice(training_clients(config), config.fleet.asked, replace=False)
     return [int(client) for client in np.sort(chosen)]
 
 

@@ -35,6 +35,7 @@ from vitfleet.run.data_info import write_data_info
 from vitfleet.run.evaluation import FleetEvaluator
 from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels
 from vitfleet.run.round_plan import RoundPlanner
+from vitfleet.run.unseen import unseen_clients
 from vitfleet.run.virtual_fleet import VirtualFleet, make_virtual_fleet
 from vitfleet.training.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
 from vitfleet.training.memory_budget import estimate_client_bytes
@@ -137,6 +138,7 @@ def _make_evaluator(
         evaluation,
         config.seed,
         trainer.class_tasks,
+        unseen_clients(config),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.methods import method_class, reduce_client_metrics
-from vitfleet.run.records import Accuracy, ClientCosts, RoundRecord, read_records, read_seconds
+from vitfleet.run.records import Accuracy, ClientCosts, MetricValues, RoundRecord, read_records, read_seconds
 
 
 @dataclass
@@ -90,10 +90,19 @@ def write_summary(
         "total": _total(totals, folder),
         "client": asdict(costs),
         "client_metrics": client_metrics(folder, config),
+        "metrics": last_metrics(folder),
         **(more or {}),
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
     return summary
+
+
+def last_metrics(folder: Path) -> dict[str, MetricValues]:
+    """Return the last values of each metric that was measured in a run."""
+    metrics: dict[str, MetricValues] = {}
+    for record in read_records(folder):
+        metrics |= record.metrics
+    return metrics
 
 
 def _accuracy(totals: _Totals) -> dict[str, Any]:

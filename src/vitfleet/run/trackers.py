@@ -18,7 +18,7 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import write_atomically
 from vitfleet.run.folder import run_id
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.records import RoundRecord, metric_scalars
 
 
 class Tracker(Protocol):
@@ -55,6 +55,7 @@ def scalars_of(record: RoundRecord) -> dict[str, float]:
             "continual/average_accuracy": record.task.average_accuracy,
             "continual/forgetting": record.task.forgetting,
         }
+    scalars |= {f"metrics/{name}": value for name, value in metric_scalars(record.metrics).items()}
     return {name: value for name, value in scalars.items() if value is not None}
 
 
@@ -69,11 +70,10 @@ class Trackers:
         made = (make_tracker(name, params, config, folder, next_round) for name, params in config.trackers.items())
         self._trackers = [tracker for tracker in made if tracker is not None]
 
-    def add(self, record: RoundRecord) -> None:
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Send a round's scalars to every tracker."""
-        scalars = scalars_of(record)
         for tracker in self._trackers:
-            tracker.add(scalars, record.round)
+            tracker.add(scalars, step)
 
     def close(self) -> None:
         """Close all trackers."""

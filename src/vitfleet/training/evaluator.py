@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,14 +43,24 @@ class Evaluator:
         index
             Indices of the images to evaluate; ``None``: all.
         """
+        correct, losses = [], []
+        for logits, labels in self._logits(weights, images, index):
+            correct.append(logits.argmax(dim=1) == labels)
+            losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
+        return torch.cat(correct).float(), torch.cat(losses)
+
+    @torch.inference_mode()
+    def predict(self, weights: Tensors, images: ImageSet) -> Tensor:
+        """Return the predicted class of each image."""
+        return torch.cat([logits.argmax(dim=1) for logits, _ in self._logits(weights, images, None)])
+
+    def _logits(self, weights: Tensors, images: ImageSet, index: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the logits and labels of each batch."""
         self.net.module.eval()
         indices = torch.arange(len(images), device=self.machine.device) if index is None else index
-        correct, losses = [], []
         for batch in torch.split(indices, self.batch_size):
             pixels = self.preprocess(images.images[batch])
             labels = images.labels[batch]
             with self.machine.autocast():
                 logits = mask_other_tasks(self.net(weights, pixels), labels, self.class_tasks)
-            correct.append(logits.argmax(dim=1) == labels)
-            losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
-        return torch.cat(correct).float(), torch.cat(losses)
+            yield logits, labels

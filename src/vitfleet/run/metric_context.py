@@ -1,0 +1,133 @@
+"""What a metric can measure: the models of a run after a round, on the common test set and on clients' own images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitfleet.fleet.base import EvalRequest, EvalResult
+from vitfleet.message import Tensors
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.randomness import Address, Purpose
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.unseen import training_clients, unseen_clients
+
+if TYPE_CHECKING:
+    from vitfleet.run.context import RunContext
+    from vitfleet.run.state import RunState
+
+
+class MetricUnavailableError(Exception):
+    """A metric cannot be measured in this run; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A model's predictions on the common test set: true and predicted class of each image."""
+
+    labels: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+
+
+class MetricContext:
+    """A run after one of its rounds, for metrics. Results are shared between the metrics of a round.
+
+    Attributes
+    ----------
+    record
+        The round's record, without metrics.
+    training_clients
+        The clients that can be chosen for training: all but the unseen ones.
+    unseen_clients
+        The clients that never train (``fleet.unseen``).
+    """
+
+    def __init__(self, run: RunContext, state: RunState, record: RoundRecord, progress: Progress = NO_PROGRESS) -> None:
+        self._run = run
+        self._state = state
+        self._progress = progress
+        self._results: dict[int, EvalResult | None] = {}
+        self.record = record
+        self.training_clients = training_clients(run.config)
+        self.unseen_clients = unseen_clients(run.config)
+
+    @property
+    def round(self) -> int:
+        """The round, from 1."""
+        return self._state.round
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, for draws with :class:`~vitfleet.randomness.Address`."""
+        return self._run.config.seed
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Name of each class; a label is an index into them."""
+        return self._run.data.classes
+
+    @cached_property
+    def global_weights(self) -> Tensors:
+        """Weights of the global model; where the server has none, of the model that a new client starts with."""
+        return self._run.method.model_weights(self._state.server, self._run.base.tensors, None)
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        """The global model's predictions on the common test set."""
+        with self._progress.task(f"round {self.round}: predictions", 1):
+            labels, predicted = self._run.evaluator.predict(self.global_weights)
+        return Predictions(labels, predicted)
+
+    def sample_clients(self, share: float) -> list[int]:
+        """Return a share of the training clients, at least one. The same share has the same clients in every round."""
+        if share >= 1:
+            return list(self.training_clients)
+        count = max(1, round(share * len(self.training_clients)))
+        rng = Address(self.seed, Purpose.METRIC_CLIENTS).generator()
+        return [int(client) for client in np.sort(rng.choice(self.training_clients, count, replace=False))]
+
+    def evaluate_clients(self, clients: Iterable[int]) -> dict[int, EvalResult]:
+        """Evaluate clients' current models on their own test images; of several tasks, those learned so far.
+
+        A client that has not trained yet has the global model. Clients without test images are left out, and so are
+        clients of a real fleet that do not reply.
+        """
+        asked = list(clients)
+        missing = [client for client in asked if client not in self._results]
+        if missing:
+            self._results |= self._evaluate(missing)
+        results = {client: self._results[client] for client in asked}
+        return {client: result for client, result in results.items() if result is not None and result.tested}
+
+    def _evaluate(self, clients: Sequence[int]) -> dict[int, EvalResult | None]:
+        num_tasks = self._run.config.task_index(self.round) + 1
+        last_rounds = {client: self._state.last_seen.get(client) for client in clients}
+        results: dict[int, EvalResult | None] = {}
+        with self._progress.task(f"round {self.round}: local accuracy", len(clients)) as advance:
+            for reply in self._run.fleet.evaluate(EvalRequest(self._state.server, num_tasks, last_rounds)):
+                advance(1)
+                results[reply.client] = None if reply.failure is not None else _total(reply.evaluations)
+        return results
+
+    def client_weights(self, client: int) -> Tensors:
+        """Return the weights of a client's current model.
+
+        Raises
+        ------
+        MetricUnavailableError
+            The clients run on machines of their own.
+        """
+        if self._run.has_remote_clients:
+            raise MetricUnavailableError("it needs the clients' models, which stay on the clients' machines")
+        seen = client in self._state.last_seen
+        client_state = self._run.fleet.client_state(client) if seen else None
+        return self._run.method.model_weights(self._state.server, self._run.base.tensors, client_state)
+
+
+def _total(results: Sequence[EvalResult]) -> EvalResult:
+    return EvalResult(sum(result.correct for result in results), sum(result.tested for result in results))
