@@ -1,4 +1,4 @@
-"""What many tests need: a tiny model, tiny images, a trainer on the CPU, a tiny run, the command."""
+"""Fixtures that many tests share: a tiny model, tiny images, a trainer on the CPU, a tiny run, the command."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from vitfleet.run.state import RunState
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import Trainer, preprocess_for
 
-# A busy machine is slow: that says nothing of what is tested.
+# A slow test on a busy machine is not a failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# A shell's background jobs may be deaf to Ctrl-C, and what they start with them: then nothing of it could be tested.
+# Background jobs of a shell may ignore SIGINT, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,7 +75,7 @@ class InterruptAfter(Callback):
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads."""
+    """Use one thread: more do not speed up tiny tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,7 +114,7 @@ def tiny_images() -> ImageSet:
 
 @pytest.fixture
 def make_shard(tiny_images: ImageSet) -> MakeShard:
-    """Return a function that gives the images from ``start`` to ``stop`` as a client's own."""
+    """Return a function that makes a shard of the images from ``start`` to ``stop``."""
 
     def make(start: int, stop: int) -> Shard:
         return Shard(tiny_images, torch.arange(start, stop))
@@ -137,7 +137,7 @@ def make_trainer(tiny_net: Net) -> MakeTrainer:
 
 @pytest.fixture
 def make_context(tiny_net: Net) -> MakeContext:
-    """Return a function that makes a method's setting; its arguments are keys of the table ``train``."""
+    """Return a function that makes a method's context; its arguments are keys of the table ``train``."""
 
     def make(**train: object) -> MethodContext:
         config = TrainConfig.model_validate(train)
@@ -160,14 +160,14 @@ def make_fleet() -> MakeFleet:
         trainer: Trainer,
         shard: Callable[[int], Shard],
         base: Tensors | None = None,
-        owned: Mapping[int, State] | None = None,
+        client_states: Mapping[int, State] | None = None,
         seed: int = 0,
     ) -> InlineFleet:
         return InlineFleet(
             runtime=ClientRuntime(method, trainer, seed, _evaluate_tasks),
             shard=lambda client, task_index: shard(client),
             base_weights=base or {},
-            stored_state=(owned or {}).get,
+            stored_state=(client_states or {}).get,
         )
 
     return make
@@ -192,7 +192,7 @@ TINY = (
 
 @pytest.fixture(scope="session")
 def tiny_overrides() -> tuple[str, ...]:
-    """Return what makes the preset ``digits`` a run of a fraction of a second."""
+    """Return the overrides that make the preset ``digits`` a run of a fraction of a second."""
     return TINY
 
 
@@ -206,9 +206,9 @@ def tiny_config(tiny_overrides: tuple[str, ...]) -> MakeConfig:
     return make
 
 
-# A command knows nothing of the user's data, has no network, and one thread.
-HIDDEN = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
-SINGLE_PROCESS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+# Commands run without the user's data sets, without network and with one thread.
+REMOVED_VARIABLES = {"VITFLEET_DATA", "FORCE_COLOR", "COLUMNS"}
+SET_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -220,31 +220,31 @@ def executable() -> Path:
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """Return the environment of a command."""
-    return {name: value for name, value in os.environ.items() if name not in HIDDEN} | SINGLE_PROCESS
+    return {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES} | SET_VARIABLES
 
 
 @pytest.fixture(scope="session")
 def vitfleet() -> Command:
-    """Return a function that runs the command in a folder, in this process: to start one takes seconds."""
+    """Return a function that runs the command in a folder, in this process: starting another takes seconds."""
 
     def run(cwd: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = ["vitfleet", *map(str, arguments)]
-        out, complaints, code = io.StringIO(), io.StringIO(), 0
+        stdout, stderr, code = io.StringIO(), io.StringIO(), 0
         terminate = signal.getsignal(signal.SIGTERM)
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(complaints):
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
             patch.chdir(cwd)
-            for name in HIDDEN:
+            for name in REMOVED_VARIABLES:
                 patch.delenv(name, raising=False)
-            for name, value in SINGLE_PROCESS.items():
+            for name, value in SET_VARIABLES.items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", command)
             patch.setattr(console, "stderr", False)  # --json changes it
             try:
                 main()
-            except SystemExit as end:
-                code = int(end.code or 0)
+            except SystemExit as exit:
+                code = int(exit.code or 0)
             finally:
                 signal.signal(signal.SIGTERM, terminate)
-        return subprocess.CompletedProcess(command, code, out.getvalue(), complaints.getvalue())
+        return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
     return run

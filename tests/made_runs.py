@@ -1,4 +1,4 @@
-"""Run folders made by hand, so that reports are tested on what records say and nothing has to train."""
+"""Run folders written by hand, so that reports are tested on known records and without training."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from vitfleet.run.summary import write_summary
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6
-LEARNED = (TaskRecord(1, [[0.9, 0.1]], [[0.1, 0.1]], 0.9), TaskRecord(2, [[0.7, 0.8]], None, 0.75, 0.2))
+TASK_RECORDS = (TaskRecord(1, [[0.9, 0.1]], [[0.1, 0.1]], 0.9), TaskRecord(2, [[0.7, 0.8]], None, 0.75, 0.2))
 CLASSES = 4
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Return a maker of run folders: a method, a seed, rounds played of those planned."""
+    """Return a function that writes a run folder, with ``finished_rounds`` of ``rounds`` rounds."""
 
     def make(
         name: str,
         method: str = "fedavg",
         seed: int = 0,
-        played: int = 5,
+        finished_rounds: int = 5,
         rounds: int = 5,
         devices: bool = True,
         tasks: int = 0,
@@ -41,21 +41,21 @@ def make_run(tmp_path: Path) -> MakeRun:
         (folder / "about.json").write_text(json.dumps({"command": "vitfleet run made", "versions": {"torch": "2"}}))
         rng = np.random.default_rng(seed)
         counts = rng.integers(0, 30, (CLIENTS, CLASSES))
-        partition_io = {
-            "sha256": f"deal-{seed}",
+        partition = {
+            "sha256": f"partition-{seed}",
             "classes": [f"class {i}" for i in range(CLASSES)],
             "counts": counts.tolist(),
         }
-        (folder / "partition.json").write_text(json.dumps(partition_io))
+        (folder / "partition.json").write_text(json.dumps(partition))
         if devices:
-            step_kinds = [("nano", "agx")[i % 2] for i in range(CLIENTS)]
-            (folder / "devices.json").write_text(json.dumps({"clients": step_kinds}))
+            device_names = [("nano", "agx")[i % 2] for i in range(CLIENTS)]
+            (folder / "devices.json").write_text(json.dumps({"clients": device_names}))
         with (folder / "records.jsonl").open("w") as file:
-            for round in range(1, played + 1):
+            for round in range(1, finished_rounds + 1):
                 record = _record(round, seed, method, devices)
-                learned = LEARNED[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
-                file.write(replace(record, task=learned).line() + "\n")
-        if played == rounds:
+                task = TASK_RECORDS[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
+                file.write(replace(record, task=task).line() + "\n")
+        if finished_rounds == rounds:
             continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
             write_summary(folder, config, ClientCosts(100, 50, 1.0, 3.0), {"continual": continual} if tasks else None)
         return folder

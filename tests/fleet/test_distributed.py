@@ -26,6 +26,7 @@ CASES = {
     "standalone": ["method.name=standalone"],
     "buffered": ["fleet.devices={agx=1,nano=1}", "fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3"],
     "diverging": ["method.name=fedavg", "train.lr=1e30"],
+    "stopping": ["rounds=9", "callbacks={early_stopping={patience=1, min_delta=1.0}, best_model={}}"],
 }
 TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2", "model.dim=16", "model.depth=2"]
 
@@ -77,6 +78,8 @@ def test_two_ranks_write_what_one_writes(tiny_config: MakeConfig, tmp_path: Path
     failures = [entry.failure for record in read_records(together["diverging"]) for entry in record.clients]
     assert all(failures)
     assert any("client-" in name for name in written(together["eftvit"]))
+    assert [record.round for record in read_records(together["stopping"])] == [1, 2]
+    assert "best.safetensors" in written(together["stopping"])
 
 
 def test_a_run_of_one_rank_goes_on_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:

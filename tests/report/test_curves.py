@@ -38,7 +38,7 @@ def test_axes_are_rounds_traffic_and_virtual_time_if_known(make_run: MakeRun) ->
 
 
 def test_curve_of_unfinished_runs_ends_with_the_shortest(make_run: MakeRun) -> None:
-    groups = read_groups([make_run("a", seed=0), make_run("b", seed=1, played=2)])
+    groups = read_groups([make_run("a", seed=0), make_run("b", seed=1, finished_rounds=2)])
     (curve,) = chart(groups, "accuracy").views[0].curves
     assert list(curve.x) == [1, 2]
     assert not groups[0].finished

@@ -91,7 +91,7 @@ def test_balanced_labels_shows_median_of_class_counts(make_run: MakeRun) -> None
 @pytest.mark.parametrize("rounds", [1, 70])
 def test_figures_are_drawn_into_the_run_folder(make_run: MakeRun, rounds: int) -> None:
     pytest.importorskip("matplotlib")
-    folder = make_run("a", method="transfl", played=rounds, rounds=rounds)
+    folder = make_run("a", method="transfl", finished_rounds=rounds, rounds=rounds)
     draw_results(folder)
     for name in ("sent-layers", "head-gradients"):
         with Image.open(folder / f"{name}.png") as image:

@@ -59,7 +59,7 @@ def test_report_folder_is_that_of_a_single_run_or_a_new_one(
 
 
 def test_watched_page_refreshes_until_runs_are_finished(make_run: MakeRun) -> None:
-    run, whole = make_run("a", played=2), make_run("whole")
+    run, whole = make_run("a", finished_rounds=2), make_run("whole")
     pages: list[str] = []
 
     def finish_run(seconds: float) -> None:
