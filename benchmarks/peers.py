@@ -40,8 +40,8 @@ from torch.nn import functional as F
 CONTESTANTS = Path(__file__).parent / "contestants"
 sys.path.insert(0, str(CONTESTANTS))
 
-from ours import config_of  # noqa: E402
-from problem import Problem, RunSpec, save_problem  # noqa: E402
+from ours import make_config  # noqa: E402
+from problem import Problem, ProblemSpec, save_problem  # noqa: E402
 
 from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
 from vitfleet.data.partition import partition_dataset  # noqa: E402
@@ -89,12 +89,12 @@ class Outcome:
     loss: float
 
 
-def prepare(run_spec: RunSpec, folder: Path) -> None:
+def prepare(spec: ProblemSpec, folder: Path) -> None:
     """Write a problem down, as vitfleet would deal it."""
-    config = config_of(run_spec, {})
+    config = make_config(spec, {})
     data = load_dataset(config.data)
-    deal = partition_dataset(config.data.partition, run_spec.clients, run_spec.seed, data).train
-    chosen = [choose_clients(config, round) for round in range(1, run_spec.rounds + 1)]
+    deal = partition_dataset(config.data.partition, spec.clients, spec.seed, data).train
+    chosen = [choose_clients(config, round) for round in range(1, spec.rounds + 1)]
     tensors = {
         "images": data.train.images,
         "labels": data.train.labels,
@@ -105,13 +105,11 @@ def prepare(run_spec: RunSpec, folder: Path) -> None:
         for client in clients:
             own = torch.from_numpy(deal.for_client(client))
             epochs = [
-                draw_epoch(run_spec.seed, round, client, epoch, len(own), 32, config.data.augment, 0, 0).order
-                for epoch in range(run_spec.epochs)
+                draw_epoch(spec.seed, round, client, epoch, len(own), 32, config.data.augment, 0, 0).order
+                for epoch in range(spec.epochs)
             ]
-            tensors[f"visit-{round}-{client}"] = torch.stack([own[torch.from_numpy(order)] for order in epochs])
-    save_problem(
-        folder, run_spec, chosen, tensors, build_model(config.model, 10, 3, 32, run_spec.seed).initial_weights()
-    )
+            tensors[f"order-{round}-{client}"] = torch.stack([own[torch.from_numpy(order)] for order in epochs])
+    save_problem(folder, spec, chosen, tensors, build_model(config.model, 10, 3, 32, spec.seed).initial_weights())
 
 
 def play(way: Way, folder: Path, threads: int, limit: float) -> Outcome:
@@ -229,7 +227,7 @@ def judge(folder: Path) -> tuple[float, float]:
     return float((logits.argmax(1) == labels).float().mean()), float(F.cross_entropy(logits, labels))
 
 
-def rows_of(run_spec: RunSpec, found: dict[str, list[Outcome]], samples: list[int]) -> list[dict[str, object]]:
+def rows_of(spec: ProblemSpec, found: dict[str, list[Outcome]], samples: list[int]) -> list[dict[str, object]]:
     """Return a row for each way; seconds a round are those of the rounds after the first."""
 
     def a_round(one: Outcome) -> float:
@@ -242,10 +240,10 @@ def rows_of(run_spec: RunSpec, found: dict[str, list[Outcome]], samples: list[in
         rows.append(
             {
                 "way": text,
-                "clients": run_spec.clients,
-                "a round": run_spec.per_round,
-                "batch": run_spec.batch,
-                "precision": Way(text).machine.get("precision", "bf16" if run_spec.bf16 else "fp32"),
+                "clients": spec.clients,
+                "a round": spec.per_round,
+                "batch": spec.batch,
+                "precision": Way(text).machine.get("precision", "bf16" if spec.bf16 else "fp32"),
                 "accuracy %": round(100 * outcomes[0].accuracy, 2),
                 "test loss": round(outcomes[0].loss, 4),
                 "s a round": round(middle, 3),
@@ -315,7 +313,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     about = surroundings(args.threads)
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-    first = RunSpec(
+    first = ProblemSpec(
         clients=args.clients,
         per_round=args.per_round[0],
         rounds=args.rounds,
@@ -334,8 +332,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     try:
         for per_round, batch in itertools.product(args.per_round, args.batch):
-            run_spec = replace(first, per_round=per_round, batch=batch)
-            prepare(run_spec, folder)
+            spec = replace(first, per_round=per_round, batch=batch)
+            prepare(spec, folder)
             samples = Problem(folder).samples()
             found: dict[str, list[Outcome]] = {way.text: [] for way in ways}
             for turn, way in itertools.product(range(args.repeats), ways):
@@ -343,7 +341,7 @@ def main() -> None:
                 found[way.text].append(outcome)
                 laps = " ".join(f"{one:.2f}" for one in outcome.seconds)
                 print(f"{per_round} a round, batch {batch}, turn {turn + 1}, {way.text}: rounds {laps} s", flush=True)
-            rows += rows_of(run_spec, found, samples)
+            rows += rows_of(spec, found, samples)
             print("\n" + markdown(rows[-len(ways) :]), flush=True)
     finally:
         shutil.rmtree(folder)

@@ -42,7 +42,7 @@ SMALL_TASKS = ("data.tasks.rounds_per_task=1", "train.epochs=2", "model.dim=16",
 # Options in the text that are not vitfleet's own.
 FOREIGN_OPTIONS = {
     "--enable-supernode-auth": "flower-superlink",
-    "--line": "benchmarks/network.py",
+    "--bandwidth": "benchmarks/network.py",
 }
 FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".py", ".png", ".md", ".toml")
 

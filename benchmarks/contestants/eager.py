@@ -1,4 +1,4 @@
-"""The plain loop: timm's module, torch's optimiser, one client after the other, a weighted mean."""
+"""A plain loop: timm's module, torch's optimizer, one client after the other, a weighted mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> None:
     weights = {name: tensor.clone() for name, tensor in model.vit.state_dict().items()}
     watch = Stopwatch(problem)
     watch.start()
-    for round, clients in enumerate(problem.chosen, start=1):
+    for round, clients in enumerate(problem.round_clients, start=1):
         sums = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         total = 0
         for client in clients:

@@ -1,6 +1,6 @@
 """Flower's simulation (Ray) with its message API and its FedAvg.
 
-The server picks the agreed clients; a message says whose images they are.
+The server selects the clients that the problem prescribes. A message names the client whose images are used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flwr.simulation import run_simulation
 from problem import Problem, Stopwatch, arguments
 
 
-class Agreed(FedAvg):
-    """FedAvg that asks the agreed clients."""
+class PrescribedClients(FedAvg):
+    """FedAvg with the clients that the problem prescribes for each round."""
 
-    def __init__(self, problem: Problem, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, problem: Problem, **options: Any) -> None:
+        super().__init__(**options)
         self.problem = problem
         self.watch = Stopwatch(problem)
 
@@ -34,18 +34,18 @@ class Agreed(FedAvg):
         if server_round == 1:
             self.watch.start()
         nodes = sorted(grid.get_node_ids())
-        for client in self.problem.chosen[server_round - 1]:
-            told = ConfigRecord({**config, "server-round": server_round, "client": client})
-            content = RecordDict({"arrays": arrays, "config": told})
+        for client in self.problem.round_clients[server_round - 1]:
+            client_config = ConfigRecord({**config, "server-round": server_round, "client": client})
+            content = RecordDict({"arrays": arrays, "config": client_config})
             yield Message(content=content, message_type=MessageType.TRAIN, dst_node_id=nodes[client])
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        came = list(replies)
-        if failed := [reply.error.reason for reply in came if reply.has_error()]:
-            raise RuntimeError(failed[0])
-        found = super().aggregate_train(server_round, came)
+        all_replies = list(replies)
+        if failures := [reply.error.reason for reply in all_replies if reply.has_error()]:
+            raise RuntimeError(failures[0])
+        result = super().aggregate_train(server_round, all_replies)
         self.watch.lap()
-        return found
+        return result
 
 
 def main() -> None:
@@ -55,14 +55,14 @@ def main() -> None:
 
     @server_app.main()
     def serve(grid: Grid, context: Context) -> None:
-        strategy = Agreed(problem, fraction_evaluate=0.0, min_available_nodes=problem.run_spec.clients)
-        while len(list(grid.get_node_ids())) < problem.run_spec.clients:
+        strategy = PrescribedClients(problem, fraction_evaluate=0.0, min_available_nodes=problem.spec.clients)
+        while len(list(grid.get_node_ids())) < problem.spec.clients:
             time.sleep(0.1)
         result = strategy.start(
             grid=grid,
             initial_arrays=ArrayRecord(problem.model().vit.state_dict()),
             train_config=ConfigRecord({"folder": str(folder), "threads": threads}),
-            num_rounds=problem.run_spec.rounds,
+            num_rounds=problem.spec.rounds,
         )
         strategy.watch.finish(result.arrays.to_torch_state_dict())
 
@@ -70,7 +70,7 @@ def main() -> None:
     run_simulation(
         server_app=server_app,
         client_app=client_app,
-        num_supernodes=problem.run_spec.clients,
+        num_supernodes=problem.spec.clients,
         backend_config={
             "init_args": {"num_cpus": processes * threads, **({"num_gpus": 1} if gpu else {})},
             "client_resources": {"num_cpus": threads, "num_gpus": 1 / processes if gpu else 0.0},

@@ -1,7 +1,7 @@
-"""What flower.py has each worker do: it trains a client by the same loop as eager.py.
+"""The ClientApp of flower.py: trains a client with the same loop as eager.py.
 
-Images stay in a worker from one client to the next, and nobody reads them through a DataLoader: what Flower adds to the
-plain loop is its own.
+Images stay in a worker's memory from one client to the next and are not read through a DataLoader, so the difference to
+the plain loop is Flower's own overhead.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ app = ClientApp()
 
 
 @cache
-def given(folder: str, threads: int) -> tuple[Problem, Vit]:
-    """Read the problem, once in each worker."""
+def load_problem(folder: str, threads: int) -> tuple[Problem, Vit]:
+    """Read the problem, once per worker."""
     torch.set_num_threads(threads)
     problem = Problem(Path(folder))
     return problem, problem.model()
 
 
 @app.train()
-def work(message: Message, context: Context) -> Message:
+def train_client(message: Message, context: Context) -> Message:
     config = message.content["config"]
-    problem, model = given(str(config["folder"]), int(config["threads"]))
+    problem, model = load_problem(str(config["folder"]), int(config["threads"]))
     model.vit.load_state_dict(message.content["arrays"].to_torch_state_dict())
     samples = train(model, problem, int(config["server-round"]), int(config["client"]))
     content = RecordDict(

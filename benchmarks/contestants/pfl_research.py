@@ -1,6 +1,6 @@
-"""pfl-research, as its own CIFAR-10 benchmark uses it: tensors on the device, weights by datapoints, no evaluation.
+"""pfl-research, as in its own CIFAR-10 benchmark: tensors on the device, weights by datapoints, no evaluation.
 
-Several processes are torchrun's; a cohort is then balanced over them by the clients' sizes, as its documentation says.
+Under torchrun the clients are balanced over the processes by their sizes, as its documentation recommends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 folder, processes, _ = arguments()
 if processes > 1 and torch.cuda.device_count() in range(1, processes):
-    # NCCL, which pfl-research asks for, refuses two processes on one GPU; gloo does not.
+    # pfl-research requests NCCL, which rejects two processes on one GPU; gloo accepts them.
     os.environ["LOCAL_RANK"] = "0"
-    join = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend, **given: join(backend="gloo", **given)
+    init_process_group = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend, **options: init_process_group(backend="gloo", **options)
 
 from pfl.aggregate.simulate import SimulatedBackend  # noqa: E402  (it joins the other processes when imported)
 from pfl.aggregate.weighting import WeightByDatapoints  # noqa: E402
@@ -35,7 +35,7 @@ from pfl.model.pytorch import PyTorchModel  # noqa: E402
 
 
 class Module(Vit):
-    """The model with the two functions that pfl-research asks of it."""
+    """The model with the two functions that pfl-research requires."""
 
     def loss(self, pixels: Tensor, labels: Tensor) -> Tensor:
         self.train()
@@ -47,8 +47,8 @@ class Module(Vit):
         return {"loss": Weighted(F.cross_entropy(self(pixels), labels, reduction="sum").item(), len(labels))}
 
 
-class Laps(TrainingProcessCallback):
-    """Takes the time of each iteration."""
+class IterationTimer(TrainingProcessCallback):
+    """Measures the time of each iteration."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
@@ -65,9 +65,9 @@ class Laps(TrainingProcessCallback):
 
 
 def main() -> None:
-    np.random.seed(0)  # the same on every process, as pfl-research wants it
+    np.random.seed(0)  # the same on every process, as pfl-research requires
     problem = Problem(folder)
-    run_spec = problem.run_spec
+    spec = problem.spec
     module = Module()
     module.load_state_dict(problem.model().state_dict())
     module.to(problem.device)
@@ -75,32 +75,30 @@ def main() -> None:
         model=module,
         local_optimizer_create=lambda parameters, lr: problem.optimizer(parameters, lr),
         central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        amp_dtype=torch.bfloat16 if run_spec.bf16 else None,
+        amp_dtype=torch.bfloat16 if spec.bf16 else None,
     )
-    users = [(round, client) for round, clients in enumerate(problem.chosen, start=1) for client in clients]
-    sizes = {(round, client): problem.make_epoch_batches(round, client).shape[1] for round, client in users}
-    turns = itertools.cycle(users)
+    users = [(round, client) for round, clients in enumerate(problem.round_clients, start=1) for client in clients]
+    sizes = {(round, client): problem.epoch_orders(round, client).shape[1] for round, client in users}
+    next_user = itertools.cycle(users)
 
     def dataset(user: Any) -> Dataset:
-        order = problem.make_epoch_batches(*user)[0]  # it knows one order for all epochs
+        order = problem.epoch_orders(*user)[0]  # it has one order for all epochs
         return Dataset([problem.images[order], problem.labels[order]], user_id=user)
 
-    data = FederatedDataset(dataset, lambda: next(turns), sizes if processes > 1 else None)
+    data = FederatedDataset(dataset, lambda: next(next_user), sizes if processes > 1 else None)
     watch = Stopwatch(problem)
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=run_spec.rounds,
-            evaluation_frequency=run_spec.rounds + 1,  # the first iteration, which warms up, is always evaluated
-            train_cohort_size=run_spec.per_round,
+            central_num_iterations=spec.rounds,
+            evaluation_frequency=spec.rounds + 1,  # the first iteration, which warms up, is always evaluated
+            train_cohort_size=spec.per_round,
             val_cohort_size=0,
         ),
         SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByDatapoints()]),
         model,
-        NNTrainHyperParams(
-            local_batch_size=run_spec.batch, local_num_epochs=run_spec.epochs, local_learning_rate=run_spec.lr
-        ),
+        NNTrainHyperParams(local_batch_size=spec.batch, local_num_epochs=spec.epochs, local_learning_rate=spec.lr),
         NNEvalHyperParams(local_batch_size=256),
-        callbacks=[Laps(watch)],
+        callbacks=[IterationTimer(watch)],
         send_metrics_to_platform=False,
     )
     if int(os.environ.get("RANK", "0")) == 0:

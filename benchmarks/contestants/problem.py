@@ -1,8 +1,8 @@
-"""What every contestant of peers.py is given: images, shards, clients of each round, order of images, initial weights.
+"""The problem that every contestant of peers.py solves: images, shards, clients per round, order of images, weights.
 
-The problem lies in a folder as plain tensors, so that a contestant needs nothing of vitfleet but the repair of a broken
-torchvision. A contestant is a script, ``python CONTESTANT.py FOLDER PROCESSES THREADS``: it plays the rounds and leaves
-``result.json`` (seconds of each round) and ``result.safetensors`` (the final weights) in the folder.
+The problem is stored in a folder as plain tensors, so that a contestant needs nothing of vitfleet except the repair of
+a broken torchvision. A contestant is a script, ``python CONTESTANT.py FOLDER PROCESSES THREADS``. It runs the rounds
+and writes ``result.json`` (seconds of each round) and ``result.safetensors`` (the final weights) to the folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class RunSpec:
-    """The numbers of a problem."""
+class ProblemSpec:
+    """The hyperparameters of a problem."""
 
     clients: int
     per_round: int
@@ -41,20 +41,20 @@ class RunSpec:
 
 
 class Problem:
-    """A problem, as read from its folder.
+    """A problem, read from its folder.
 
     Attributes
     ----------
-    chosen
-        The clients of each round, the first round's first.
+    round_clients
+        The clients of each round, from the first round on.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        told = json.loads((folder / "problem.json").read_text())
-        self.run_spec = RunSpec(**told["terms"])
-        self.chosen: list[list[int]] = told["chosen"]
-        self.device = torch.device(self.run_spec.device)
+        description = json.loads((folder / "problem.json").read_text())
+        self.spec = ProblemSpec(**description["spec"])
+        self.round_clients: list[list[int]] = description["round_clients"]
+        self.device = torch.device(self.spec.device)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -68,15 +68,15 @@ class Problem:
     def labels(self) -> Tensor:
         return self.tensors["labels"].to(self.device)
 
-    def make_epoch_batches(self, round: int, client: int) -> Tensor:
-        """Return the images that a client visits in a round, in order, ``[epochs, samples]``."""
-        return self.tensors[f"visit-{round}-{client}"].to(self.device)
+    def epoch_orders(self, round: int, client: int) -> Tensor:
+        """Return a client's images in a round in the order of training, ``[epochs, samples]``."""
+        return self.tensors[f"order-{round}-{client}"].to(self.device)
 
     def samples(self) -> list[int]:
-        """Return how many samples each round trains on."""
+        """Return the number of samples that each round trains on."""
         return [
-            sum(self.tensors[f"visit-{round}-{client}"].numel() for client in clients)
-            for round, clients in enumerate(self.chosen, start=1)
+            sum(self.tensors[f"order-{round}-{client}"].numel() for client in clients)
+            for round, clients in enumerate(self.round_clients, start=1)
         ]
 
     def model(self) -> Vit:
@@ -86,26 +86,30 @@ class Problem:
         return model.to(self.device)
 
     def autocast(self) -> torch.autocast:
-        """Return the precision that was agreed on."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.run_spec.bf16)
+        """Return the problem's precision."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.spec.bf16)
 
     def optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
-        """Return the optimiser that was agreed on: torch's fastest."""
-        rate = self.run_spec.lr if lr is None else lr
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=self.run_spec.weight_decay, fused=True)
+        """Return the problem's optimizer, in torch's fastest implementation."""
+        rate = self.spec.lr if lr is None else lr
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=self.spec.weight_decay, fused=True)
 
 
 def save_problem(
-    folder: Path, run_spec: RunSpec, chosen: list[list[int]], tensors: dict[str, Tensor], weights: dict[str, Tensor]
+    folder: Path,
+    spec: ProblemSpec,
+    round_clients: list[list[int]],
+    tensors: dict[str, Tensor],
+    weights: dict[str, Tensor],
 ) -> None:
-    """Write a problem down."""
+    """Write a problem to its folder."""
     save_file(tensors, folder / "problem.safetensors")
     save_file(weights, folder / "weights.safetensors")
-    (folder / "problem.json").write_text(json.dumps({"terms": asdict(run_spec), "chosen": chosen}))
+    (folder / "problem.json").write_text(json.dumps({"spec": asdict(spec), "round_clients": round_clients}))
 
 
 class Vit(nn.Module):
-    """TransFL's six-layer ViT as timm builds it; it takes pixels as they are stored."""
+    """TransFL's six-layer ViT, built by timm; its input are pixels as they are stored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,22 +127,22 @@ class Vit(nn.Module):
 
 
 def train(model: Vit, problem: Problem, round: int, client: int) -> int:
-    """Train a client as a user of Flower or of nothing writes it; return its samples."""
-    epoch_batches = problem.make_epoch_batches(round, client)
+    """Train a client with a plain PyTorch loop and return its number of samples."""
+    orders = problem.epoch_orders(round, client)
     optimizer = problem.optimizer(model.parameters())
     model.train()
-    for order in epoch_batches:
-        for index in torch.split(order, problem.run_spec.batch):
+    for order in orders:
+        for index in torch.split(order, problem.spec.batch):
             with problem.autocast():
                 loss = F.cross_entropy(model(problem.images[index]), problem.labels[index])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-    return epoch_batches.shape[1]
+    return orders.shape[1]
 
 
 class Stopwatch:
-    """Takes the time of each round and writes the result."""
+    """Measures the time of each round and writes the result."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -147,7 +151,7 @@ class Stopwatch:
         self.last = 0.0
 
     def start(self) -> None:
-        (self.problem.folder / "started").touch()  # from here on the memory counts
+        (self.problem.folder / "started").touch()  # peers.py measures memory from here on
         self.last = self._now()
 
     def lap(self) -> None:
@@ -162,13 +166,13 @@ class Stopwatch:
         return time.perf_counter()
 
     def finish(self, weights: dict[str, Tensor]) -> None:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(plain, self.problem.folder / "result.safetensors")
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(on_cpu, self.problem.folder / "result.safetensors")
         (self.problem.folder / "result.json").write_text(json.dumps({"seconds": self.seconds, "ends": self.ends}))
 
 
 def arguments() -> tuple[Path, int, int]:
-    """Return the folder, how many processes, and the CPU threads of each."""
+    """Return the folder, the number of processes, and the CPU threads of each."""
     folder, processes, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     return Path(folder), int(processes), int(threads)

@@ -1,4 +1,4 @@
-"""Two ranks write what one writes, bit for bit; a run may go on with another number of them."""
+"""Two ranks write the same files as one, bit for bit; a run can be resumed with another number of ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CASES = {
 }
 TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2", "model.dim=16", "model.depth=2"]
 
-# What `vitfleet run` does on each rank, for several folders in one start of torchrun, which takes seconds.
-PLAYER = """
+# `vitfleet run` on each rank, for several folders in one call of torchrun, which takes seconds to start.
+RUN_ALL = """
 import sys
 from pathlib import Path
 from vitfleet.config.load import read_config
@@ -47,55 +47,55 @@ with join_process_group() as processes:
 """
 
 
-def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=240)
+    return subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=240)
 
 
-def begin(config: Config, folder: Path) -> Path:
+def create_folder(config: Config, folder: Path) -> Path:
     create_run_folder(config, folder, "run", ["vitfleet"])
     return folder
 
 
-def written(folder: Path) -> Mapping[str, bytes]:
-    """Return all that must not depend on the number of ranks."""
-    lasting = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in lasting if path.name != "checkpoint.json"}
+def written_files(folder: Path) -> Mapping[str, bytes]:
+    """Return the files that must not depend on the number of ranks."""
+    paths = [folder / "records.jsonl", *folder.glob("*.safetensors"), *folder.glob("checkpoint/*")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != "checkpoint.json"}
 
 
-def test_two_ranks_write_what_one_writes(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    player = tmp_path / "player.py"
-    player.write_text(PLAYER)
+def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    script = tmp_path / "run_all.py"
+    script.write_text(RUN_ALL)
     configs = {name: tiny_config(*overrides, "fleet.per_round=3") for name, overrides in CASES.items()}
     configs["tasks"] = load_config("fedvit-digits", TASKS)
-    together = {name: begin(config, tmp_path / f"{name}-2") for name, config in configs.items()}
-    done = torchrun(str(player), *map(str, together.values()))
+    two_ranks = {name: create_folder(config, tmp_path / f"{name}-2") for name, config in configs.items()}
+    done = torchrun(str(script), *map(str, two_ranks.values()))
     assert not done.returncode, done.stderr[-3000:]
     for name, config in configs.items():
-        alone = tmp_path / f"{name}-1"
-        run_rounds(open_run(config, alone))
-        assert written(together[name]) == written(alone), name
-    failures = [entry.failure for record in read_records(together["diverging"]) for entry in record.clients]
+        one_rank = tmp_path / f"{name}-1"
+        run_rounds(open_run(config, one_rank))
+        assert written_files(two_ranks[name]) == written_files(one_rank), name
+    failures = [entry.failure for record in read_records(two_ranks["diverging"]) for entry in record.clients]
     assert all(failures)
-    assert any("client-" in name for name in written(together["eftvit"]))
-    assert [record.round for record in read_records(together["stopping"])] == [1, 2]
-    assert "best.safetensors" in written(together["stopping"])
+    assert any("client-" in name for name in written_files(two_ranks["eftvit"]))
+    assert [record.round for record in read_records(two_ranks["stopping"])] == [1, 2]
+    assert "best.safetensors" in written_files(two_ranks["stopping"])
 
 
-def test_a_run_of_one_rank_goes_on_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_run_of_one_rank_is_resumed_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(*CASES["eftvit"])
-    whole, parted = (begin(config, tmp_path / name) for name in ("whole", "parted"))
-    run_rounds(open_run(config, whole))
+    uninterrupted, resumed = (create_folder(config, tmp_path / name) for name in ("uninterrupted", "resumed"))
+    run_rounds(open_run(config, uninterrupted))
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_run(config, parted), callbacks=[InterruptAfter(2)])
-    done = torchrun("-m", "vitfleet", "resume", str(parted))
+        run_rounds(open_run(config, resumed), callbacks=[InterruptAfter(2)])
+    done = torchrun("-m", "vitfleet", "resume", str(resumed))
     assert not done.returncode, done.stderr[-3000:]
     assert "2 processes" in done.stdout
     assert done.stdout.count("resuming after round 1") == 1
-    assert written(parted) == written(whole)
+    assert written_files(resumed) == written_files(uninterrupted)
 
 
-def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_rejects_several_processes(vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun does
     done = vitfleet(tmp_path, "compare", "digits", "digits", "--out", "both")
     assert done.returncode == 2
@@ -104,7 +104,7 @@ def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("sizes", "owners"),
+    ("sizes", "ranks"),
     [
         ([5, 5, 5, 5], [0, 1, 0, 1]),
         ([1, 9, 2, 3], [1, 0, 1, 1]),
@@ -112,5 +112,5 @@ def test_a_comparison_is_not_shared(vitfleet: Command, tmp_path: Path, monkeypat
         ([], []),
     ],
 )
-def test_work_is_shared_out_by_size(sizes: list[int], owners: list[int]) -> None:
-    assert assign_ranks(sizes, 2) == owners
+def test_assign_ranks_balances_by_size(sizes: list[int], ranks: list[int]) -> None:
+    assert assign_ranks(sizes, 2) == ranks

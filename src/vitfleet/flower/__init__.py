@@ -1,1 +1,1 @@
-"""A fleet on real machines: what Flower's processes run, and how they are started."""
+"""A fleet on real machines, on Flower: the fleet, the clients, and the processes of both."""

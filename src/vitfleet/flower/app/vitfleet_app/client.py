@@ -1,4 +1,4 @@
-"""What runs on a device."""
+"""The ClientApp."""
 
 from vitfleet.flower.client_app import app
 

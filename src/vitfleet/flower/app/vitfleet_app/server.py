@@ -1,4 +1,4 @@
-"""What runs on the server."""
+"""The ServerApp."""
 
 from vitfleet.flower.server_app import app
 

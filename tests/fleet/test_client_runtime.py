@@ -1,0 +1,111 @@
+"""One client's round: RNG contexts, evaluation, divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import MakeContext, MakeFleet, MakeShard, MakeTrainer
+from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Request
+from vitfleet.fleet.client_runtime import divergence
+from vitfleet.message import Message, Number, State, Tensors
+from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.models.net import Net
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.trainer import Trainer
+
+
+class ThreeFits(FedAvg):
+    """Fits three times in one round."""
+
+    def client_update(self, job: ClientJob) -> ClientGenerator:
+        weights = job.message.tensors
+        for epochs in (2, 1, 3):
+            fit = yield Fit(weights, Objective(self.trainable), epochs)
+            weights = fit.weights
+        return ClientUpdate(
+            message=Message(weights, {"samples": fit.samples, "loss": float(fit.loss)}), model_weights=weights
+        )
+
+
+def test_later_fits_of_a_round_draw_from_later_epochs(
+    tiny_net: Net,
+    make_context: MakeContext,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    make_fleet: MakeFleet,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rngs: list[RngContext] = []
+    fit_cohort = Trainer.fit_cohort
+
+    def record(self: Trainer, cohort: Sequence[ClientFit]) -> list[FitResult]:
+        rngs.extend(client_fit.rng for client_fit in cohort)
+        return fit_cohort(self, cohort)
+
+    monkeypatch.setattr(Trainer, "fit_cohort", record)
+    method = ThreeFits(FedAvgParams(), make_context())
+    fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
+    message = Message(tiny_net.initial_weights())
+    list(fleet.train([Request(4, 1, message), Request(4, 2, message)]))
+    assert rngs == [RngContext(5, 4, client, first_epoch=first) for client in (1, 2) for first in (0, 2, 3)]
+
+
+def test_reply_has_an_evaluation_of_the_trained_model_where_requested(
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    evaluated: dict[int, Tensors] = {}
+
+    def evaluate_tasks(weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        evaluated.update({task.client: weights for task in tasks})
+        return [EvalResult(3, 4)] * len(tasks)
+
+    fleet = make_fleet(FedAvg(FedAvgParams(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
+    fleet.runtime = replace(fleet.runtime, evaluate_tasks=evaluate_tasks)
+    message = Message(tiny_net.initial_weights())
+    with_evaluation, without = fleet.train([Request(1, 5, message, evaluate=True), Request(1, 6, message)])
+    assert (with_evaluation.evaluation, without.evaluation) == (EvalResult(3, 4), None)
+    assert list(evaluated) == [5]
+    update = with_evaluation.message
+    assert update is not None
+    assert all(torch.equal(evaluated[5][name], update.tensors[name]) for name in tiny_net.anatomy.shapes)
+
+
+def test_evaluate_returns_each_clients_tasks_in_order(
+    tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
+) -> None:
+    fleet = make_fleet(FedAvg(FedAvgParams(), make_context()), make_trainer(), lambda client: make_shard(0, 4))
+
+    def evaluate_tasks(weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        return [EvalResult(task.client, 10 + task.task_index) for task in tasks]
+
+    runtime = replace(fleet.runtime, evaluate_tasks=evaluate_tasks)
+    replies = runtime.evaluate(State(tiny_net.initial_weights()), {}, None, [3, 1], num_tasks=2)
+    assert replies == [
+        EvalReply(3, (EvalResult(3, 10), EvalResult(3, 11))),
+        EvalReply(1, (EvalResult(1, 10), EvalResult(1, 11))),
+    ]
+
+
+FINITE, NOT_FINITE = torch.ones(3), torch.tensor([1.0, float("inf")])
+
+
+@pytest.mark.parametrize(
+    ("loss", "sent", "stored", "reason"),
+    [
+        (0.5, FINITE, FINITE, None),
+        (float("nan"), FINITE, FINITE, "training diverged: the loss is nan"),
+        (0.5, NOT_FINITE, FINITE, "training diverged: the weights are not finite"),
+        (0.5, FINITE, NOT_FINITE, "training diverged: the weights are not finite"),
+    ],
+)
+def test_divergence_checks_loss_message_and_state(
+    loss: Number, sent: torch.Tensor, stored: torch.Tensor, reason: str | None
+) -> None:
+    update = ClientUpdate(Message({"w": sent}, {"loss": loss}), {}, State({"w": stored}))
+    assert divergence(update) == reason
