@@ -48,7 +48,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(
         machine.device
     )
-    context = MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, machine.device)
+    context = MethodContext.from_net(net, config.train, ROUNDS, 0, CLASSES, machine.device)
     method = make_method(config.method, context)
     weights = to_device(net.initial_weights(), machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)

@@ -32,7 +32,7 @@ from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt_model, make_method
-from vitfleet.methods.episodic_memory import Stored, write
+from vitfleet.methods.episodic_memory import StoredSamples, memory_tensors
 from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
@@ -59,7 +59,7 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     )
 
     def context(where: torch.device) -> MethodContext:
-        return MethodContext.of(net, config.train, ROUNDS, 0, CLASSES, where, config.num_tasks)
+        return MethodContext.from_net(net, config.train, ROUNDS, 0, CLASSES, where, config.num_tasks)
 
     task_index = TASKS if name in OF_TASKS else 0
     labels = np.arange(STEPS * batch) % CLASSES
@@ -94,8 +94,8 @@ def measure(name: str, model: str, batch: int, device: str, precision: str) -> d
     first, _ = play(batch if machine.device.type == "cuda" else 1, None)
     own = first.client_state
     if task_index and own is not None:
-        one = Stored(pixels[:STORED].clone(), images.labels[:STORED].to(torch.int16))
-        own = State({**own.tensors, **write(dict.fromkeys(range(task_index), one))})
+        one = StoredSamples(pixels[:STORED].clone(), images.labels[:STORED].to(torch.int16))
+        own = State({**own.tensors, **memory_tensors(dict.fromkeys(range(task_index), one))})
     del first
     before = _reset(machine)
     _, peak = play(STEPS * batch, own)

@@ -67,7 +67,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
     net = build_model(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
-    context = MethodContext.of(net, train, 10, SEED, classes, machine.device)
+    context = MethodContext.from_net(net, train, 10, SEED, classes, machine.device)
     method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)
     pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)

@@ -141,7 +141,7 @@ def make_context(tiny_net: Net) -> MakeContext:
 
     def make(**train: object) -> MethodContext:
         config = TrainConfig.model_validate(train)
-        return MethodContext.of(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
+        return MethodContext.from_net(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
 
     return make
 

@@ -37,7 +37,7 @@ def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.of(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
+    context = MethodContext.from_net(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
     return client_flops(make_method(params, context), net, mask_ratio)
 
 
@@ -76,7 +76,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
     config = Config.model_validate({"method": {"name": "fedrep", "head_epochs": 1}, "train": {"epochs": 5}})
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
-    context = MethodContext.of(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
+    context = MethodContext.from_net(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
     found = client_flops(make_method(config.method, context), net, 0.0)
     head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
     assert found.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
@@ -93,7 +93,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
 def test_other_families_are_counted_too(name: str, model: str) -> None:
     params = Config.model_validate({"method": {"name": name}}).method
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.of(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
+    context = MethodContext.from_net(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
     flops = client_flops(make_method(params, context), net, 0.0)
     assert 0 < flops.forward <= flops.training
 
@@ -111,7 +111,7 @@ def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.of(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
+    context = MethodContext.from_net(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
     assert net.anatomy.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
         millions, rel=0.005
     )

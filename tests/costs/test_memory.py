@@ -35,7 +35,7 @@ def memory_of(
         tree["data"] = {"tasks": {"count": 5, "classes": 2, "per_client": [2, 2]}}
     config = Config.model_validate(tree)
     net = build_model(MODEL, 10, 3, 32, 0, partial(adapt_model, config.method))
-    context = MethodContext.of(net, config.train, 10, 0, 10, torch.device("cpu"), config.num_tasks)
+    context = MethodContext.from_net(net, config.train, 10, 0, 10, torch.device("cpu"), config.num_tasks)
     cost_model = CostModel(make_method(config.method, context), net, config.train)
     task_index, client_metrics = (0, None) if stored is None else (len(stored), {"stored": stored})
     return round_memory(

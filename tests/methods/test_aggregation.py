@@ -111,6 +111,6 @@ def test_a_bound_refuses_what_is_longer_and_nothing_else() -> None:
 
 def test_nobody_may_claim_the_whole_mean() -> None:
     gathering = WeightedMean(KNOWN, MeanParams(max_samples=100))
-    with pytest.raises(RejectedUpdateError, match="101 samples"):
+    with pytest.raises(RejectedUpdateError, match="number of samples is 101; "):
         gathering.add(0, Message(updates(1)[0], {"samples": 101}))
     gathering.add(0, Message(updates(1)[0], {"samples": 100}))

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def setting_of(net: Net, **train: Any) -> MethodContext:
-    return MethodContext.of(net, TrainConfig(**train), 10, 0, 100, CPU)
+    return MethodContext.from_net(net, TrainConfig(**train), 10, 0, 100, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     eftvit_config: MakeConfig, tmp_path: Path, values: str
 ) -> None:
     # A rate of next to nothing: features can be made again from the initial weights.
-    config = eftvit_config(f"method.values={values}", "train.lr=1e-12", "train.mask_ratio=0", "train.epochs=2")
+    config = eftvit_config(f"method.feature_dtype={values}", "train.lr=1e-12", "train.mask_ratio=0", "train.epochs=2")
     context = open_run(config, tmp_path)
     client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     index = torch.from_numpy(context.partition.train.for_client(client))
@@ -161,7 +161,7 @@ def test_the_servers_training_does_not_depend_on_where_its_store_lies(
 ) -> None:
     states = []
     for place in ("device", "host"):
-        context = open_run(eftvit_config(f"method.store_on={place}", "method.values=int8"), tmp_path / place)
+        context = open_run(eftvit_config(f"method.store_on={place}", "method.feature_dtype=int8"), tmp_path / place)
         server, _ = play(context, 2)
         states.append(server.tensors)
     for name, tensor in states[0].items():
@@ -232,8 +232,8 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
 )
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
     net = build_model(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
-    context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, tokens=5, width=8, device=CPU)
-    method = EftVit(EftVitParams(local_layers=1, values="fp32"), context)
+    context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, num_tokens=5, embed_dim=8, device=CPU)
+    method = EftVit(EftVitParams(local_layers=1, feature_dtype="fp32"), context)
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
     gathering = method.aggregator(State(), 1)
     gathering.add(0, Message(sound))

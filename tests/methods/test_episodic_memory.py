@@ -10,7 +10,16 @@ from conftest import MakeShard
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import State
-from vitfleet.methods.episodic_memory import Stored, bytes_of, extract, read, recall, store, within, write
+from vitfleet.methods.episodic_memory import (
+    StoredSamples,
+    limit_memory,
+    memory_bytes,
+    memory_tensors,
+    read_memory,
+    replay_memory,
+    select_samples,
+    store_task,
+)
 from vitfleet.methods.fedvit import FedVitParams
 from vitfleet.wire import decode, encode
 
@@ -24,7 +33,7 @@ def losses() -> torch.Tensor:
 
 @pytest.mark.parametrize("rho", [0.1, 0.4, 1.0])
 def test_of_every_class_the_lowest_losses_are_kept(losses: torch.Tensor, rho: float) -> None:
-    kept = extract(losses, LABELS, rho)
+    kept = select_samples(losses, LABELS, rho)
     assert len(set(kept.tolist())) == len(kept)
     counts = torch.bincount(LABELS[kept], minlength=8).tolist()
     assert counts == [max(1, int(rho * n + 0.5)) if n else 0 for n in (60, 30, 4, 0, 0, 0, 0, 1)]
@@ -35,7 +44,7 @@ def test_of_every_class_the_lowest_losses_are_kept(losses: torch.Tensor, rho: fl
 
 
 def test_every_beginning_keeps_the_shares_and_the_lowest_losses(losses: torch.Tensor) -> None:
-    kept = extract(losses, LABELS, 0.5)
+    kept = select_samples(losses, LABELS, 0.5)
     assert set(LABELS[kept[:4]].tolist()) == {0, 1, 2, 7}, "first one of each class"
     for length in range(4, len(kept)):
         begun = kept[:length]
@@ -47,50 +56,50 @@ def test_every_beginning_keeps_the_shares_and_the_lowest_losses(losses: torch.Te
 
 
 def test_of_equal_losses_the_first_are_kept() -> None:
-    assert extract(torch.zeros(20), torch.zeros(20, dtype=torch.long), 0.1).tolist() == [0, 1]
+    assert select_samples(torch.zeros(20), torch.zeros(20, dtype=torch.long), 0.1).tolist() == [0, 1]
 
 
-def stored(count: int) -> Stored:
-    return Stored(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), torch.arange(count, dtype=torch.int16))
+def stored(count: int) -> StoredSamples:
+    return StoredSamples(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), torch.arange(count, dtype=torch.int16))
 
 
 def test_a_budget_cuts_tasks_to_a_common_level_from_their_ends() -> None:
     known = {0: stored(10), 1: stored(3), 2: stored(7)}
     sample = 64 + 2
-    assert bytes_of(known) == 20 * sample
+    assert memory_bytes(known) == 20 * sample
     for samples, lengths in ((20, [10, 3, 7]), (19, [9, 3, 7]), (17, [7, 3, 7]), (16, [6, 3, 6]), (3, [1, 1, 1])):
-        cut = within(known, samples * sample + 1)
+        cut = limit_memory(known, samples * sample + 1)
         assert [len(one) for one in cut.values()] == lengths
         assert all(one.labels.tolist() == list(range(len(one))) for one in cut.values())
-    assert [len(one) for one in within(known, None).values()] == [10, 3, 7]
+    assert [len(one) for one in limit_memory(known, None).values()] == [10, 3, 7]
 
 
 def test_what_is_stored_are_the_images_themselves(make_shard: MakeShard, tiny_images: ImageSet) -> None:
     shard = make_shard(10, 40)
     losses = torch.rand(30, generator=torch.Generator().manual_seed(1))
-    known = store({}, 2, shard, losses, FedVitParams(rho=0.2), num_tasks=3)
-    places = 10 + extract(losses, shard.labels, 0.2)
+    known = store_task({}, 2, shard, losses, FedVitParams(rho=0.2), num_tasks=3)
+    places = 10 + select_samples(losses, shard.labels, 0.2)
     assert torch.equal(known[2].images, tiny_images.images[places])
     assert torch.equal(known[2].labels.long(), tiny_images.labels[places])
     assert (known[2].images.dtype, known[2].labels.dtype) == (torch.uint8, torch.int16)
     # Extracted anew, the same task's knowledge is replaced.
-    again = store(known, 2, shard, -losses, FedVitParams(rho=0.2), num_tasks=3)
+    again = store_task(known, 2, shard, -losses, FedVitParams(rho=0.2), num_tasks=3)
     assert list(again) == [2]
     assert not torch.equal(again[2].images, known[2].images)
     empty = Shard(shard.images, torch.empty(0, dtype=torch.long))
-    assert store(known, 3, empty, torch.empty(0), FedVitParams(), num_tasks=4) == known
+    assert store_task(known, 3, empty, torch.empty(0), FedVitParams(), num_tasks=4) == known
 
 
 def test_a_budget_too_small_for_one_image_a_task_is_refused(make_shard: MakeShard) -> None:
     params = FedVitParams(memory_bytes=5 * 66 - 1)
     with pytest.raises(ConfigError, match=r"method\.memory_bytes = 329: must be at least 330"):
-        store({}, 0, make_shard(0, 20), torch.zeros(20), params, num_tasks=5)
+        store_task({}, 0, make_shard(0, 20), torch.zeros(20), params, num_tasks=5)
 
 
 def test_knowledge_survives_a_clients_state() -> None:
     known = {0: stored(3), 11: stored(5)}
-    state = State({"head.weight": torch.ones(2), **write(known)})
-    again = read(decode(State, encode(state)).tensors)
+    state = State({"head.weight": torch.ones(2), **memory_tensors(known)})
+    again = read_memory(decode(State, encode(state)).tensors)
     assert list(again) == [0, 11]
     assert all(torch.equal(again[task_index].images, known[task_index].images) for task_index in known)
     assert all(torch.equal(again[task_index].labels, known[task_index].labels) for task_index in known)
@@ -98,16 +107,16 @@ def test_knowledge_survives_a_clients_state() -> None:
 
 def test_recalled_are_the_tasks_before_one_part_each_the_largest_first() -> None:
     known = {0: stored(4), 2: stored(2), 3: stored(6)}
-    memory = recall(known, 3)
+    memory = replay_memory(known, 3)
     assert memory is not None
     assert memory.images.shape == (3, 4, 1, 8, 8)  # the third task's own samples are not among them
     assert memory.sizes == (4, 2, 0)
     expected = [[0.25] * 4, [0.5, 0.5, 0.0, 0.0], [0.0] * 4]
     np.testing.assert_allclose(memory.sample_weight.numpy(), expected)
     assert memory.labels.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0] * 4]
-    together = recall(known, 3, together=True)
+    together = replay_memory(known, 3, merge_tasks=True)
     assert together is not None
     assert together.labels.tolist() == [[0, 1, 2, 3, 0, 1]]
     np.testing.assert_allclose(together.sample_weight.numpy(), [[1 / 6] * 6], rtol=1e-6)
-    assert recall(known, 0) is None
-    assert recall({5: stored(1)}, 4) is None
+    assert replay_memory(known, 0) is None
+    assert replay_memory({5: stored(1)}, 4) is None

@@ -11,7 +11,7 @@ import torch
 from conftest import MakeConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.methods import MethodContext
-from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, schedule
+from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, layer_schedule
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
@@ -19,7 +19,7 @@ from vitfleet.run.setup import open_run
 
 
 def spans(rounds: int, local_layers: int) -> list[int]:
-    return [len(list(group)) for _, group in groupby(schedule(rounds, local_layers))]
+    return [len(list(group)) for _, group in groupby(layer_schedule(rounds, local_layers))]
 
 
 def test_200_rounds_over_six_layers() -> None:
@@ -29,7 +29,7 @@ def test_200_rounds_over_six_layers() -> None:
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 10, 77])
 def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
-    layers = schedule(rounds, 6)
+    layers = layer_schedule(rounds, 6)
     assert len(layers) == rounds
     assert layers[0] == 0
     assert all(after - before in (0, 1) for before, after in pairwise(layers))
@@ -39,21 +39,23 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
     net = build_model(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
-    return FedBfpt(FedBfptParams(local_layers=6), MethodContext.of(net, TrainConfig(), 200, 0, 5, torch.device("cpu")))
+    return FedBfpt(
+        FedBfptParams(local_layers=6), MethodContext.from_net(net, TrainConfig(), 200, 0, 5, torch.device("cpu"))
+    )
 
 
 @pytest.mark.parametrize("layer", range(6))
 def test_the_local_model_is_the_first_layers_and_a_sorted_sample_of_the_deeper(fedbfpt: FedBfpt, layer: int) -> None:
     seen = set()
     for client in range(200):
-        route = fedbfpt.route(layer, round=3, client=client)
+        route = fedbfpt.sample_layers(layer, round=3, client=client)
         assert len(route) == 6
         assert route[: layer + 1] == tuple(range(layer + 1))
         assert list(route) == sorted(route)
         assert all(layer < one < 12 for one in route[layer + 1 :])
         seen |= set(route[layer + 1 :])
     assert seen == (set(range(layer + 1, 12)) if layer < 5 else set())
-    assert fedbfpt.route(layer, 3, 7) == fedbfpt.route(layer, 3, 7)
+    assert fedbfpt.sample_layers(layer, 3, 7) == fedbfpt.sample_layers(layer, 3, 7)
 
 
 def test_a_route_is_the_model_made_of_those_blocks() -> None:
@@ -65,8 +67,8 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
         names = zip(shallow.anatomy.blocks[position], deep.anatomy.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
-    context = MethodContext.of(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
-    made = FedBfpt(FedBfptParams(local_layers=3), context).shallow(weights, route)
+    context = MethodContext.from_net(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
+    made = FedBfpt(FedBfptParams(local_layers=3), context).shallow_weights(weights, route)
     assert made.keys() == local.keys()
     assert torch.equal(deep(made, images, depth=3), shallow(local, images))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
-from vitfleet.methods.episodic_memory import extract
+from vitfleet.methods.episodic_memory import select_samples
 from vitfleet.methods.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_driver import run_participant
@@ -91,7 +91,7 @@ def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net,
         # What it knows of the task: the samples of lowest loss under the model it now has.
         shard = hand.shard
         losses = hand.losses(weights, (shard.images.images[shard.index], shard.labels)).detach()
-        kept = shard.index[extract(losses, shard.labels, 0.3)]
+        kept = shard.index[select_samples(losses, shard.labels, 0.3)]
         pixels, labels = memory_of(answer.client_state, task_index + 1)[task_index]
         assert torch.equal(pixels, shard.images.images[kept])
         assert torch.equal(labels, shard.images.labels[kept])

@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
-from vitfleet.methods.episodic_memory import read
+from vitfleet.methods.episodic_memory import read_memory
 from vitfleet.methods.gem import AGem, AGemParams, Gem, GemParams
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_driver import run_participant
@@ -91,7 +91,9 @@ def test_what_is_stored_of_a_task_is_drawn_once(
     assert first.client_state is not None
     assert second.client_state is not None
     assert third.client_state is not None
-    one, two, three = (read(own.tensors) for own in (first.client_state, second.client_state, third.client_state))
+    one, two, three = (
+        read_memory(own.tensors) for own in (first.client_state, second.client_state, third.client_state)
+    )
     assert torch.equal(one[0].images, two[0].images)
     assert torch.equal(one[0].images, three[0].images)
     assert list(three) == [0, 1]

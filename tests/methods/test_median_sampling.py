@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitfleet.methods.median_sampling import Plan, draw_plan, threshold_of
+from vitfleet.methods.median_sampling import SamplingPlan, class_threshold, draw_sampling_plan
 
 
 def labels_of(*counts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
 
-def plan_of(counts: tuple[int, ...], epochs: int = 5, threshold: float = 0.5, seed: int = 0) -> Plan:
-    return draw_plan(labels_of(*counts), epochs, threshold, np.random.default_rng(seed))
+def plan_of(counts: tuple[int, ...], epochs: int = 5, threshold: float = 0.5, seed: int = 0) -> SamplingPlan:
+    return draw_sampling_plan(labels_of(*counts), epochs, threshold, np.random.default_rng(seed))
 
 
-def sent(plan: Plan) -> list[tuple[int, int]]:
+def sent(plan: SamplingPlan) -> list[tuple[int, int]]:
     """Return the (epoch, sample) pairs that are sent."""
-    epochs, samples = plan.slots.shape
-    pairs = {int(plan.slots[e, s]): (e, s) for e in range(epochs) for s in range(samples)}
-    return [pairs[int(slot)] for slot in plan.order]
+    epochs, samples = plan.rows.shape
+    pairs = {int(plan.rows[e, s]): (e, s) for e in range(epochs) for s in range(samples)}
+    return [pairs[int(slot)] for slot in plan.sent_rows]
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,20 @@ def sent(plan: Plan) -> list[tuple[int, int]]:
     ],
 )
 def test_the_threshold(counts: tuple[int, ...], quantile: float, wanted: int) -> None:
-    assert threshold_of(np.array(counts, dtype=np.int64), quantile) == wanted
+    assert class_threshold(np.array(counts, dtype=np.int64), quantile) == wanted
 
 
 def test_only_classes_that_are_present_count() -> None:
     labels = np.repeat(np.array([3, 90]), [4, 8])  # of a hundred classes
-    plan = draw_plan(labels, 5, 0.5, np.random.default_rng(0))
-    assert sorted(plan.labels) == [3] * 6 + [90] * 6
+    plan = draw_sampling_plan(labels, 5, 0.5, np.random.default_rng(0))
+    assert sorted(plan.sent_labels) == [3] * 6 + [90] * 6
 
 
 def test_an_empty_client_sends_nothing() -> None:
     plan = plan_of(())
-    assert plan.recorded == 0
-    assert len(plan.order) == len(plan.labels) == 0
-    assert plan.slots.shape == (5, 0)
+    assert plan.num_recorded == 0
+    assert len(plan.sent_rows) == len(plan.sent_labels) == 0
+    assert plan.rows.shape == (5, 0)
 
 
 @pytest.mark.parametrize("counts", [(7,), (4, 4, 4)])
@@ -74,10 +74,10 @@ def test_a_minority_is_taken_from_every_epoch_a_majority_from_the_last() -> None
 def test_one_against_five_hundred() -> None:
     plan = plan_of((1, 500))
     pairs = sent(plan)
-    assert np.bincount(plan.labels).tolist() == [250, 250]
+    assert np.bincount(plan.sent_labels).tolist() == [250, 250]
     assert {pair for pair in pairs if pair[1] == 0} == {(epoch, 0) for epoch in range(5)}, "all five, again and again"
     assert len({pair for pair in pairs if pair[1] != 0}) == 250
-    assert plan.recorded == 255, "what is drawn again is recorded once"
+    assert plan.num_recorded == 255, "what is drawn again is recorded once"
 
 
 @given(
@@ -90,14 +90,14 @@ def test_the_uploaded_histogram_is_flat_and_nothing_more_is_recorded(
     counts: list[int], epochs: int, threshold: float, seed: int
 ) -> None:
     labels = np.random.default_rng(seed).permutation(labels_of(*counts))
-    plan = draw_plan(labels, epochs, threshold, np.random.default_rng(seed))
-    target = threshold_of(np.array(counts), threshold)
-    assert np.bincount(plan.labels, minlength=len(counts)).tolist() == [target] * len(counts)
+    plan = draw_sampling_plan(labels, epochs, threshold, np.random.default_rng(seed))
+    target = class_threshold(np.array(counts), threshold)
+    assert np.bincount(plan.sent_labels, minlength=len(counts)).tolist() == [target] * len(counts)
     pairs = sent(plan)
-    assert [int(labels[sample]) for _, sample in pairs] == plan.labels.tolist()
-    recorded = plan.slots[plan.slots < plan.recorded]
-    assert sorted(recorded.tolist()) == list(range(plan.recorded)), "a place for each, and each its own"
-    assert set(plan.order.tolist()) == set(range(plan.recorded)), "what is recorded is sent"
+    assert [int(labels[sample]) for _, sample in pairs] == plan.sent_labels.tolist()
+    recorded = plan.rows[plan.rows < plan.num_recorded]
+    assert sorted(recorded.tolist()) == list(range(plan.num_recorded)), "a place for each, and each its own"
+    assert set(plan.sent_rows.tolist()) == set(range(plan.num_recorded)), "what is recorded is sent"
     for epoch, sample in pairs:
         assert epoch == epochs - 1 or counts[labels[sample]] < target
 

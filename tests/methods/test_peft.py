@@ -34,7 +34,7 @@ def counted(params: MethodParams) -> int:
     """Count what trains in a ViT-B/16, without making its weights."""
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    method = make_method(params, MethodContext.of(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
+    method = make_method(params, MethodContext.from_net(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
     return net.anatomy.count_parameters(method.trainable)
 
 
@@ -147,7 +147,7 @@ def test_prompts_stand_after_the_class_token_and_are_gone_before_the_head(deep: 
     [
         (["method.name=fed-lora", 'method.targets=["q", "gate"]'], r"method\.targets = 'gate': is not in this model"),
         (["method.name=fed-prompt", "model.name=pvt_v2_b0"], "cannot take prompts; choose a plain ViT"),
-        (["method.name=fedbfpt", "method.local_layers=9"], r"method\.local_layers = 9: must be between 1 and 2"),
+        (["method.name=fedbfpt", "method.local_layers=9"], r"method\.local_layers = 9: must be between 2 and 2"),
         (["method.name=transfl", "method.k=9"], r"method\.k = 9: must be between 1 and 2"),
     ],
 )

@@ -20,7 +20,8 @@ from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.transfl import GradientMagnitude, TransFL, TransFLParams, head_magnitudes, top
+from vitfleet.methods.gradient_magnitude import GradientMagnitude, head_magnitudes
+from vitfleet.methods.transfl import TransFL, TransFLParams, top_k
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
@@ -52,7 +53,9 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     observer = GradientMagnitude(tiny_net.anatomy, statistic)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, observer=observer)
-    fitted = trainer.fit(Fit(weights, objective, 1, observer_state=observer.start(CPU)), shard, RngContext(0, 1, 0))
+    fitted = trainer.fit(
+        Fit(weights, objective, 1, observer_state=observer.initial_state(CPU)), shard, RngContext(0, 1, 0)
+    )
     measured = fitted.observed["layers"] / fitted.steps
 
     order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
@@ -89,9 +92,9 @@ def test_a_heads_gradient_is_that_of_its_rows_of_qkv_and_its_columns_of_the_proj
 
 
 def test_top_k_in_the_models_order() -> None:
-    assert top([0.1, 0.9, 0.5, 0.7], 2) == [1, 3]
-    assert top([1.0, 1.0, 1.0], 2) == [0, 1]
-    assert top([0.3, 0.1], 2) == [0, 1]
+    assert top_k([0.1, 0.9, 0.5, 0.7], 2) == [1, 3]
+    assert top_k([1.0, 1.0, 1.0], 2) == [0, 1]
+    assert top_k([0.3, 0.1], 2) == [0, 1]
 
 
 def _message(net: Net, layers: list[int], value: float, samples: int) -> Message:
@@ -161,7 +164,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
     make_shard: MakeShard,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vitfleet.methods.transfl.top", lambda magnitudes, k: [0])
+    monkeypatch.setattr("vitfleet.methods.transfl.top_k", lambda magnitudes, k: [0])
     method = TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
     server, (first, second) = _play(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
@@ -196,8 +199,8 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
 
 
 def test_what_always_travels_is_a_choice(make_context: MakeContext, tiny_net: Net) -> None:
-    method = TransFL(TransFLParams(k=1, always=("norm",)), make_context())
-    assert method.always == tiny_net.anatomy.norm
+    method = TransFL(TransFLParams(k=1, always_send=("norm",)), make_context())
+    assert method.always_sent == tiny_net.anatomy.norm
 
 
 def test_a_client_without_images_sends_nothing(
@@ -220,7 +223,7 @@ def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build_model(config.model, 10, 3, 32, seed=0)
     cpu = torch.device("cpu")
-    context = MethodContext.of(net, config.train, config.rounds, config.seed, 10, cpu)
+    context = MethodContext.from_net(net, config.train, config.rounds, config.seed, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
     trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
@@ -257,6 +260,6 @@ def test_g_is_measured_in_other_families_too(name: str) -> None:
     gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
     observer = GradientMagnitude(net.anatomy, "mean-abs")
     step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))
-    seen = observer(observer.start(CPU), gradients, step)
+    seen = observer(observer.initial_state(CPU), gradients, step)
     torch.testing.assert_close(seen["layers"], torch.ones(net.anatomy.depth))
     assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"

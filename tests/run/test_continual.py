@@ -17,7 +17,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import ClientTask
-from vitfleet.methods.episodic_memory import read
+from vitfleet.methods.episodic_memory import read_memory
 from vitfleet.run.compare import ComparedRun, create_comparison, partitions_differ
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients
@@ -195,7 +195,7 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
     for client, num_tasks in asked.items():
         state = fedvit.context.fleet.client_state(client)
         assert state is not None
-        known = read(state.tensors)
+        known = read_memory(state.tensors)
         assert set(known) == num_tasks
         for task_index, stored in known.items():
             task = streams_of(fedvit.context).task_order[client, task_index]

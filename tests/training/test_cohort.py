@@ -257,7 +257,7 @@ METHODS = {
     "fed-prompt": ("method.prompts=2",),
     "fed-lora": ("method.rank=2",),
     "fedbfpt": ("method.local_layers=2", "model.depth=3"),
-    "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5", "method.values=fp32"),
+    "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5", "method.feature_dtype=fp32"),
 }
 
 

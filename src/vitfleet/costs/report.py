@@ -137,7 +137,7 @@ def _net(config: Config, images: Images, adaptation: Callable[[nn.Module], None]
 def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
     net = _net(config, images, partial(adapt_model, config.method))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
-    context = MethodContext.of(
+    context = MethodContext.from_net(
         net, config.train, config.rounds, config.seed, images.classes, torch.device("cpu"), num_tasks
     )
     method = make_method(config.method, context)

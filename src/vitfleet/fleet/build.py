@@ -46,7 +46,7 @@ def build_components(
     if machine.bf16 and machine.device.type == "cpu":
         # On a CPU the fused kernel's backward pass takes three to five times as long in bfloat16.
         net = net.with_unfused_attention()
-    context = MethodContext.of(
+    context = MethodContext.from_net(
         net, config.train, config.rounds, config.seed, classes, machine.device, num_tasks, config.aggregate
     )
     preprocess = preprocess_for(net, machine.device)

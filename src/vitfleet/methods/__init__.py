@@ -13,13 +13,13 @@ from vitfleet.methods.fedrep import FedRep  # isort: skip
 from vitfleet.methods.gem import AGem, Gem  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
+from vitfleet.methods.context import MethodContext  # isort: skip
 from vitfleet.methods.base import (  # isort: skip
     Aggregator,
     ClientGenerator,
     ClientJob,
     ClientUpdate,
     Method,
-    MethodContext,
     adapt_model,
     make_method,
     method_class,

@@ -1,4 +1,4 @@
-"""How the weights that clients send are made one: streamed means, robust rules, and what is refused."""
+"""Aggregation of the weights that clients send: streamed means, robust rules, and the rejection of unusable updates."""
 
 from __future__ import annotations
 
@@ -16,149 +16,169 @@ from vitfleet.message import Message, State, Tensors, all_finite
 from vitfleet.methods.aggregation_rules import AggregationRule, MeanParams, is_weighted_mean
 from vitfleet.methods.base import Aggregator, RejectedUpdateError
 
-PLAIN_MEAN = MeanParams()
+
+def check_weights(received: Tensors, expected: Tensors) -> None:
+    """Reject weights that do not fit the model or are not finite. One of them would spoil the mean.
+
+    Raises
+    ------
+    RejectedUpdateError
+        The reason.
+    """
+    for name, tensor in received.items():
+        if name not in expected:
+            raise RejectedUpdateError(f"its weight {name!r} is not part of the model")
+        if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+            raise RejectedUpdateError(
+                f"its weight {name!r} is {_dtype_and_shape(tensor)}; expected: {_dtype_and_shape(expected[name])}"
+            )
+    if not all_finite(received.values()):
+        raise RejectedUpdateError("its weights are not finite")
 
 
-def check_weights(sent: Tensors, known: Tensors) -> None:
-    """Refuse weights that are not the model's, or not finite: one of them would ruin everybody's mean."""
-    for name, tensor in sent.items():
-        if name not in known:
-            raise RejectedUpdateError(f"it sent {name!r}, which the model does not have")
-        if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
-            found, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, known[name]))
-            raise RejectedUpdateError(f"it sent {name!r} as {found}, not {wanted}")
-    if not all_finite(sent.values()):
-        raise RejectedUpdateError("it sent weights that are not finite")
+def _dtype_and_shape(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
-def update_norm(sent: Tensors, known: Tensors) -> float:
-    """Return the Euclidean norm of the step from the known weights to those that were sent."""
+def update_norm(weights: Tensors, reference: Tensors) -> float:
+    """Return the Euclidean norm of the difference between received weights and the server's."""
     squares = (
-        (tensor.double() - known[name].double()).square().sum().item()
-        for name, tensor in sent.items()
+        (tensor.double() - reference[name].double()).square().sum().item()
+        for name, tensor in weights.items()
         if tensor.is_floating_point()
     )
     return math.sqrt(sum(squares))
 
 
-def norm_outliers(sizes: Mapping[int, float], factor: float | None) -> dict[int, str]:
-    """Name those whose size is more than so many times the median, and say so. Nobody stands out of fewer than three.
+def norm_outliers(norms: Mapping[int, float], factor: float | None) -> dict[int, str]:
+    """Return the clients whose norm is more than ``factor`` times the round's median, with the reason.
 
-    The median is the lower one of two: half of the clients may lie and still not move the bound.
+    The median of an even number of norms is the lower one of the two: then up to half of the clients cannot raise the
+    bound. Fewer than three norms have no outliers.
     """
-    if factor is None or len(sizes) < 3:
+    if factor is None or len(norms) < 3:
         return {}
-    median = statistics.median_low(sizes.values())
+    median = statistics.median_low(norms.values())
     return {
-        client: f"its size {size:.3g} is over aggregate.norm_factor = {factor:g} times the round's median {median:.3g}"
-        for client, size in sizes.items()
-        if size > factor * median
+        client: f"its size {norm:.3g} is over aggregate.norm_factor = {factor:g} times the round's median {median:.3g}"
+        for client, norm in norms.items()
+        if norm > factor * median
     }
 
 
 @dataclass(frozen=True)
 class PendingUpdate:
-    """A reply that waits for the others.
+    """An update that is kept until the end of the round.
 
     Attributes
     ----------
-    size
-        Root mean square of its update: comparable between clients that sent different layers.
+    rms
+        Root mean square of the difference to the server's weights. It is comparable between clients that sent different
+        layers.
     """
 
     samples: int
-    tensors: Tensors
-    size: float
+    weights: Tensors
+    rms: float
 
 
 class WeightedMean(Aggregator):
-    """The sample-weighted mean of each tensor over the clients that sent it; a tensor nobody sent stays.
+    """The sample-weighted mean of each tensor over the clients that sent it, or another aggregation rule.
 
-    Only a running sum is held, in float64: the mean of equal weights is those weights, whatever their number. A rule
-    that must see all replies beside each other (trimmed, median, a bound by the round's median) holds them all.
+    A tensor that no client sent keeps its value. The mean needs only a running sum per tensor, in float64: the mean of
+    equal weights is exactly these weights, whatever their number. Other rules and the bound on the norm relative to the
+    round's median need all updates at once.
+
+    Parameters
+    ----------
+    server_state
+        The state whose tensors are updated.
+    config
+        The aggregation rule and the limits on updates.
 
     Attributes
     ----------
-    moved
-        Once finished: the tensors that somebody sent.
+    updated_names
+        After :meth:`finish`: the tensors that at least one client sent.
     """
 
-    def __init__(self, server: State, config: AggregationParams = PLAIN_MEAN) -> None:
-        self.server = server
-        self.config = config
-        self.rule: AggregationRule = AGGREGATIONS.entry_of(config).target
-        self.streams = is_weighted_mean(self.rule)
-        self.moved: set[str] = set()
+    def __init__(self, server_state: State, config: AggregationParams | None = None) -> None:
+        self.server_state = server_state
+        self.config = config or MeanParams()
+        self.rule: AggregationRule = AGGREGATIONS.entry_of(self.config).target
+        self.is_streaming = is_weighted_mean(self.rule)
+        self.updated_names: set[str] = set()
         self.sums: dict[str, Tensor] = {}
-        self.shares: dict[str, float] = {}
-        self.held: dict[int, PendingUpdate] = {}
+        self.sample_counts: dict[str, float] = {}
+        self.pending: dict[int, PendingUpdate] = {}
 
-    def add(self, client: int, up: Message) -> None:
-        """Fold in one client's weights by its samples; a client without samples has no say."""
-        samples = up.numbers.get("samples")
-        if not isinstance(samples, int) or samples < 0:
-            raise RejectedUpdateError(f"it says it has {samples} samples")
-        if self.config.max_samples is not None and samples > self.config.max_samples:
-            raise RejectedUpdateError(
-                f"it says it has {samples} samples; aggregate.max_samples = {self.config.max_samples}"
-            )
+    def add(self, client: int, message: Message) -> None:
+        """Add one client's weights; an update of a client without samples is ignored."""
+        samples = self._checked_samples(message)
         if not samples:
             return
-        check_weights(up.tensors, self.server.tensors)
-        tensors, norm = self._bounded(up.tensors)
-        if not self.streams or self.config.norm_factor is not None:
-            count = sum(tensor.numel() for tensor in tensors.values())
-            self.held[client] = PendingUpdate(samples, tensors, norm / math.sqrt(max(1, count)))
+        check_weights(message.tensors, self.server_state.tensors)
+        weights, norm = self._clipped(message.tensors)
+        if not self.is_streaming or self.config.norm_factor is not None:
+            size = sum(tensor.numel() for tensor in weights.values())
+            self.pending[client] = PendingUpdate(samples, weights, norm / math.sqrt(max(1, size)))
         else:
-            self._fold(samples, tensors)
+            self._accumulate(samples, weights)
 
-    def _bounded(self, sent: Tensors) -> tuple[Tensors, float]:
-        """Refuse or shorten an update that is too long; return it with its norm."""
-        config = self.config
+    def _checked_samples(self, message: Message) -> int:
+        samples, limit = message.numbers.get("samples"), self.config.max_samples
+        if not isinstance(samples, int) or samples < 0:
+            raise RejectedUpdateError(f"its number of samples is {samples}")
+        if limit is not None and samples > limit:
+            raise RejectedUpdateError(f"its number of samples is {samples}; aggregate.max_samples = {limit}")
+        return samples
+
+    def _clipped(self, weights: Tensors) -> tuple[Tensors, float]:
+        """Return the weights, scaled towards the server's if the update is longer than ``clip``, and its norm."""
+        config, reference = self.config, self.server_state.tensors
         if config.max_norm is None and config.clip is None and config.norm_factor is None:
-            return sent, 0.0
-        norm = update_norm(sent, self.server.tensors)
+            return weights, 0.0
+        norm = update_norm(weights, reference)
         if config.max_norm is not None and not norm <= config.max_norm:
             raise RejectedUpdateError(f"its update has the norm {norm:.3g}; aggregate.max_norm = {config.max_norm:g}")
         if config.clip is None or norm <= config.clip:
-            return sent, norm
-        known = self.server.tensors
-        shortened = {
-            name: torch.lerp(known[name], tensor, config.clip / norm) if tensor.is_floating_point() else tensor
-            for name, tensor in sent.items()
+            return weights, norm
+        clipped = {
+            name: torch.lerp(reference[name], tensor, config.clip / norm) if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
         }
-        return shortened, norm
+        return clipped, norm
 
-    def _fold(self, samples: int, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
+    def _accumulate(self, samples: int, weights: Tensors) -> None:
+        for name, tensor in weights.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(tensor, dtype=torch.float64)
-            self.shares[name] = self.shares.get(name, 0) + samples
-        if tensors:
-            torch._foreach_add_([self.sums[name] for name in tensors], list(tensors.values()), alpha=samples)
+            self.sample_counts[name] = self.sample_counts.get(name, 0) + samples
+        if weights:
+            torch._foreach_add_([self.sums[name] for name in weights], list(weights.values()), alpha=samples)
 
     def finish(self) -> State:
-        """Return the server's state with the new weights in it."""
-        sizes = {client: held.size for client, held in self.held.items()}
-        self.rejected = norm_outliers(sizes, self.config.norm_factor)
-        kept = [held for client, held in self.held.items() if client not in self.rejected]
-        if self.streams:
-            for held in kept:
-                self._fold(held.samples, held.tensors)
+        """Return the server's state with the aggregated weights."""
+        norms = {client: update.rms for client, update in self.pending.items()}
+        self.rejected = norm_outliers(norms, self.config.norm_factor)
+        accepted = [update for client, update in self.pending.items() if client not in self.rejected]
+        if self.is_streaming:
+            for update in accepted:
+                self._accumulate(update.samples, update.weights)
             names = list(self.sums)
         else:
-            names = list(dict.fromkeys(name for held in kept for name in held.tensors))
-        self.moved = set(names)
-        known = self.server.tensors
-        # One after the other: a model in float64 takes twice its room, and its sums are there already.
-        made = {name: self._made(name, kept).to(known[name].dtype) for name in names}
-        return State({**known, **made}, self.server.numbers)
+            names = list(dict.fromkeys(name for update in accepted for name in update.weights))
+        self.updated_names = set(names)
+        previous = self.server_state.tensors
+        # One tensor after the other: a whole model in float64, besides the sums, would double the memory.
+        aggregated = {name: self._aggregate(name, accepted).to(previous[name].dtype) for name in names}
+        return State({**previous, **aggregated}, self.server_state.numbers)
 
-    def _made(self, name: str, kept: list[PendingUpdate]) -> Tensor:
-        """Return the aggregated tensor and free its running sum."""
-        if self.streams:
-            return self.sums.pop(name).div_(self.shares[name])
-        senders = [update for update in kept if name in update.tensors]
-        values = torch.stack([update.tensors[name] for update in senders]).double()
+    def _aggregate(self, name: str, accepted: list[PendingUpdate]) -> Tensor:
+        """Return one aggregated tensor in float64. Its running sum is freed."""
+        if self.is_streaming:
+            return self.sums.pop(name).div_(self.sample_counts[name])
+        senders = [update for update in accepted if name in update.weights]
+        values = torch.stack([update.weights[name] for update in senders]).double()
         samples = torch.tensor([update.samples for update in senders], dtype=torch.float64, device=values.device)
         return self.rule(self.config, values, samples)

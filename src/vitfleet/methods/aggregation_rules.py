@@ -1,8 +1,8 @@
-"""Aggregation rules: how the values that several clients sent for one tensor become one.
+"""Aggregation rules: functions that combine the clients' values of one tensor.
 
-A rule is a function of its parameters, the clients' values ``[clients, …]`` in float64 and their numbers of samples
-``[clients]``. It is applied to each tensor of the model separately. The weighted mean alone can be computed as updates
-arrive; every other rule sees all updates of a round at once, and memory grows with their number.
+A rule takes its parameters, the clients' values ``[clients, …]`` in float64 and their numbers of samples ``[clients]``.
+It is applied to each tensor of the model separately. Only the weighted mean is computed as updates arrive. Every other
+rule needs all updates of a round at once, and memory grows with their number.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class MeanParams(AggregationParams):
 
 
 class TrimmedMeanParams(AggregationParams):
-    """The mean without the extremes, per coordinate; all clients count alike (Yin et al., 2018)."""
+    """The coordinate-wise mean without the largest and smallest values, unweighted (Yin et al., 2018)."""
 
     trim: float = Field(0.1, ge=0, lt=0.5, description="fraction of the clients dropped at either end")
 
 
 class MedianParams(AggregationParams):
-    """The median, per coordinate; all clients count alike (Yin et al., 2018)."""
+    """The coordinate-wise median, unweighted (Yin et al., 2018)."""
 
 
 @register_aggregation("mean", MeanParams)
@@ -43,21 +43,22 @@ def weighted_mean(params: MeanParams, values: Tensor, samples: Tensor) -> Tensor
 
 @register_aggregation("trimmed", TrimmedMeanParams)
 def trimmed_mean(params: TrimmedMeanParams, values: Tensor, samples: Tensor) -> Tensor:
-    """Return the mean of what is left when the largest and the smallest values are dropped."""
-    return _middle(values, int(params.trim * len(values)))
+    """Return the mean without the largest and smallest ``trim`` of the values."""
+    return _mean_without_extremes(values, int(params.trim * len(values)))
 
 
 @register_aggregation("median", MedianParams)
 def median(params: MedianParams, values: Tensor, samples: Tensor) -> Tensor:
-    """Return the median; of an even number of values, the mean of the two in the middle."""
-    return _middle(values, (len(values) - 1) // 2)
+    """Return the median; for an even number of values, the mean of the two in the middle."""
+    return _mean_without_extremes(values, (len(values) - 1) // 2)
 
 
-def _middle(values: Tensor, dropped: int) -> Tensor:
+def _mean_without_extremes(values: Tensor, dropped: int) -> Tensor:
+    """Return the coordinate-wise mean without the ``dropped`` smallest and largest values."""
     ranked = values.sort(dim=0).values
     return ranked[dropped : len(values) - dropped].mean(dim=0)
 
 
 def is_weighted_mean(rule: AggregationRule) -> bool:
-    """Whether a rule is the weighted mean, which needs only a running sum."""
+    """Whether a rule is the weighted mean, for which a running sum suffices."""
     return rule is weighted_mean

@@ -1,98 +1,53 @@
-"""A method is two halves and a message.
+"""The interface of a federated learning method.
 
-The server half says how it starts, what goes down to a client, and what it makes of the replies. The client
-half says what a device does with its images. What travels between them is a :class:`~vitfleet.message.Message`.
-A method never learns where its clients live, and keeps nothing in itself: state comes in and goes out as a
-value.
+A method has a server part and a client part that exchange :class:`~vitfleet.message.Message` values. The server part
+defines the initial state, the message to each client and the aggregation of the clients' updates. The client part
+defines what a client does with its images. A method is stateless: the state of the server and of each client is an
+argument and a result. Where clients run (in this process, in other processes, on other machines) is not its concern.
 
-The client half is a generator: it *yields* each training it wants as a :class:`~vitfleet.training.objective.Fit`
-and is sent back what came of it. It reads like the algorithm in the paper, while whoever drives it decides how
-the training is run: alone, or together with the other clients of the cohort that stand at the same yield.
+The client part is a generator. It *yields* every training as a :class:`~vitfleet.training.objective.Fit` and receives
+the :class:`~vitfleet.training.objective.FitResult`, so it reads like the algorithm in the paper. The caller decides how
+a training is executed: alone, or batched with the trainings of other clients.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-import torch
 from torch import nn
 
-from vitfleet.config.base import AggregationParams, MethodParams
+from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import METHODS
-from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.config.schema import Config
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
-from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.methods.client_metrics import ClientMetric
-from vitfleet.models.anatomy import Anatomy, Selection
-from vitfleet.models.net import Net
+from vitfleet.methods.context import MethodContext
+from vitfleet.models.anatomy import Selection
 from vitfleet.training.objective import Fit, FitResult
 
 
 @dataclass(frozen=True)
-class MethodContext:
-    """What a method may know of the run it is in.
-
-    Attributes
-    ----------
-    tokens, width
-        Tokens of a training image after masking, class token included, and the numbers in each.
-    device
-        Where training happens.
-    stages
-        Tasks that every client learns, one after the other.
-    """
-
-    anatomy: Anatomy
-    train: TrainConfig
-    rounds: int
-    seed: int
-    classes: int
-    tokens: int
-    width: int
-    device: torch.device
-    num_tasks: int = 1
-    aggregate: AggregationParams = field(default_factory=MeanParams)
-
-    @classmethod
-    def of(
-        cls,
-        net: Net,
-        train: TrainConfig,
-        rounds: int,
-        seed: int,
-        classes: int,
-        device: torch.device,
-        num_tasks: int = 1,
-        aggregate: AggregationParams | None = None,
-    ) -> MethodContext:
-        """Return the setting of a model in a run."""
-        tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio)
-        rules = aggregate or MeanParams()
-        return cls(net.anatomy, train, rounds, seed, classes, tokens, net.embed_dim, device, num_tasks, rules)
-
-
-@dataclass(frozen=True)
 class ClientJob:
-    """What a client is asked to do in one round.
+    """The input of a client's round.
 
     Attributes
     ----------
-    down
-        The server's message.
-    base
-        What every client was given once, at its first contact: see :meth:`Method.base`.
-    own
-        The client's own state, as it left it; ``None`` before its first round.
+    message
+        The server's message of this round.
+    base_weights
+        The tensors that every client received once, before its first round: see :meth:`Method.base_message`.
+    client_state
+        The client's state after its last round; ``None`` before its first round.
     shard
-        The client's images, at this stage of its stream of tasks.
-    stage
-        How many tasks lie behind it; 0 where there is no stream.
+        The client's training images; in continual learning, those of its current task.
+    task_index
+        Index of the client's current task, from 0; 0 without tasks.
     """
 
     round: int
@@ -106,16 +61,16 @@ class ClientJob:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a client makes of a job.
+    """The result of a client's round.
 
     Attributes
     ----------
-    up
-        The message it sends.
-    model
-        Its own model as it now stands: what local accuracy is measured on. It does not travel.
-    own
-        The state it keeps; ``None``: it keeps nothing.
+    message
+        What is sent to the server.
+    model_weights
+        The client's whole model, on which local accuracy is measured. It is not sent.
+    client_state
+        What the client keeps for its next round; ``None``: nothing.
     """
 
     message: Message
@@ -128,28 +83,31 @@ ServerGenerator: TypeAlias = Generator[Fit, FitResult, State]
 
 
 class RejectedUpdateError(Exception):
-    """A message cannot be used; says why."""
+    """A client's update cannot be used. The message is the reason."""
 
 
 class Aggregator(ABC):
-    """The server half while replies come in: each is folded in and let go, so memory does not grow.
+    """Aggregates the updates of one round into the server's new state.
+
+    Updates are added one by one as they arrive, so memory does not grow with their number.
 
     Attributes
     ----------
-    refused
-        Once finished: replies that were taken but, seen beside the others, not used, and why.
+    rejected
+        After :meth:`finish`: the clients whose updates were added but not used, and the reason. These are updates that
+        can only be judged in comparison with the others.
     """
 
     rejected: Mapping[int, str] = MappingProxyType({})
 
     @abstractmethod
-    def add(self, client: int, up: Message) -> None:
-        """Fold in one reply. Replies always come in the order of the requests, whoever was faster.
+    def add(self, client: int, message: Message) -> None:
+        """Add one client's update. Updates are added in the order of the requests, not of arrival.
 
         Raises
         ------
-        RefusalError
-            If the message cannot be used; it is named and counted, and the round goes on without it.
+        RejectedUpdateError
+            The update cannot be used. It is recorded as a failure, and the round continues without it.
         """
 
     @abstractmethod
@@ -161,13 +119,21 @@ Params = TypeVar("Params", bound=MethodParams)
 
 
 class Method(ABC, Generic[Params]):
-    """An algorithm of federated learning."""
+    """A federated learning algorithm.
 
-    #: Whether clients must learn a stream of tasks (``data.tasks``).
+    Parameters
+    ----------
+    params
+        The table ``[method]``.
+    context
+        The run that the method is part of.
+    """
+
+    #: Whether clients must learn a sequence of tasks (``data.tasks``).
     needs_tasks: ClassVar[bool] = False
-    #: The mask ratio the method is meant for: what `vitfleet cost` assumes where a configuration sets none.
+    #: The mask ratio that the method is designed for: `vitfleet cost` assumes it if the configuration sets none.
     usual_mask_ratio: ClassVar[float] = 0.0
-    #: Whether the server has a whole model of its own; if not, the clients' models stand for it.
+    #: Whether the server has a complete model. If not, the clients' models are evaluated in its place.
     has_global_model: ClassVar[bool] = True
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
@@ -181,7 +147,7 @@ class Method(ABC, Generic[Params]):
 
     @property
     def name(self) -> str:
-        """Name the method is registered under."""
+        """Name under which the method is registered."""
         return METHODS.entry_of(self.params).name
 
     @classmethod
@@ -201,54 +167,64 @@ class Method(ABC, Generic[Params]):
                 "-o data.tasks.count=5 -o data.tasks.classes=2",
             )
 
-    @property
-    def state_on_disk(self) -> bool:
-        """Whether the parts of the server's state shall lie on disk, memory-mapped from the checkpoint's files."""
-        return False
-
     @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module) -> None:
-        """Add to the architecture what the method needs in it (prompts, low-rank factors): nothing by default."""
+        """Add the modules that the method needs (prompts, low-rank factors) to the architecture: none by default."""
 
     @property
     @abstractmethod
     def trainable(self) -> Selection:
-        """What a client trains."""
+        """The weights that a client trains."""
 
-    # The server half
+    # Server
 
-    def base_message(self, initial: Tensors) -> Message:
-        """Return what every client is given once, at its first contact, and keeps: nothing by default."""
+    @property
+    def state_on_disk(self) -> bool:
+        """Whether the parts of the server's state are memory-mapped from the checkpoint's files."""
+        return False
+
+    def base_message(self, initial_weights: Tensors) -> Message:
+        """Return what every client receives once, before its first round, and keeps: nothing by default."""
         return Message()
 
     @abstractmethod
-    def initial_state(self, initial: Tensors) -> State:
+    def initial_state(self, initial_weights: Tensors) -> State:
         """Return the server's state before the first round."""
 
     @abstractmethod
-    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return what goes down to a client in a round.
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return the message to a client in a round.
 
         Parameters
         ----------
-        since
-            The last round in which the server heard from this client; ``None`` if it never did.
+        last_round
+            The last round in which an update of this client was received; ``None``: none so far.
         """
 
     @abstractmethod
-    def aggregator(self, server: State, round: int) -> Aggregator:
-        """Open a round's gathering of replies."""
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return the aggregator of a round's updates."""
 
-    def server_update(self, server: State, round: int) -> ServerGenerator:
-        """Train on the server after the replies are in, yielding each training it wants: nothing by default."""
-        return server
-        yield  # a generator, like the client half
+    def server_update(self, server_state: State, round: int) -> ServerGenerator:
+        """Train on the server after the aggregation, yielding each training: nothing by default."""
+        return server_state
+        yield  # makes this function a generator
 
-    # The client half
+    # Client
 
     @abstractmethod
     def client_update(self, job: ClientJob) -> ClientGenerator:
-        """Do a client's round, yielding each training it wants."""
+        """Run a client's round, yielding each training."""
+
+    @abstractmethod
+    def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
+        """Return the whole model of a client.
+
+        Parameters
+        ----------
+        client_state
+            ``None``: a client that has not taken part yet, or the server.
+        """
 
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of what a client keeps besides its model; its costs follow from them. Nothing by default.
@@ -266,30 +242,10 @@ class Method(ABC, Generic[Params]):
         """Return how many samples a client keeps besides its data set, by the numbers of its last update."""
         return 0
 
-    # What a model is used with
 
-    @abstractmethod
-    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """Return the weights a client would use now; with ``own = None``, a client never seen, or the server."""
-
-
-def train_metrics(fitted: FitResult) -> Numbers:
-    """Return what every message up says of the training behind it."""
-    return {"samples": fitted.samples, "loss": float(fitted.loss)}
-
-
-def check_layers(key: str, value: int, depth: int | None, spare: int = 0) -> None:
-    """Check a number of layers against the model's depth; a timm model's own depth is only known once it is built.
-
-    Parameters
-    ----------
-    spare
-        Layers that must be left over.
-    """
-    if depth is not None and value > depth - spare:
-        raise ConfigError(
-            f"method.{key}", value, f"must be between 1 and {depth - spare}, the model having {depth} layers"
-        )
+def train_metrics(result: FitResult) -> Numbers:
+    """Return the numbers that every update reports: the client's samples and its mean training loss."""
+    return {"samples": result.samples, "loss": float(result.loss)}
 
 
 def method_class(params: MethodParams) -> type[Method[Any]]:
@@ -299,10 +255,10 @@ def method_class(params: MethodParams) -> type[Method[Any]]:
 
 
 def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
-    """Return the method that a configuration names."""
+    """Return the configured method."""
     return method_class(params)(params, context)
 
 
 def adapt_model(params: MethodParams, vit: nn.Module) -> None:
-    """Add to an architecture what the configured method needs in it."""
+    """Add the modules that the configured method needs to an architecture."""
     method_class(params).adapt_model(params, vit)

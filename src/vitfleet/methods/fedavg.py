@@ -1,7 +1,7 @@
 """FedAvg: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 
-Each round the server sends its weights to some clients; each trains them on its own images for a few epochs
-and sends them back; the server takes the mean, weighted by the clients' samples (Algorithm 1).
+In each round the server sends its weights w_t to some of the clients. Each client k trains them for E epochs on its n_k
+images and sends them back. The server takes their mean, weighted by n_k (Algorithm 1).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Params = TypeVar("Params", bound=MethodParams)
 
 
 class WeightAveraging(Method[Params]):
-    """The frame FedAvg shares with its kin: a selection of weights trains, travels and is averaged.
+    """Base class of FedAvg and its variants: the weights in ``trainable`` are trained, sent and averaged.
 
-    What the selection leaves out stays as it was initialised; a client is given it once.
+    All other weights keep their initial values. A client receives them once.
     """
 
     @property
@@ -31,37 +31,41 @@ class WeightAveraging(Method[Params]):
         return self.anatomy.whole
 
     def objective(self) -> Objective:
-        """Return what a client optimises: the mean cross-entropy."""
+        """Return the client's objective: the mean cross-entropy."""
         return Objective(self.trainable)
 
-    def base_message(self, initial: Tensors) -> Message:
-        """Give every client, once, what neither trains nor travels."""
-        trains = set(self.trainable)
-        return Message({name: tensor for name, tensor in initial.items() if name not in trains})
+    # Server
 
-    def initial_state(self, initial: Tensors) -> State:
-        """Start from the initial model."""
-        return State(self.trainable.take(initial))
+    def base_message(self, initial_weights: Tensors) -> Message:
+        """Return the weights that are not trained."""
+        trainable = set(self.trainable)
+        return Message({name: weight for name, weight in initial_weights.items() if name not in trainable})
 
-    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
-        """Send the current weights."""
-        return Message(server.tensors)
+    def initial_state(self, initial_weights: Tensors) -> State:
+        """Return the initial weights."""
+        return State(self.trainable.take(initial_weights))
 
-    def aggregator(self, server: State, round: int) -> Aggregator:
-        """Average what comes back."""
-        return WeightedMean(server, self.context.aggregate)
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return the current weights."""
+        return Message(server_state.tensors)
+
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return the sample-weighted mean, or the configured aggregation rule."""
+        return WeightedMean(server_state, self.context.aggregation)
+
+    # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train the received weights and send them back."""
         received = {**job.base_weights, **job.message.tensors}
-        fitted = yield Fit(received, self.objective(), self.context.train.epochs, job.message.tensors)
-        # Who has no images has no say, and need not send the model back.
-        sends = fitted.weights if fitted.samples else {}
-        return ClientUpdate(Message(sends, train_metrics(fitted)), {**received, **fitted.weights})
+        result = yield Fit(received, self.objective(), self.context.train.epochs, job.message.tensors)
+        # A client without images has no weight in the mean: it sends no weights.
+        sent = result.weights if result.samples else {}
+        return ClientUpdate(Message(sent, train_metrics(result)), {**received, **result.weights})
 
-    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """Every client uses the server's weights."""
-        return {**base, **server.tensors}
+    def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
+        """Return the server's model: clients have no model of their own."""
+        return {**base_weights, **server_state.tensors}
 
 
 class FedAvgParams(MethodParams):

@@ -1,7 +1,7 @@
 """FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 
-FedAvg of the body; body and head train together, the head stays each client's own. It is FedAvg under the rule by which
-FedViT's comparison is made: body shared, heads local.
+FedAvg of the body. Body and head are trained together; the head stays local. FedViT's comparison uses it as FedAvg with
+shared body and local heads.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody
+from vitfleet.methods.shared_body import LocalTraining, LocalTrainingResult, SharedBody
 from vitfleet.training.objective import Fit, Objective
 
 
 class FedPerParams(MethodParams):
-    """FedAvg under the rule that the body is shared and the head is each client's own (FedPer)."""
+    """FedAvg of the body; every client keeps its own head (FedPer)."""
 
 
 @register_method("fedper", FedPerParams)
 class FedPer(SharedBody[FedPerParams]):
     """Federated averaging of the body."""
 
-    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
-        """Train everything at once."""
-        fitted = yield Fit(weights, Objective(self.trainable), self.context.train.epochs)
-        return LocalResult({**weights, **fitted.weights}, fitted)
+    def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
+        """Train body and head together."""
+        result = yield Fit(weights, Objective(self.trainable), self.context.train.epochs)
+        return LocalTrainingResult({**weights, **result.weights}, result)

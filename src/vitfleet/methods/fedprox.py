@@ -1,6 +1,7 @@
 """FedProx: Li et al., "Federated Optimization in Heterogeneous Networks", 2020.
 
-FedAvg whose clients minimise F_k(w) + μ/2·‖w − w_t‖², the squared distance from the weights they were sent.
+FedAvg whose clients minimise F_k(w) + μ/2·‖w − w_t‖²: the local loss plus a proximal term, where w_t are the weights
+received from the server (equation 2).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class FedProx(WeightAveraging[FedProxParams]):
     """FedAvg with a proximal term."""
 
     def objective(self) -> Objective:
-        """Return cross-entropy plus the proximal term; the received weights are the step's constants."""
+        """Return the cross-entropy plus the proximal term. The received weights are the step's constants."""
         return Objective(self.trainable, ProximalLoss(self.params.mu))
 
 
@@ -43,7 +44,7 @@ class ProximalLoss:
 
 
 def squared_distance(step: Step) -> Tensor:
-    """‖w − w_t‖² over all weights that train."""
+    """Return ‖w − w_t‖² over the trained weights w and the received weights w_t."""
     distances = [(weight - step.constants[name]).square().sum() for name, weight in step.weights.items()]
     total = distances[0]
     for distance in distances[1:]:

@@ -1,7 +1,7 @@
 """FedRep: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", 2021.
 
-In a round a client first trains its head for some epochs with the body frozen, then the body for the others with the
-head frozen (Algorithm 1). The bodies are averaged.
+In each round a client first trains its head for some epochs with the body frozen, then the body for the remaining
+epochs with the head frozen (Algorithm 1). The server averages the bodies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.shared_body import LocalGenerator, LocalResult, SharedBody, check_head_epochs
+from vitfleet.methods.param_checks import check_head_epochs
+from vitfleet.methods.shared_body import LocalTraining, LocalTrainingResult, SharedBody
 from vitfleet.training.objective import Fit, Objective
 
 
@@ -29,15 +30,15 @@ class FedRep(SharedBody[FedRepParams]):
 
     @classmethod
     def check_config(cls, params: FedRepParams, config: Config) -> None:
-        """Check that some epochs are left for the body."""
+        """Check that at least one epoch remains for the body."""
         super().check_config(params, config)
         check_head_epochs(params.head_epochs, config.train.epochs)
 
-    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
+    def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
         """Train the head, then the body."""
         epochs, head_epochs = self.context.train.epochs, self.params.head_epochs
         if head_epochs:
-            headed = yield Fit(weights, Objective(self.anatomy.head), head_epochs)
-            weights = {**weights, **headed.weights}
-        fitted = yield Fit(weights, Objective(self.anatomy.body), epochs - head_epochs)
-        return LocalResult({**weights, **fitted.weights}, fitted)
+            head_result = yield Fit(weights, Objective(self.anatomy.head), head_epochs)
+            weights = {**weights, **head_result.weights}
+        result = yield Fit(weights, Objective(self.anatomy.body), epochs - head_epochs)
+        return LocalTrainingResult({**weights, **result.weights}, result)

@@ -1,67 +1,78 @@
 """EFTViT's median sampling (section 3.4): which features of a client are recorded and sent.
 
-A class with fewer samples than the threshold (the median count of the classes present) is a minority: its features of
-every epoch are candidates. Of a majority class those of the last epoch are. Every class is then brought to the
-threshold: down at random, or, where all epochs together cannot reach it, up by drawing again. What leaves the client
-has the same number of samples of every class.
+A class with fewer samples than the threshold (the median class count over the client's classes) is a minority class.
+The features of a minority class are candidates in every epoch, those of a majority class in the last epoch only. Every
+class is brought to the threshold: by downsampling, or by drawing some candidates again if there are too few of them. A
+client sends the same number of samples of every class.
 
-Which samples of which epoch will be kept does not depend on the features, only on the labels and on addressed
-randomness. So it is drawn before the training starts: exactly what will be sent is recorded and nothing else, as a
-reservoir would end up with, in bounded memory and with static shapes.
+The choice depends on the labels and on random draws, not on the features. It is therefore drawn before the training:
+only what will be sent is recorded, in bounded memory and with static shapes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+Ints: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to record.
+class SamplingPlan:
+    """Which features to record, and which of them to send.
 
     Attributes
     ----------
-    slots
-        Where the features of each sample in each epoch go, ``[epochs, samples]``; ``recorded`` for nowhere.
-    recorded
-        How many (epoch, sample) pairs are recorded.
-    order
-        The recorded ones that are sent, in order; one that had to be drawn again stands there more than once.
-    labels
-        The labels of what is sent.
+    rows
+        The row of the recording that each sample's features of each epoch are written to, ``[epochs, samples]``;
+        ``num_recorded`` if they are not recorded.
+    num_recorded
+        Number of recorded (epoch, sample) pairs.
+    sent_rows
+        The rows that are sent, in order; a pair that was drawn again occurs more than once.
+    sent_labels
+        Their labels.
     """
 
-    slots: Ints
-    recorded: int
-    order: Ints
-    labels: Ints
+    rows: Ints
+    num_recorded: int
+    sent_rows: Ints
+    sent_labels: Ints
 
 
-def threshold_of(counts: Ints, quantile: float) -> int:
-    """Return how many samples of each class are sent: a quantile (0.5: the median) of the counts of classes present."""
-    return int(np.quantile(counts, quantile)) if len(counts) else 0
+def class_threshold(class_counts: Ints, quantile: float) -> int:
+    """Return the number of samples that are sent of each class.
+
+    Parameters
+    ----------
+    class_counts
+        Samples of each class that the client has, without zeros.
+    quantile
+        Which quantile of them; 0.5: the median.
+    """
+    return int(np.quantile(class_counts, quantile)) if len(class_counts) else 0
 
 
-def draw_plan(labels: Ints, epochs: int, threshold: float, rng: np.random.Generator) -> Plan:
+def draw_sampling_plan(labels: Ints, epochs: int, quantile: float, rng: np.random.Generator) -> SamplingPlan:
     """Draw what a client with these labels records and sends."""
     samples = len(labels)
-    classes, counts = np.unique(labels, return_counts=True)
-    target = threshold_of(counts, threshold)
-    chosen: list[Ints] = []
-    for label, count in zip(classes, counts, strict=True):
-        own = np.flatnonzero(labels == label)
-        first = 0 if count < target else epochs - 1
-        candidates = (np.arange(first, epochs)[:, None] * samples + own).ravel()
-        picks = rng.permutation(candidates)[:target]
-        again = rng.choice(candidates, target - len(picks)) if len(picks) < target else picks[:0]
-        chosen.append(np.concatenate([picks, again]))
-    pairs = np.concatenate(chosen) if chosen else np.empty(0, dtype=np.int64)
-    unique, order = np.unique(pairs, return_inverse=True)
-    slots = np.full(epochs * samples, len(unique), dtype=np.int64)
-    slots[unique] = np.arange(len(unique))
-    return Plan(slots.reshape(epochs, samples), len(unique), order.astype(np.int64), np.repeat(classes, target))
+    classes, class_counts = np.unique(labels, return_counts=True)
+    threshold = class_threshold(class_counts, quantile)
+    drawn_pairs: list[Ints] = []
+    for label, count in zip(classes, class_counts, strict=True):
+        positions = np.flatnonzero(labels == label)
+        first_epoch = 0 if count < threshold else epochs - 1
+        candidates = (np.arange(first_epoch, epochs)[:, None] * samples + positions).ravel()
+        drawn = rng.permutation(candidates)[:threshold]
+        again = rng.choice(candidates, threshold - len(drawn)) if len(drawn) < threshold else drawn[:0]
+        drawn_pairs.append(np.concatenate([drawn, again]))
+    pairs = np.concatenate(drawn_pairs) if drawn_pairs else np.empty(0, dtype=np.int64)
+    recorded, sent_rows = np.unique(pairs, return_inverse=True)
+    rows = np.full(epochs * samples, len(recorded), dtype=np.int64)
+    rows[recorded] = np.arange(len(recorded))
+    return SamplingPlan(
+        rows.reshape(epochs, samples), len(recorded), sent_rows.astype(np.int64), np.repeat(classes, threshold)
+    )

@@ -1,18 +1,31 @@
-"""The frame of methods whose clients store samples of the tasks they have learned: GEM, A-GEM and FedViT."""
+"""Base class of methods whose clients store samples of the tasks they have learned: GEM, A-GEM and FedViT."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from vitfleet.message import Numbers, Tensors
-from vitfleet.methods import episodic_memory
+from vitfleet.methods.base import ClientJob
 from vitfleet.methods.client_metrics import ClientMetric
-from vitfleet.methods.episodic_memory import MemoryParams
+from vitfleet.methods.episodic_memory import (
+    MemoryParams,
+    StoredSamples,
+    StoredTasks,
+    memory_bytes,
+    memory_tensors,
+    read_memory,
+    store_task,
+)
 from vitfleet.methods.projection_metrics import projection_metrics
-from vitfleet.methods.shared_body import SharedBody
+from vitfleet.methods.shared_body import LocalTrainingResult, SharedBody
+from vitfleet.training.objective import FitResult
 
 Params = TypeVar("Params", bound=MemoryParams)
 
+MAX_REPORTED = 2**31  # larger counts in a client's message are not plausible
 MEMORY_METRICS = (
     ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max"),
     ClientMetric("stored", "samples stored of each task"),
@@ -20,15 +33,62 @@ MEMORY_METRICS = (
 
 
 class MemoryMethod(SharedBody[Params]):
-    """Body shared, heads local; every client has an episodic memory."""
+    """Shared body, local heads; every client has an episodic memory."""
 
     needs_tasks = True
     client_metrics = (*projection_metrics(), *MEMORY_METRICS)
 
+    def stored_tasks(self, job: ClientJob) -> StoredTasks:
+        """Return the samples that the client has stored so far."""
+        return {} if job.client_state is None else read_memory(job.client_state.tensors)
+
+    def with_memory(
+        self, job: ClientJob, weights: Tensors, result: FitResult, scores: Tensor, numbers: Numbers
+    ) -> LocalTrainingResult:
+        """Store the current task's samples with the lowest scores; return the local training's result with the memory.
+
+        Parameters
+        ----------
+        scores
+            One per sample of the client's shard.
+        numbers
+            Further numbers to report.
+        """
+        stored = store_task(
+            self.stored_tasks(job), job.task_index, job.shard, scores, self.params, self.context.num_tasks
+        )
+        numbers = {**numbers, **memory_numbers(stored)}
+        return LocalTrainingResult({**weights, **result.weights}, result, numbers, memory_tensors(stored))
+
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
-        """Return the shapes of the stored samples."""
-        return episodic_memory.imagine(reported, channels, side, self.params, self.context.num_tasks)
+        """Return the shapes of the stored samples; implausible counts are reduced to the limit."""
+        sample = _empty_samples(1, channels, side)
+        limit = self.params.memory_bytes
+        most = MAX_REPORTED if limit is None else limit // sample.sample_bytes
+        counts = [min(count, most) for count in reported_counts(reported)[: self.context.num_tasks]]
+        return memory_tensors(
+            {index: _empty_samples(count, channels, side) for index, count in enumerate(counts) if count}
+        )
 
     def num_stored_samples(self, reported: Numbers) -> int:
         """Return how many samples a client has stored, over all tasks."""
-        return episodic_memory.stored_samples(reported)
+        return sum(reported_counts(reported))
+
+
+def memory_numbers(stored: StoredTasks) -> Numbers:
+    """Return the numbers that a client reports of its memory: its bytes, and the samples of each task so far."""
+    counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored, default=-1) + 1)]
+    return {"memory_bytes": memory_bytes(stored), "stored": counts}
+
+
+def reported_counts(reported: Numbers) -> list[int]:
+    """Return the samples that a client has stored of each task, as it reported them; an invalid count is 0."""
+    stored = reported.get("stored")
+    counts = stored if isinstance(stored, list) else []
+    return [min(count, MAX_REPORTED) if isinstance(count, int) and count > 0 else 0 for count in counts]
+
+
+def _empty_samples(count: int, channels: int, side: int) -> StoredSamples:
+    """Return samples with shapes only."""
+    images = torch.empty(count, channels, side, side, dtype=torch.uint8, device="meta")
+    return StoredSamples(images, torch.empty(count, dtype=torch.int16, device="meta"))

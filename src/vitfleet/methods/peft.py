@@ -1,6 +1,6 @@
-"""The tuning baselines of EFTViT's comparison: FedAvg over a few of the model's parameters.
+"""The parameter-efficient tuning baselines of EFTViT's comparison: FedAvg over a few of the model's parameters.
 
-The frozen rest is given to a client once, at its first contact; after that only what is tuned travels.
+A client receives the frozen weights once, before its first round. After that only the tuned weights are sent.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vitfleet.models.anatomy import Selection
 
 
 class FedFullParams(MethodParams):
-    """Tuning baseline: the whole model trains and travels."""
+    """Tuning baseline: the whole model is trained and sent."""
 
 
 @register_method("fed-full", FedFullParams)
 class FedFull(WeightAveraging[FedFullParams]):
-    """The whole model: the reference without any limit on what a client can do."""
+    """The whole model: the reference without any limit on the clients' resources."""
 
 
 class FedHeadParams(MethodParams):
-    """Tuning baseline: only the head trains and travels."""
+    """Tuning baseline: only the head is trained and sent."""
 
 
 @register_method("fed-head", FedHeadParams)
@@ -48,14 +48,14 @@ class FedBias(WeightAveraging[FedBiasParams]):
 
     @property
     def trainable(self) -> Selection:
-        """Every bias, and the head."""
+        """All biases and the head."""
         return self.anatomy.union(self.anatomy.biases, self.anatomy.head)
 
 
 class FedPromptParams(MethodParams):
     """Tuning baseline: visual prompts and the head (VPT)."""
 
-    prompts: int = Field(10, ge=1, le=1000, description="prompt tokens (a layer, when deep)")
+    prompts: int = Field(10, ge=1, le=1000, description="prompt tokens (per layer, when deep)")
     deep: bool = Field(True, description="prompts before every layer, or only before the first")
 
 
@@ -70,7 +70,7 @@ class FedPrompt(WeightAveraging[FedPromptParams]):
 
     @property
     def trainable(self) -> Selection:
-        """The prompts, and the head."""
+        """The prompts and the head."""
         return self.anatomy.union(self.anatomy.prompts, self.anatomy.head)
 
 
@@ -84,14 +84,14 @@ class FedLoraParams(MethodParams):
 
 @register_method("fed-lora", FedLoraParams)
 class FedLora(WeightAveraging[FedLoraParams]):
-    """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors are averaged one by one."""
+    """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors A and B are averaged separately."""
 
     @classmethod
     def adapt_model(cls, params: FedLoraParams, vit: nn.Module) -> None:
-        """Add the factors."""
+        """Add the low-rank factors."""
         add_lora(vit, params.rank, params.alpha, params.targets)
 
     @property
     def trainable(self) -> Selection:
-        """The factors, and the head."""
+        """The low-rank factors and the head."""
         return self.anatomy.union(self.anatomy.lora, self.anatomy.head)

@@ -1,8 +1,8 @@
-"""The frame of methods that share the body and leave every client its own head.
+"""Base class of methods that share the body and keep the head local.
 
-The server averages the body (everything but the head); a head, and whatever else a method keeps, never leaves its
-client. A client's own model is the one it has trained: its body as it was when it last took part, and its head.
-FedPer, FedRep, GEM, A-GEM and FedViT differ only in how a client learns.
+The server averages the body (all weights except the head). The head, and whatever else a method keeps, never leaves its
+client. A client's model is the one that it trained last: the body of its last round with its own head. FedPer, FedRep,
+GEM, A-GEM and FedViT differ only in the local training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from vitfleet.config.base import MethodParams
-from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
@@ -24,78 +23,80 @@ Params = TypeVar("Params", bound=MethodParams)
 
 
 @dataclass(frozen=True)
-class LocalResult:
-    """What a client has learned in a round.
+class LocalTrainingResult:
+    """The result of a client's local training.
 
     Attributes
     ----------
-    model
-        All of its weights.
-    fitted
-        The training that stands for the round in the records.
+    model_weights
+        The whole trained model.
+    fit_result
+        The training whose samples and loss are reported.
     numbers
-        What else is to be told.
-    kept
-        What the client keeps besides its model.
+        Further numbers to report.
+    extra_state
+        Tensors that the client keeps besides its model.
     """
 
-    model: Tensors
-    fitted: FitResult
+    model_weights: Tensors
+    fit_result: FitResult
     numbers: Numbers = field(default_factory=dict)
-    kept: Tensors = field(default_factory=dict)
+    extra_state: Tensors = field(default_factory=dict)
 
 
-LocalGenerator: TypeAlias = Generator[Fit, FitResult, LocalResult]
+LocalTraining: TypeAlias = Generator[Fit, FitResult, LocalTrainingResult]
 
 
 class SharedBody(Method[Params]):
-    """Body shared, heads local."""
+    """Shared body, local heads. A subclass defines the local training."""
 
     has_global_model = False
 
     @property
     def trainable(self) -> Selection:
-        """The whole model, part by part or all at once."""
+        """The whole model, in parts or at once."""
         return self.anatomy.whole
 
     @abstractmethod
-    def learn(self, job: ClientJob, weights: Tensors) -> LocalGenerator:
-        """Train on from these weights, yielding each training."""
+    def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
+        """Train a client's model, yielding each training.
 
-    def base_message(self, initial: Tensors) -> Message:
-        """Give every client the same head to start from."""
-        return Message(self.anatomy.head.take(initial))
+        Parameters
+        ----------
+        weights
+            The received body with the client's head.
+        """
 
-    def initial_state(self, initial: Tensors) -> State:
-        """Start from the initial body."""
-        return State(self.anatomy.body.take(initial))
+    # Server
 
-    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
-        """Send the body."""
-        return Message(server.tensors)
+    def base_message(self, initial_weights: Tensors) -> Message:
+        """Return the initial head: all clients start from the same one."""
+        return Message(self.anatomy.head.take(initial_weights))
 
-    def aggregator(self, server: State, round: int) -> Aggregator:
-        """Average the bodies."""
-        return WeightedMean(server, self.context.aggregate)
+    def initial_state(self, initial_weights: Tensors) -> State:
+        """Return the initial body."""
+        return State(self.anatomy.body.take(initial_weights))
+
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return the body."""
+        return Message(server_state.tensors)
+
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return the sample-weighted mean of the bodies, or the configured aggregation rule."""
+        return WeightedMean(server_state, self.context.aggregation)
+
+    # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
-        """Learn with the received body and the own head; send the body, keep the model."""
+        """Train the received body with the client's head; send the body, keep the model."""
         head = job.base_weights if job.client_state is None else self.anatomy.head.take(job.client_state.tensors)
-        learned = yield from self.learn(job, {**head, **job.message.tensors})
-        sends = self.anatomy.body.take(learned.model) if learned.fitted.samples else {}
-        numbers = {**train_metrics(learned.fitted), **learned.numbers}
-        return ClientUpdate(Message(sends, numbers), learned.model, State({**learned.model, **learned.kept}))
+        local = yield from self.local_training(job, {**head, **job.message.tensors})
+        body = self.anatomy.body.take(local.model_weights) if local.fit_result.samples else {}
+        message = Message(body, {**train_metrics(local.fit_result), **local.numbers})
+        return ClientUpdate(message, local.model_weights, State({**local.model_weights, **local.extra_state}))
 
-    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """Return the client's own model; the server's body under the first head before its first round."""
-        return {**base, **server.tensors} if own is None else self.anatomy.whole.take(own.tensors)
-
-
-def check_head_epochs(head_epochs: int, epochs: int) -> None:
-    """Check that of a round's epochs some are left for the body."""
-    if head_epochs >= epochs:
-        raise ConfigError(
-            "method.head_epochs",
-            head_epochs,
-            f"must be below train.epochs = {epochs}, the rest of which trains the body",
-        )
+    def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
+        """Return the model that the client trained last; before its first round, the server's body."""
+        if client_state is None:
+            return {**base_weights, **server_state.tensors}
+        return self.anatomy.whole.take(client_state.tensors)

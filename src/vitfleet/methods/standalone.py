@@ -1,4 +1,4 @@
-"""Standalone: every client trains on its own images alone. The floor that sharing must beat."""
+"""Standalone training: every client trains on its own images only. It is the baseline that federation must exceed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vitfleet.training.objective import Fit, Objective
 
 
 class StandaloneParams(MethodParams):
-    """Every client trains alone; nothing travels but the initial model."""
+    """Every client trains alone; nothing is sent but the initial model."""
 
 
 @register_method("standalone", StandaloneParams)
 class Standalone(Method[StandaloneParams]):
-    """Nothing travels but the initial model, once."""
+    """Local training without federation: only the initial model is sent, once."""
 
     has_global_model = False
 
@@ -25,45 +25,46 @@ class Standalone(Method[StandaloneParams]):
         """The whole model."""
         return self.anatomy.whole
 
-    def base_message(self, initial: Tensors) -> Message:
-        """Give every client the same model to start from."""
-        return Message(initial)
+    # Server
 
-    def initial_state(self, initial: Tensors) -> State:
-        """Start with nothing: the server has nothing to keep."""
+    def base_message(self, initial_weights: Tensors) -> Message:
+        """Return the initial model: all clients start from the same weights."""
+        return Message(initial_weights)
+
+    def initial_state(self, initial_weights: Tensors) -> State:
+        """Return an empty state."""
         return State()
 
-    def client_message(self, server: State, round: int, client: int, last_round: int | None) -> Message:
-        """Send nothing."""
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return an empty message."""
         return Message()
 
-    def aggregator(self, server: State, round: int) -> Aggregator:
-        """Make nothing of the replies."""
-        return NoAggregation(server)
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return an aggregator that ignores all updates."""
+        return NoAggregation(server_state)
+
+    # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
-        """Train on from where the last round ended."""
-        fitted = yield Fit(
-            self.model_weights(State(), job.base_weights, job.client_state),
-            Objective(self.trainable),
-            self.context.train.epochs,
-        )
-        return ClientUpdate(Message(numbers=train_metrics(fitted)), fitted.weights, State(fitted.weights))
+        """Continue training from the weights of the client's last round."""
+        weights = self.model_weights(State(), job.base_weights, job.client_state)
+        result = yield Fit(weights, Objective(self.trainable), self.context.train.epochs)
+        return ClientUpdate(Message(numbers=train_metrics(result)), result.weights, State(result.weights))
 
-    def model_weights(self, server: State, base: Tensors, own: State | None) -> Tensors:
-        """Return the client's own weights; the initial ones before its first round."""
-        return base if own is None else own.tensors
+    def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
+        """Return the client's weights; before its first round, the initial ones."""
+        return base_weights if client_state is None else client_state.tensors
 
 
 class NoAggregation(Aggregator):
-    """Replies change nothing."""
+    """Ignores all updates."""
 
-    def __init__(self, server: State) -> None:
-        self.server = server
+    def __init__(self, server_state: State) -> None:
+        self.server_state = server_state
 
-    def add(self, client: int, up: Message) -> None:
-        """Accept the reply."""
+    def add(self, client: int, message: Message) -> None:
+        """Accept the update."""
 
     def finish(self) -> State:
-        """Return the state as it was."""
-        return self.server
+        """Return the unchanged state."""
+        return self.server_state

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.registry import METHODS
 from vitfleet.message import Numbers
-from vitfleet.methods.median_sampling import threshold_of
+from vitfleet.methods.median_sampling import class_threshold
 from vitfleet.report.figure_types import BarChart, Figure, HeatMap
 from vitfleet.report.runs import RunData
 
@@ -96,7 +96,7 @@ def balanced_labels(run: RunData) -> BarChart | None:
     client = int(counts.sum(axis=1).argmax())
     available = counts[client]
     quantile = run.config["method"]["threshold"]
-    target = threshold_of(available[available > 0], quantile)
+    target = class_threshold(available[available > 0], quantile)
     return BarChart(
         id="balanced-labels",
         title=f"Class balance of client {client}: its images, and the features it sends",

@@ -1,0 +1,106 @@
+"""EFTViT's server: the store of the features that clients sent, one part of the server's state per client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vitfleet.data.features import Features
+from vitfleet.message import Message, State, Tensors, to_device
+from vitfleet.methods.aggregation import norm_outliers
+from vitfleet.methods.base import Aggregator, RejectedUpdateError
+from vitfleet.methods.context import MethodContext
+
+
+class FeatureStoreUpdate(Aggregator):
+    """Replaces the stored features of each client by those it sent.
+
+    Parameters
+    ----------
+    dtype
+        Data type in which features are sent and stored.
+    keep_previous
+        Whether the latest features of all clients are stored (section 3.6), or only those of this round (section 3.5).
+    device
+        Where the features are stored.
+    """
+
+    def __init__(
+        self,
+        server_state: State,
+        context: MethodContext,
+        dtype: torch.dtype,
+        keep_previous: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self.server_state = server_state
+        self.context = context
+        self.dtype = dtype
+        self.device = device or torch.device("cpu")
+        self.previous_parts = dict(server_state.parts) if keep_previous else {}
+        self.parts = dict(self.previous_parts)
+        self.norms: dict[int, float] = {}
+
+    def add(self, client: int, message: Message) -> None:
+        """Store a client's features in place of its previous ones."""
+        if not message.tensors:
+            return
+        check_features(message.tensors, self.context, self.dtype)
+        part = State(to_device(message.tensors, self.device))
+        self.parts[part_name(client)] = part
+        if self.context.aggregation.norm_factor is not None:
+            self.norms[client] = features_of(part).rms()
+
+    def finish(self) -> State:
+        """Return the server's state with the new features. Features that are outliers replace no previous ones."""
+        self.rejected = norm_outliers(self.norms, self.context.aggregation.norm_factor)
+        for name in map(part_name, self.rejected):
+            if name in self.previous_parts:
+                self.parts[name] = self.previous_parts[name]
+            else:
+                del self.parts[name]
+        return replace(self.server_state, parts=self.parts)
+
+
+def check_features(tensors: Tensors, context: MethodContext, dtype: torch.dtype) -> None:
+    """Reject features that cannot be trained on.
+
+    Raises
+    ------
+    RejectedUpdateError
+        The reason.
+    """
+    features, labels, scales = (tensors.get(name) for name in ("features", "labels", "scales"))
+    if features is None or labels is None:
+        raise RejectedUpdateError("its message has no features and labels")
+    is_quantized = dtype == torch.int8
+    unknown = sorted(set(tensors) - {"features", "labels", *(["scales"] if is_quantized else [])})
+    if unknown:
+        raise RejectedUpdateError(f"its message has an unknown tensor {unknown[0]!r}")
+    if labels.dim() != 1 or labels.dtype != torch.int16:
+        raise RejectedUpdateError(
+            f"its labels are {labels.dtype} {tuple(labels.shape)}; expected: a vector of torch.int16"
+        )
+    shape = (len(labels), context.num_tokens, context.embed_dim)
+    if tuple(features.shape) != shape:
+        raise RejectedUpdateError(f"its features have the shape {tuple(features.shape)}; expected: {shape}")
+    if features.dtype != dtype:
+        raise RejectedUpdateError(f"its features are {features.dtype}; expected: {dtype}")
+    if is_quantized and (scales is None or tuple(scales.shape) != shape[:2]):
+        raise RejectedUpdateError("its features have no scales, or not one per token")
+    floating = [tensor for tensor in (features, scales) if tensor is not None and tensor.is_floating_point()]
+    if not all(bool(tensor.isfinite().all()) for tensor in floating):
+        raise RejectedUpdateError("its features are not finite")
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= context.num_classes):
+        raise RejectedUpdateError(f"its labels are not all between 0 and {context.num_classes - 1}")
+
+
+def part_name(client: int) -> str:
+    """Return the name of a client's part of the server's state."""
+    return f"features-{client:06d}"
+
+
+def features_of(part: State) -> Features:
+    """Return the features in a part of the server's state."""
+    return Features(part.tensors["features"], part.tensors["labels"], part.tensors.get("scales"))
