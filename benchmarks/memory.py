@@ -1,14 +1,14 @@
-"""The estimate of a client's peak training memory against the measured peak, on the CPU or a GPU.
+"""Compare the estimate of a client's peak training memory with the measured peak, on the CPU or a GPU.
 
 Example::
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py --model vit_tiny_patch16_224 --batch 16
     python benchmarks/memory.py --device cuda --model vit_base_patch16_224
 
-Every method is measured in a process of its own: a first round of one batch, for what the libraries keep to themselves
-(threads, kernels, cuBLAS's workspace), then a client's second round of three steps. Methods that learn task after task
-have samples stored of five tasks. On the CPU the peak is the kernel's high-water mark of resident memory, on a GPU that
-of torch's allocator. Steps are not captured in graphs, and a client trains alone: that is what a device does.
+Every method is measured in a process of its own. A first round of one batch allocates what the libraries keep (threads,
+kernels, cuBLAS's workspace). Then a client's second round of three steps is measured. For methods of continual learning
+the client has samples of five tasks. On the CPU the peak is the kernel's high-water mark of resident memory, on a
+GPU that of torch's allocator. Steps are not captured in CUDA graphs and a client trains alone, as on a device.
 """
 
 from __future__ import annotations
@@ -20,99 +20,123 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
-from vitfleet.methods import ClientJob, ClientUpdate, MethodContext, adapt_model, make_method
+from vitfleet.methods import ClientJob, ClientUpdate, Method, MethodContext, adapt_model, make_method
 from vitfleet.methods.episodic_memory import StoredSamples, memory_tensors
+from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
 
-CLASSES, SIDE, ROUNDS, STEPS = 100, 224, 2, 3
-TASKS, STORED = 5, 16  # learned before, and samples stored of each
-OF_TASKS = ("fedvit", "gem", "a-gem")
+CLASSES, IMAGE_SIZE, ROUNDS, STEPS = 100, 224, 2, 3
+NUM_STORED_TASKS, STORED_PER_TASK = 5, 16
+TASK_METHODS = ("fedvit", "gem", "a-gem")
 METHODS = ("fed-full", "eftvit", "fed-head", "fed-lora", "fedbfpt", "transfl", "fedvit", "gem")
-WITHIN = 0.15  # what an estimate may be off by
+TOLERANCE = 0.15  # largest relative error of an estimate that counts as right
 
 
-def measure(name: str, model: str, batch: int, device: str, precision: str) -> dict[str, float]:
+@dataclass(frozen=True)
+class Setup:
+    """A method and the model, data and trainer of its client."""
+
+    config: Config
+    machine: Machine
+    net: Net
+    labels: NDArray[np.int64]
+
+    @property
+    def task_index(self) -> int:
+        return NUM_STORED_TASKS if self.config.method.name in TASK_METHODS else 0
+
+    def method(self, device: torch.device) -> Method[Any]:
+        config = self.config
+        context = MethodContext.of(self.net, config.train, ROUNDS, 0, CLASSES, device, config.num_tasks)
+        return make_method(config.method, context)
+
+
+def set_up(name: str, model: str, batch: int, device: str, precision: str) -> Setup:
     tree: dict[str, object] = {
         "method": {"name": name},
         "train": {"batch_size": batch, "mask_ratio": 0.75 if name == "eftvit" else 0.0, "epochs": 2},
     }
-    if name in OF_TASKS:
-        tree["data"] = {"tasks": {"count": TASKS + 1, "classes": 10}}
+    if name in TASK_METHODS:
+        tree["data"] = {"tasks": {"count": NUM_STORED_TASKS + 1, "classes": 10}}
     config = Config.model_validate(tree)
     machine = set_up_machine(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
-    net = build_model(ModelConfig(name=model), CLASSES, 3, SIDE, 0, partial(adapt_model, config.method)).to(
-        machine.device
-    )
+    adapt = partial(adapt_model, config.method)
+    net = build_model(ModelConfig(name=model), CLASSES, 3, IMAGE_SIZE, 0, adapt).to(machine.device)
+    return Setup(config, machine, net, np.arange(STEPS * batch) % CLASSES)
 
-    def context(where: torch.device) -> MethodContext:
-        return MethodContext.from_net(net, config.train, ROUNDS, 0, CLASSES, where, config.num_tasks)
 
-    task_index = TASKS if name in OF_TASKS else 0
-    labels = np.arange(STEPS * batch) % CLASSES
-    cost_model = CostModel(make_method(config.method, context(torch.device("cpu"))), net, config.train)
-    dry_run_result = cost_model.dry_run(1, 0, labels, task_index, {"stored": [STORED] * task_index})
-    at_once = 1 if machine.device.type == "cpu" else ALL_PARTS
-    estimate = round_memory(net, dry_run_result, config.train, machine.bf16, at_once)
+def estimate(setup: Setup) -> int:
+    """Return the estimated peak in bytes."""
+    train, machine = setup.config.train, setup.machine
+    cost_model = CostModel(setup.method(torch.device("cpu")), setup.net, train)
+    reported = {"stored": [STORED_PER_TASK] * setup.task_index}
+    dry_run = cost_model.dry_run(1, 0, setup.labels, setup.task_index, reported)
+    parts_at_once = 1 if machine.device.type == "cpu" else ALL_PARTS
+    return round_memory(setup.net, dry_run, train, machine.bf16, parts_at_once).total
 
-    method = make_method(config.method, context(machine.device))
+
+def measure(setup: Setup) -> int:
+    """Return the measured peak in bytes of a client's second round."""
+    machine, net, train = setup.machine, setup.net, setup.config.train
+    method = setup.method(machine.device)
     weights = to_device(net.initial_weights(), machine.device)
-    trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
-    pixels = torch.zeros(STEPS * batch, 3, SIDE, SIDE, dtype=torch.uint8, device=machine.device)
-    images = ImageSet(pixels, torch.from_numpy(labels).to(machine.device))
-    server, base = method.initial_state(weights), method.base_message(weights).tensors
+    trainer = Trainer(net, preprocess_for(net, machine.device), train, AugmentConfig(), ROUNDS, machine)
+    pixels = torch.zeros(len(setup.labels), 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8, device=machine.device)
+    images = ImageSet(pixels, torch.from_numpy(setup.labels).to(machine.device))
+    message = method.client_message(method.initial_state(weights), 1, 0, None)
+    base = method.base_message(weights).tensors
 
-    def play(samples: int, own: State | None) -> tuple[ClientUpdate, int]:
-        """Play a client's round; return its answer and its peak."""
+    def run_client(samples: int, state: State | None) -> tuple[ClientUpdate, int]:
+        """Run a client's round; return its update and its peak."""
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        work = method.client_update(
-            ClientJob(1, 0, method.client_message(server, 1, 0, None), base, own, shard, task_index)
-        )
+        generator = method.client_update(ClientJob(1, 0, message, base, state, shard, setup.task_index))
         peak = 0
         try:
-            fit = next(work)
+            fit = next(generator)
             while True:
-                fitted = trainer.fit(fit, shard, RngContext(0, 1, 0))
-                peak = max(peak, _peak(machine))  # the trainer forgets it before every training on a GPU
-                fit = work.send(fitted)
+                result = trainer.fit(fit, shard, RngContext(0, 1, 0))
+                peak = max(peak, _peak(machine))  # on a GPU the trainer resets it before every fit
+                fit = generator.send(result)
         except StopIteration as end:
             return end.value, peak
 
-    first, _ = play(batch if machine.device.type == "cuda" else 1, None)
-    own = first.client_state
-    if task_index and own is not None:
-        one = StoredSamples(pixels[:STORED].clone(), images.labels[:STORED].to(torch.int16))
-        own = State({**own.tensors, **memory_tensors(dict.fromkeys(range(task_index), one))})
-    del first
+    first_update, _ = run_client(train.batch_size if machine.device.type == "cuda" else 1, None)
+    state = first_update.client_state
+    if setup.task_index and state is not None:
+        stored = StoredSamples(pixels[:STORED_PER_TASK].clone(), images.labels[:STORED_PER_TASK].to(torch.int16))
+        state = State({**state.tensors, **memory_tensors(dict.fromkeys(range(setup.task_index), stored))})
+    del first_update
     before = _reset(machine)
-    _, peak = play(STEPS * batch, own)
-    held = [
-        *method.client_message(server, 1, 0, None).tensors.values(),
-        *base.values(),
-        *(own.tensors.values() if own else ()),
-    ]
-    return {"estimate": estimate.total, "measured": peak - before + _bytes(held)}
+    _, peak = run_client(len(setup.labels), state)
+    inputs = [*message.tensors.values(), *base.values(), *(state.tensors.values() if state else ())]
+    return peak - before + _bytes(inputs)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in {id(one): one for one in tensors}.values())
+    """Return the bytes of different tensors."""
+    different = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
 def _reset(machine: Machine) -> int:
-    """Forget the peak so far; return what is held now."""
+    """Reset the peak; return the bytes that are in use now."""
     if machine.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -143,26 +167,24 @@ def main() -> None:
     parser.add_argument("--one", help="measure this method here and print it as JSON")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one, args.model, args.batch, args.device, args.precision)))
+        setup = set_up(args.one, args.model, args.batch, args.device, args.precision)
+        print(json.dumps({"estimate": estimate(setup), "measured": measure(setup)}))
         return
-    # Blocks go back to the system when they are freed: what is resident is then what is in use.
+    # Freed blocks return to the system at once, so that resident memory is memory in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    about = f"{args.model}, batch {args.batch}, {args.device}, {args.precision}"
-    print(f"{about}, torch {torch.__version__}, Python {platform.python_version()}\n")
-    print(f"| method | estimate, MiB | measured, MiB | ratio | within {WITHIN:.0%} |\n|---|---|---|---|---|")
+    setting = f"{args.model}, batch {args.batch}, {args.device}, {args.precision}"
+    print(f"{setting}, torch {torch.__version__}, Python {platform.python_version()}\n")
+    print(f"| method | estimate, MiB | measured, MiB | ratio | within {TOLERANCE:.0%} |\n|---|---|---|---|---|")
     for method in args.methods:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", method]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             print(f"| {method} | failed: {done.stderr.strip().splitlines()[-1]} | | | no |", flush=True)
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        estimate, measured = found["estimate"], found["measured"]
-        ratio = estimate / measured
-        evaluation = "yes" if abs(ratio - 1) <= WITHIN else "no"
-        print(
-            f"| {method} | {estimate / 2**20:.0f} | {measured / 2**20:.0f} | {ratio:.2f} | {evaluation} |", flush=True
-        )
+        peaks = json.loads(done.stdout.splitlines()[-1])
+        ratio = peaks["estimate"] / peaks["measured"]
+        cells = [f"{peaks['estimate'] / 2**20:.0f}", f"{peaks['measured'] / 2**20:.0f}", f"{ratio:.2f}"]
+        print(f"| {' | '.join([method, *cells, 'yes' if abs(ratio - 1) <= TOLERANCE else 'no'])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Draw a comparison's curves for a page of results: accuracy by round, mean over seeds with its spread; and as CSV.
+"""Draw the curves of a comparison for a page of results, mean and standard deviation over seeds, and write them as CSV.
 
 Example::
 
     vitfleet compare transfl-cifar10 --method standalone --method fedavg --method transfl --seeds 0,1,2 --out both
     python benchmarks/plot_curves.py both docs/results/transfl-cifar10
 
-writes `docs/results/transfl-cifar10.png` and `.csv`. A comparison that was stopped is drawn as far as it came.
+writes `docs/results/transfl-cifar10.png` and `.csv`. An unfinished comparison is drawn up to its last round.
 """
 
 from __future__ import annotations
@@ -25,70 +25,73 @@ from vitfleet.run.compare import read_members
 from vitfleet.run.records import read_records
 
 COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]
-DASHES = ["-", "--", ":"]  # a colour comes again with the next of these
-PLAIN = {"local": "Clients at home: own model, own test images", "global": "Common test set"}
-TASKS = {"average_accuracy": "Average accuracy on the tasks learned", "forgetting": "Forgetting"}
+DASHES = ["-", "--", ":"]  # when all colours are used, they are repeated with the next dashes
+ROUND_TITLES = {"local": "Local test accuracy", "global": "Test accuracy, common test set"}
+TASK_TITLES = {"average_accuracy": "Average accuracy over the learned tasks", "forgetting": "Forgetting"}
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured after a round, or a task, of a run; shares 0…1."""
+    """Measurements after a round, or a task, of a run; fractions."""
 
     name: str
     seed: int
-    at: int
+    x: int
     values: dict[str, float | None]
 
 
 def read(comparison: Path, tasks: bool) -> Iterator[Point]:
-    """Read every run of a comparison as far as it came."""
+    """Yield the measurements of every run of a comparison, finished or not."""
     for member in read_members(comparison):
         folder = member.folder(comparison)
         for record in read_records(folder) if (folder / "records.jsonl").exists() else ():
             if tasks and record.task is not None:
-                values = {kind: getattr(record.task, kind) for kind in TASKS}
+                values = {kind: getattr(record.task, kind) for kind in TASK_TITLES}
                 yield Point(member.name, member.config.seed, record.task.task, values)
             elif not tasks and record.accuracy is not None:
                 values = {"local": record.accuracy.local, "global": record.accuracy.global_}
                 yield Point(member.name, member.config.seed, record.round, values)
 
 
-def write_csv(points: list[Point], step_kinds: list[str], label: str, path: Path) -> None:
+def write_csv(points: list[Point], kinds: list[str], label: str, path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["name", "seed", label, *step_kinds])
-        for one in points:
-            cells = ["" if one.values[kind] is None else f"{one.values[kind]:.5f}" for kind in step_kinds]
-            writer.writerow([one.name, one.seed, one.at, *cells])
+        writer.writerow(["name", "seed", label, *kinds])
+        for point in points:
+            cells = ["" if point.values[kind] is None else f"{point.values[kind]:.5f}" for kind in kinds]
+            writer.writerow([point.name, point.seed, point.x, *cells])
 
 
-def draw(points: list[Point], step_kinds: dict[str, str], label: str, path: Path) -> None:
-    found: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for one in points:
-        for kind, value in one.values.items():
+def draw(points: list[Point], titles: dict[str, str], label: str, path: Path) -> None:
+    # Percentages of all seeds, by kind, configuration and x.
+    values: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for point in points:
+        for kind, value in point.values.items():
             if value is not None:
-                found[kind][one.name][one.at].append(100 * value)
-    names = list(dict.fromkeys(one.name for one in points))
+                values[kind][point.name][point.x].append(100 * value)
+    names = list(dict.fromkeys(point.name for point in points))
     styles = {
-        name: {"color": COLOURS[at % len(COLOURS)], "linestyle": DASHES[at // len(COLOURS) % len(DASHES)]}
-        for at, name in enumerate(names)
+        name: {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+        for index, name in enumerate(names)
     }
     figure = Figure(figsize=(12, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (kind, title) in zip(figure.subplots(1, 2), step_kinds.items(), strict=True):
-        for name, places in found[kind].items():
-            x = np.array(sorted(places))
-            mean = np.array([np.mean(places[at]) for at in x])
-            spread = np.array([np.std(places[at], ddof=1) if len(places[at]) > 1 else 0 for at in x])
+    for axis, (kind, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for name, by_x in values[kind].items():
+            x = np.array(sorted(by_x))
+            mean = np.array([np.mean(by_x[value]) for value in x])
+            deviation = np.array([np.std(by_x[value], ddof=1) if len(by_x[value]) > 1 else 0 for value in x])
             axis.plot(x, mean, label=name, linewidth=1.8, **styles[name])
-            axis.fill_between(x, mean - spread, mean + spread, color=styles[name]["color"], alpha=0.12, linewidth=0)
+            axis.fill_between(
+                x, mean - deviation, mean + deviation, color=styles[name]["color"], alpha=0.12, linewidth=0
+            )
         axis.set(title=title, xlabel=label)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("%")
-    # Beside the axes, where it hides no curve, in the order in which the curves of one figure end.
-    by = 0 if "forgetting" in step_kinds else 1
-    lines = dict(zip(*reversed(figure.axes[by].get_legend_handles_labels()), strict=True))
+    # Outside of the axes, where it hides no curve, sorted by the last values of one of them.
+    sorted_by = 0 if "forgetting" in titles else 1
+    lines = dict(zip(*reversed(figure.axes[sorted_by].get_legend_handles_labels()), strict=True))
     best_first = sorted(lines, key=lambda name: -float(lines[name].get_ydata()[-1]))
     figure.legend([lines[name] for name in best_first], best_first, loc="outside right center", frameon=False)
     figure.savefig(path)
@@ -97,13 +100,13 @@ def draw(points: list[Point], step_kinds: dict[str, str], label: str, path: Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", type=Path)
-    parser.add_argument("target", type=Path, help="where they go, without an ending")
+    parser.add_argument("target", type=Path, help="output files, without ending")
     args = parser.parse_args()
     tasks = read_members(args.comparison)[0].config.data.tasks is not None
-    step_kinds, label = (TASKS, "task") if tasks else (PLAIN, "round")
+    titles, label = (TASK_TITLES, "task") if tasks else (ROUND_TITLES, "round")
     points = list(read(args.comparison, tasks))
-    write_csv(points, list(step_kinds), label, args.target.with_suffix(".csv"))
-    draw(points, step_kinds, label, args.target.with_suffix(".png"))
+    write_csv(points, list(titles), label, args.target.with_suffix(".csv"))
+    draw(points, titles, label, args.target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

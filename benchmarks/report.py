@@ -1,4 +1,4 @@
-"""How long a large report takes and how large it is: 12 methods × 3 seeds × 100 rounds, made up, on 100 clients.
+"""Measure time and size of a large report: 12 methods × 3 seeds × 100 rounds on 100 clients, from invented records.
 
 Example::
 
@@ -39,17 +39,17 @@ CLIENTS, CLASSES, PER_ROUND, LAYERS, HEADS = 100, 100, 10, 12, 12
 def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
-    top = 0.4 + 0.05 * METHODS.index(method)
+    final_accuracy = 0.4 + 0.05 * METHODS.index(method)
     fleet = {"clients": CLIENTS, "per_round": PER_ROUND}
     config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "fleet": fleet})
     (folder / "config.json").write_text(config.model_dump_json())
     counts = rng.integers(0, 30, (CLIENTS, CLASSES)).tolist()
-    partition_io = {"sha256": str(seed), "classes": [str(i) for i in range(CLASSES)], "counts": counts}
-    (folder / "partition.json").write_text(json.dumps(partition_io))
+    partition = {"sha256": str(seed), "classes": [str(i) for i in range(CLASSES)], "counts": counts}
+    (folder / "partition.json").write_text(json.dumps(partition))
     (folder / "devices.json").write_text(json.dumps({"clients": ["nano"] * CLIENTS}))
     with (folder / "records.jsonl").open("w") as file:
         for round in range(1, rounds + 1):
-            entries = []
+            clients = []
             for client in rng.choice(CLIENTS, PER_ROUND, replace=False).tolist():
                 numbers = {"samples": 500, "loss": float(rng.random())}
                 if method == "transfl":
@@ -57,10 +57,14 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
                     numbers |= {"head_gradients": rng.random(LAYERS * HEADS).tolist()}
                 began = 600.0 * round
                 ended = began + 600 * float(rng.random())
-                entries.append(ClientRecord(client, 10**6, 10**6, numbers, 5, 10, began=began, ended=ended))
-            accuracy = Accuracy(top * float(1 - 1 / round + rng.random() / 50), 1 / round, 1, float(rng.random()))
-            bytes = 10**7 * round
-            record = RoundRecord(round, 1e-3, 1 / round, accuracy, entries, bytes, bytes, virtual_seconds=600.0 * round)
+                clients.append(ClientRecord(client, 10**6, 10**6, numbers, 5, 10, began=began, ended=ended))
+            accuracy = Accuracy(
+                final_accuracy * float(1 - 1 / round + rng.random() / 50), 1 / round, 1, float(rng.random())
+            )
+            traffic = 10**7 * round
+            record = RoundRecord(
+                round, 1e-3, 1 / round, accuracy, clients, traffic, traffic, virtual_seconds=600.0 * round
+            )
             file.write(record.line() + "\n")
     write_summary(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
 
@@ -72,14 +76,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep the runs and the report here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        home = args.out or Path(temporary)
+        folder = args.out or Path(temporary)
         runs = []
-        for number in range(12):  # the methods there are, one of them twice
+        for number in range(12):  # eleven methods, one of them twice
             for seed in range(args.seeds):
-                runs.append(home / f"run-{number}-s{seed}")
+                runs.append(folder / f"run-{number}-s{seed}")
                 make_run(runs[-1], METHODS[number % len(METHODS)], seed, args.rounds + number // len(METHODS))
         started = time.perf_counter()
-        written = write_report(runs, home / "report")
+        written = write_report(runs, folder / "report")
         seconds = time.perf_counter() - started
         size = written.page.stat().st_size / 1e6
         print(f"{len(runs)} runs: {seconds:.1f} s, page {size:.2f} MB, {len(written.figures)} figure files")
