@@ -64,7 +64,7 @@ class Setup:
 
     def method(self, device: torch.device) -> Method[Any]:
         config = self.config
-        context = MethodContext.of(self.net, config.train, ROUNDS, 0, CLASSES, device, config.num_tasks)
+        context = MethodContext.from_net(self.net, config.train, ROUNDS, 0, CLASSES, device, config.num_tasks)
         return make_method(config.method, context)
 
 

@@ -22,9 +22,9 @@ class MomentumMean(WeightedMean):
 
     def finish(self) -> State:
         """Return the server state after one step: Δ = w − mean, v ← βv + Δ, w ← w − v."""
-        mean, weights = super().finish(), self.server.tensors
+        mean, weights = super().finish(), self.server_state.tensors
         velocity = {name: weight - mean.tensors[name] for name, weight in weights.items()}
-        if before := self.server.parts.get("velocity"):
+        if before := self.server_state.parts.get("velocity"):
             velocity = {name: v + self.momentum * before.tensors[name].to(v) for name, v in velocity.items()}
         return State({k: w - velocity[k] for k, w in weights.items()}, mean.numbers, {"velocity": State(velocity)})
 
@@ -35,6 +35,6 @@ class FedAvgM(WeightAveraging[FedAvgMParams]):
 
     def aggregator(self, server: State, round: int) -> MomentumMean:
         """Average the updates, then apply momentum."""
-        mean = MomentumMean(server, self.context.aggregate)
+        mean = MomentumMean(server, self.context.aggregation)
         mean.momentum = self.params.momentum
         return mean

@@ -1,10 +1,10 @@
 """Cohen's kappa: the agreement of predictions and labels beyond what chance would give."""
 
 import numpy as np
-from vitfleet.run.metric_context import MetricContext
 
 from vitfleet.config.base import MetricParams
 from vitfleet.config.registry import register_metric
+from vitfleet.run.metric_context import MetricContext
 
 
 @register_metric("kappa", MetricParams)
