@@ -32,8 +32,8 @@ class IidPartition(PartitionParams):
 def iid(params: IidPartition, data: PartitionInput) -> Ints:
     """Assign samples at random, in numbers drawn from a log-normal distribution."""
     sizes = _largest_remainder(data.rng.lognormal(0.0, params.imbalance, data.clients), len(data.labels))
-    given, received = _transfers(sizes, 1)
-    owners = np.repeat(np.arange(data.clients), sizes - given + received)
+    sent, received = _transfers(sizes, 1)
+    owners = np.repeat(np.arange(data.clients), sizes - sent + received)
     return data.rng.permutation(owners)
 
 
@@ -188,9 +188,9 @@ def _transfers(sizes: Ints, min_samples: int) -> tuple[Ints, Ints]:
             low = middle
         else:
             high = middle - 1
-    given = np.maximum(sizes - low, 0)
-    given[np.flatnonzero(given)[: int(given.sum()) - needed]] -= 1
-    return given, received
+    sent = np.maximum(sizes - low, 0)
+    sent[np.flatnonzero(sent)[: int(sent.sum()) - needed]] -= 1
+    return sent, received
 
 
 def _ensure_min_samples(owners: Ints, clients: int, min_samples: int, rng: np.random.Generator) -> Ints:
@@ -201,11 +201,11 @@ def _ensure_min_samples(owners: Ints, clients: int, min_samples: int, rng: np.ra
     the partition as skewed as configured.
     """
     sizes = np.bincount(owners, minlength=clients)
-    given, received = _transfers(sizes, min_samples)
+    sent, received = _transfers(sizes, min_samples)
     order = rng.permutation(len(owners))
     grouped = order[np.argsort(owners[order], kind="stable")]
     holder = owners[grouped]
     rank = np.arange(len(owners)) - (np.cumsum(sizes) - sizes)[holder]
     moved = owners.copy()
-    moved[grouped[rank < given[holder]]] = np.repeat(np.arange(clients), received)
+    moved[grouped[rank < sent[holder]]] = np.repeat(np.arange(clients), received)
     return moved
