@@ -171,7 +171,7 @@ def test_run_rejects_more_clients_than_images_and_leaves_no_folder(vitfleet: Com
     assert not (tmp_path / "crowd").exists()
 
 
-@pytest.mark.usefixtures("nowhere")
+@pytest.mark.usefixtures("isolated_data")
 def test_run_rejects_a_missing_data_set_and_leaves_no_folder(vitfleet: Command, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     arguments = options("data.name=cifar100", "machine.device=cpu")
