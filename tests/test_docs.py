@@ -167,6 +167,16 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
     return [part for override in (SMALL_TASKS if on_tasks else SMALL) for part in ("-o", override)]
 
 
+def test_python_code_of_the_readme_executes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
 @pytest.mark.parametrize("pattern", NOT_EXECUTED)
 def test_exception_from_execution_is_needed(pattern: str) -> None:
     assert any(re.search(pattern, f"{command.launcher}{command.text}") for command in COMMANDS)
