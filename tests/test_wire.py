@@ -1,4 +1,4 @@
-"""Bytes on the wire: everything comes back exactly, their count is known beforehand, damage is noticed."""
+"""Serialisation: payloads are restored exactly, their size is known beforehand, damage is rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES = [
 ]
 SHAPES = [(), (1,), (0,), (3, 0, 2), (2, 3), (2, 1, 3, 2)]
 
-# Names that JSON must escape, and numbers of bytes that differ from numbers of characters.
+# Names that JSON has to escape, and names with more bytes than characters.
 names = st.one_of(
     st.text(max_size=12),
     st.text(st.sampled_from('"\\/\x00\x1f\x7f\n\t\b\r\f\u2028é漢🚀 .'), max_size=12),
@@ -72,89 +72,89 @@ def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return drawn > 0 if dtype == torch.bool else drawn.to(dtype)
 
 
-def assert_same(left: Payload, correct: Payload) -> None:
-    assert left.tensors.keys() == correct.tensors.keys()
-    for name, tensor in left.tensors.items():
-        assert correct.tensors[name].dtype == tensor.dtype
-        assert correct.tensors[name].shape == tensor.shape
-        assert torch.equal(correct.tensors[name], tensor)
-    assert left.numbers.keys() == correct.numbers.keys()
-    for key, value in left.numbers.items():
-        assert_same_number(correct.numbers[key], value)
+def assert_same(actual: Payload, expected: Payload) -> None:
+    assert actual.tensors.keys() == expected.tensors.keys()
+    for name, tensor in actual.tensors.items():
+        assert expected.tensors[name].dtype == tensor.dtype
+        assert expected.tensors[name].shape == tensor.shape
+        assert torch.equal(expected.tensors[name], tensor)
+    assert actual.numbers.keys() == expected.numbers.keys()
+    for key, value in actual.numbers.items():
+        assert_same_number(expected.numbers[key], value)
 
 
-def assert_same_number(left: Number, correct: Number) -> None:
-    assert type(left) is type(correct)
-    if isinstance(left, list) and isinstance(correct, list):
-        assert len(left) == len(correct)
-        for one, other in zip(left, correct, strict=True):
-            assert_same_number(one, other)
-    elif isinstance(left, float) and isinstance(correct, float):
-        assert struct.pack("<d", left) == struct.pack("<d", correct) or (math.isnan(left) and math.isnan(correct))
+def assert_same_number(actual: Number, expected: Number) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(actual, list) and isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_same_number(actual_item, expected_item)
+    elif isinstance(actual, float) and isinstance(expected, float):
+        assert struct.pack("<d", actual) == struct.pack("<d", expected) or (math.isnan(actual) and math.isnan(expected))
     else:
-        assert left == correct
+        assert actual == expected
 
 
-def framed(header: object, payload: bytes = b"") -> bytes:
-    """Lay out bytes as the format does, with a header of our own."""
+def file_with_header(header: object, payload: bytes = b"") -> bytes:
+    """Return a file in the format with any header."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + payload
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_come_back_exactly(dtype: torch.dtype) -> None:
+def test_decode_restores_tensors_exactly(dtype: torch.dtype) -> None:
     sent = Message({f"tensor {shape}": sample(dtype, shape) for shape in SHAPES})
     assert_same(decode(Message, encode(sent)), sent)
 
 
 @given(messages)
 @settings(deadline=None)
-def test_any_message_comes_back(sent: Message) -> None:
+def test_decode_restores_any_message(sent: Message) -> None:
     assert_same(decode(Message, encode(sent)), sent)
 
 
 @given(messages)
 @settings(deadline=None)
-def test_the_format_is_that_of_safetensors(sent: Message) -> None:
-    """Byte for byte what the library writes, and what it reads."""
-    plain = {name: tensor.clone() for name, tensor in sent.tensors.items()}
+def test_encode_writes_the_safetensors_format(sent: Message) -> None:
+    """The bytes are those that the safetensors library writes, and it can read them."""
+    copies = {name: tensor.clone() for name, tensor in sent.tensors.items()}
     numbers = json.dumps(dict(sent.numbers), separators=(",", ":"))
-    assert encode(sent) == save(plain, {"numbers": numbers})
+    assert encode(sent) == save(copies, {"numbers": numbers})
     assert_same(Message(load(encode(sent)), sent.numbers), sent)
 
 
 @given(messages, st.integers(1, 300))
 @settings(deadline=None)
-def test_pieces_are_the_same_bytes(sent: Message, size: int) -> None:
+def test_encode_chunks_yields_the_bytes_of_encode(sent: Message, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "PIECE", size)
-        pieces = list(encode_chunks(sent))
-    assert b"".join(pieces) == encode(sent)
-    assert all(len(piece) == size for piece in pieces[:-1])
-    assert 0 < len(pieces[-1]) <= size
-    assert_same(decode_chunks(Message, iter(pieces), len(encode(sent))), sent)
+        patch.setattr(wire, "CHUNK", size)
+        chunks = list(encode_chunks(sent))
+    assert b"".join(chunks) == encode(sent)
+    assert all(len(chunk) == size for chunk in chunks[:-1])
+    assert 0 < len(chunks[-1]) <= size
+    assert_same(decode_chunks(Message, iter(chunks), len(encode(sent))), sent)
 
 
-def test_a_file_is_the_same_bytes(tmp_path: Path) -> None:
+def test_write_payload_writes_the_bytes_of_encode(tmp_path: Path) -> None:
     sent = State({"a": torch.randn(3, 5), "b": torch.ones(2, dtype=torch.int64)}, {"n": 1})
     write_payload(tmp_path / "state", sent)
     assert (tmp_path / "state").read_bytes() == encode(sent)
     assert_same(read_payload(State, tmp_path / "state"), sent)
 
 
-def test_pieces_are_let_go_while_they_are_read() -> None:
-    """Of a large message that came in pieces, never all of them and all its tensors are there at once."""
-    sent = Message({str(place): torch.full((2**20,), float(place)) for place in range(4)})  # 4 MiB each
-    pieces, held = list(encode_chunks(sent)), []
+def test_decode_chunks_frees_chunks_while_it_reads() -> None:
+    """All chunks and all tensors of a large message are never in memory at the same time."""
+    sent = Message({str(index): torch.full((2**20,), float(index)) for index in range(4)})  # 4 MiB each
+    chunks, remaining = list(encode_chunks(sent)), []
 
-    def hand_over() -> Iterator[bytes]:
-        pieces.reverse()
-        while pieces:
-            held.append(len(pieces))
-            yield pieces.pop()
+    def pop_chunks() -> Iterator[bytes]:
+        chunks.reverse()
+        while chunks:
+            remaining.append(len(chunks))
+            yield chunks.pop()
 
-    assert_same(decode_chunks(Message, hand_over(), encoded_size(sent)), sent)
-    assert held == list(range(17, 0, -1))
+    assert_same(decode_chunks(Message, pop_chunks(), encoded_size(sent)), sent)
+    assert remaining == list(range(17, 0, -1))
 
 
 @given(messages)
@@ -162,11 +162,11 @@ def test_pieces_are_let_go_while_they_are_read() -> None:
 @example(Message(numbers={"loss": 0.1, "order": [3, 1, 2]}))
 @example(Message({"a": torch.zeros(99), "b": torch.zeros(1, dtype=torch.int64), "é": torch.zeros(())}))
 @settings(deadline=None, max_examples=300)
-def test_the_size_is_known_without_encoding(sent: Message) -> None:
+def test_encoded_size_is_the_length_of_encode(sent: Message) -> None:
     assert encoded_size(sent) == len(encode(sent))
 
 
-def test_the_size_of_a_real_model_is_known() -> None:
+def test_encoded_size_of_a_model() -> None:
     weights = {f"blocks.{i}.mlp.fc{j}.weight": torch.zeros(64, 16) for i in range(12) for j in (1, 2)}
     sent = State({**weights, "steps": torch.zeros(3, dtype=torch.int64)}, {"samples": 500, "loss": 1 / 3})
     assert encoded_size(sent) == len(encode(sent))
@@ -185,16 +185,16 @@ def test_the_size_of_a_real_model_is_known() -> None:
     ],
     ids=["transposed", "strided", "expanded", "part", "requires grad", "channels last"],
 )
-def test_views_travel_by_value(tensor: Tensor) -> None:
+def test_encode_copies_the_values_of_views(tensor: Tensor) -> None:
     sent = Message({"tensor": tensor})
-    back = decode(Message, encode(sent)).tensors["tensor"]
-    assert torch.equal(back, tensor.detach())
-    assert not back.requires_grad
+    decoded = decode(Message, encode(sent)).tensors["tensor"]
+    assert torch.equal(decoded, tensor.detach())
+    assert not decoded.requires_grad
     assert encoded_size(sent) == len(encode(sent))
     assert len(encode(sent)) == len(encode(Message({"tensor": tensor.detach().clone()})))  # not the whole storage
 
 
-def test_tensors_that_share_memory_travel_by_value() -> None:
+def test_encode_copies_the_values_of_tensors_that_share_memory() -> None:
     """A state may hold one tensor under two names (an anchor and the weights before the first step)."""
     weights = torch.arange(6.0)
     sent = State({"weights": weights, "anchor": weights, "part": weights[2:5]})
@@ -208,75 +208,75 @@ LISTS = [[], [1, 2, 3], [0.1, 1.0, math.nan], list(range(1000))]
 
 
 @pytest.mark.parametrize("value", [*INTEGERS, *FLOATS, *LISTS], ids=lambda value: str(value)[:20])
-def test_numbers_come_back_exactly(value: Number) -> None:
+def test_decode_restores_numbers_exactly(value: Number) -> None:
     assert_same_number(decode(Message, encode(Message(numbers={"n": value}))).numbers["n"], value)
 
 
-@pytest.mark.parametrize("kind", [Payload, Message, State])
-def test_the_kind_is_the_one_asked_for(kind: type[Payload]) -> None:
-    assert type(decode(kind, encode(kind({"a": torch.ones(2)}, {"b": 1})))) is kind
+@pytest.mark.parametrize("payload_type", [Payload, Message, State])
+def test_decode_returns_the_requested_type(payload_type: type[Payload]) -> None:
+    assert type(decode(payload_type, encode(payload_type({"a": torch.ones(2)}, {"b": 1})))) is payload_type
 
 
-def test_what_was_decoded_can_be_written_to() -> None:
+def test_decoded_tensors_are_writable() -> None:
     data = encode(Message({"a": torch.zeros(4)}))
     decode(Message, data).tensors["a"].add_(1)
     assert torch.equal(decode(Message, data).tensors["a"], torch.zeros(4))
 
 
-def test_equal_messages_are_equal_bytes() -> None:
-    one = Message({"b": torch.ones(2), "a": torch.zeros(3)}, {"n": 1})
-    other = Message({"a": torch.zeros(3), "b": torch.ones(2)}, {"n": 1})
-    assert encode(one) == encode(other)
+def test_encode_does_not_depend_on_the_order_of_tensors() -> None:
+    first = Message({"b": torch.ones(2), "a": torch.zeros(3)}, {"n": 1})
+    second = Message({"a": torch.zeros(3), "b": torch.ones(2)}, {"n": 1})
+    assert encode(first) == encode(second)
 
 
-WHOLE = encode(Message({"a": torch.arange(5.0), "b": torch.ones(2, dtype=torch.int64)}, {"samples": 3}))
+VALID = encode(Message({"a": torch.arange(5.0), "b": torch.ones(2, dtype=torch.int64)}, {"samples": 3}))
 
 
-def test_cut_bytes_are_noticed() -> None:
-    for length in range(len(WHOLE)):
+def test_decode_rejects_truncated_bytes() -> None:
+    for length in range(len(VALID)):
         with pytest.raises(UserError, match=f"message of {length} bytes cannot be read"):
-            decode(Message, WHOLE[:length])
+            decode(Message, VALID[:length])
 
 
 @given(st.data())
 @settings(deadline=None, max_examples=300)
-def test_a_damaged_header_is_noticed_or_harmless(data: st.DataObject) -> None:
-    """Whatever happens to the header, the answer is a message or a complaint, never a crash."""
-    end = 8 + int.from_bytes(WHOLE[:8], "little")
+def test_decode_of_a_damaged_header_raises_user_error_or_returns(data: st.DataObject) -> None:
+    """No damage of the header raises any other error."""
+    end = 8 + int.from_bytes(VALID[:8], "little")
     position = data.draw(st.integers(0, end - 1))
     byte = data.draw(st.integers(0, 255))
-    damaged = WHOLE[:position] + bytes([byte]) + WHOLE[position + 1 :]
+    damaged = VALID[:position] + bytes([byte]) + VALID[position + 1 :]
     with contextlib.suppress(UserError):
         decode(Message, damaged)
 
 
 @given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_noise_is_refused(noise: bytes) -> None:
+def test_decode_rejects_random_bytes(noise: bytes) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         decode(State, noise)
 
 
 META = "__metadata__"
-NOTHING = {META: {"numbers": "{}"}}
-EIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}  # right, if there were eight bytes
-WRONG: list[object] = [
+NO_NUMBERS = {META: {"numbers": "{}"}}
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}  # valid for a file with eight bytes of data
+INVALID_ENTRIES: list[object] = [
     None,
     [],
-    EIGHT,
-    {**EIGHT, "shape": [0]},
-    {**EIGHT, "dtype": "F32", "data_offsets": [0, 0]},
-    {**EIGHT, "data_offsets": [-8, 0]},
-    {**EIGHT, "data_offsets": [0]},
-    {**EIGHT, "data_offsets": "08"},
-    {**EIGHT, "dtype": "F33", "shape": [0], "data_offsets": [0, 0]},
-    {**EIGHT, "dtype": 4, "shape": [0], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [-1, 0], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [False], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [0.0], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [2**70, 0], "data_offsets": [0, 0]},
-    {**EIGHT, "shape": [2**40], "data_offsets": [0, 2**42]},
+    ENTRY,
+    {**ENTRY, "shape": [0]},
+    {**ENTRY, "dtype": "F32", "data_offsets": [0, 0]},
+    {**ENTRY, "data_offsets": [-8, 0]},
+    {**ENTRY, "data_offsets": [0]},
+    {**ENTRY, "data_offsets": "08"},
+    {**ENTRY, "dtype": "F33", "shape": [0], "data_offsets": [0, 0]},
+    {**ENTRY, "dtype": 4, "shape": [0], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [-1, 0], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [False], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [0.0], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [2**70, 0], "data_offsets": [0, 0]},
+    {**ENTRY, "shape": [2**40], "data_offsets": [0, 2**42]},
 ]
 
 
@@ -292,7 +292,7 @@ WRONG: list[object] = [
         {META: {"numbers": '{"n": "text"}'}},
         {META: {"numbers": '{"n": {"deeper": 1}}'}},
         {META: {"numbers": "[" * 100_000}},
-        *({**NOTHING, "a": about} for about in WRONG),
+        *({**NO_NUMBERS, "a": entry} for entry in INVALID_ENTRIES),
     ],
     ids=[
         "no metadata",
@@ -304,27 +304,27 @@ WRONG: list[object] = [
         "text inside",
         "table inside",
         "deep",
-        *(str(number) for number in range(len(WRONG))),
+        *(str(number) for number in range(len(INVALID_ENTRIES))),
     ],
 )
-def test_a_file_of_another_kind_is_refused(header: object) -> None:
+def test_decode_rejects_invalid_headers(header: object) -> None:
     with pytest.raises(UserError, match="cannot be read"):
-        decode(Message, framed(header))
+        decode(Message, file_with_header(header))
 
 
-def test_nothing_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_and_decode_do_not_use_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     import pickle
 
-    def refuse(*args: object, **kwargs: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("pickle was used")
 
     for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
-        monkeypatch.setattr(pickle, name, refuse)
+        monkeypatch.setattr(pickle, name, fail)
     sent = State({"a": torch.ones(3)}, {"n": [1, 2]})
     assert_same(decode(State, encode(sent)), sent)
 
 
-def test_a_pickle_is_refused() -> None:
+def test_decode_does_not_load_a_pickle() -> None:
     import pickle
 
     class Trap:

@@ -1,21 +1,21 @@
-"""Errors that are the user's to mend: one clear sentence, no traceback, exit code 2."""
+"""Errors that the user can fix. The command prints their message without a traceback and exits with code 2."""
 
 
 class UserError(Exception):
-    """Something outside the program is wrong: say what, where, and the remedy."""
+    """An error outside the program. The message says what is wrong, where, and how to fix it."""
 
 
 class ConfigError(UserError):
-    """A configuration key has a value that cannot work.
+    """A configuration key has an invalid value.
 
     Parameters
     ----------
     key
         Dotted name of the key, as it is written with ``-o``.
     value
-        What was given.
+        The invalid value.
     remedy
-        The allowed range or what to do instead.
+        The allowed values, or what to do instead.
     """
 
     def __init__(self, key: str, value: object, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Writing that survives being killed: a file is there whole, or not at all."""
+"""Writing files that survives a crash: a file is complete, or does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ Data: TypeAlias = bytes | Iterable[bytes | memoryview]
 
 
 def write_atomically(path: Path, data: Data) -> None:
-    """Write a file, given whole or in parts, so that after a crash at any moment it is the old one or the new one."""
+    """Write a file such that after a crash at any moment it has either the old or the new contents.
+
+    Parameters
+    ----------
+    data
+        The contents, whole or in chunks.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     write_durably(temporary, data)
     temporary.replace(path)
@@ -19,7 +25,7 @@ def write_atomically(path: Path, data: Data) -> None:
 
 
 def write_durably(path: Path, data: Data) -> None:
-    """Write a file under a name that nobody knows yet; :func:`sync_folder` before anybody is told."""
+    """Write a new file and make its contents durable. Its name is durable only after :func:`sync_folder`."""
     with path.open("wb") as file:
         file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
@@ -27,11 +33,11 @@ def write_durably(path: Path, data: Data) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable (a rename is only as durable as the folder that holds it)."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
+    """Make the entries of a folder durable: new names, and renames."""
+    if os.name != "posix":  # other systems cannot open a folder
         return
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What travels and what is kept: named tensors and numbers, never objects."""
+"""Messages and states: named tensors and numbers, never other objects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 Number: TypeAlias = int | float | list[int] | list[float]
 Numbers: TypeAlias = Mapping[str, Number]
 
-MUCH = 0.2  # of a piece of memory: then it is looked at as a whole
+MIN_COVERED_FRACTION = 0.2  # of a storage: if its tensors cover less, they are checked one by one
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Named tensors and numbers: the one shape of everything that is sent or stored."""
+    """Named tensors and numbers. Everything that is sent or stored is a payload."""
 
     tensors: Tensors = field(default_factory=dict)
     numbers: Numbers = field(default_factory=dict)
@@ -30,18 +30,18 @@ class Payload:
 
 @dataclass(frozen=True)
 class Message(Payload):
-    """What travels between server and client."""
+    """A payload that is sent between server and client."""
 
 
 @dataclass(frozen=True)
 class State(Payload):
-    """What a server or a client keeps from one round to the next.
+    """A payload that the server or a client keeps between rounds.
 
     Attributes
     ----------
     parts
-        Parts of a server's state that change now and then, such as what it keeps of each client: a checkpoint
-        writes those that are no longer the same object as before.
+        Parts of a server's state that rarely change, such as the features of each client. A checkpoint writes a part
+        only if it is another object than at the last checkpoint.
     """
 
     parts: Mapping[str, State] = field(default_factory=dict)
@@ -53,31 +53,34 @@ def to_device(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no number of these tensors is infinite or none at all.
+    """Whether all numbers of these tensors are finite.
 
-    A sum goes through memory once, at its speed, and what is not finite shows in it; a sum that is merely too large is
-    looked at again, number by number.
+    A sum reads the memory once, and it is not finite if any number is not. Only if a sum is not finite, every number is
+    checked, because a sum of finite numbers can overflow.
     """
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floating:
         return True
-    if floating[0].is_cuda:  # in few launches; on a CPU it would be slower than the sums
-        sums = torch.stack([norm.float() for norm in torch._foreach_norm(_pieces(floating), 1)])
+    if floating[0].is_cuda:  # needs few kernel launches; on a CPU it would be slower than the sums
+        sums = torch.stack([norm.float() for norm in torch._foreach_norm(_merge_by_storage(floating), 1)])
     else:
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floating])
     return bool(sums.isfinite().all()) or all(bool(tensor.isfinite().all()) for tensor in floating)
 
 
-def _pieces(tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors that hold all the numbers of these, and maybe others: what lies in one piece, as one tensor."""
-    lying: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+def _merge_by_storage(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors that contain all numbers of these: tensors of one storage become one tensor of that storage.
+
+    The merged tensor can contain other numbers too, but a storage of which the tensors cover little is not merged.
+    """
+    by_storage: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        lying.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
-    found: list[Tensor] = []
-    for some in lying.values():
-        storage = some[0].untyped_storage()
-        if len(some) > 1 and sum(tensor.nbytes for tensor in some) >= MUCH * storage.nbytes():
-            found.append(some[0].as_strided((storage.nbytes() // some[0].element_size(),), (1,), 0))
+        by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor)
+    merged: list[Tensor] = []
+    for views in by_storage.values():
+        storage = views[0].untyped_storage()
+        if len(views) > 1 and sum(view.nbytes for view in views) >= MIN_COVERED_FRACTION * storage.nbytes():
+            merged.append(views[0].as_strided((storage.nbytes() // views[0].element_size(),), (1,), 0))
         else:
-            found.extend(some)
-    return found
+            merged.extend(views)
+    return merged

@@ -1,75 +1,75 @@
-"""Many tensors in one piece of memory: one copy where there would be hundreds."""
+"""Packing of many tensors in one block of memory, which can then be copied at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
 
-ALIGNED = 256  # bytes: a kernel may round otherwise where a tensor does not lie as one of its own would
+ALIGNMENT = 256  # bytes, as of separate tensors: kernels may round differently for other alignments
 
 
-def pack_tensors(tensors: Tensors, make: Callable[[int, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the tensors as views of one new piece of memory, or one for each type and device that they have.
+def pack_tensors(tensors: Tensors, allocate: Callable[[int, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
+    """Return copies of the tensors as views of one new block of memory per data type and device.
 
     Parameters
     ----------
-    make
-        Makes a piece of so many numbers elsewhere, into which they are copied, without waiting for it; by default the
-        piece lies where they do. Nothing is made where they are: it may be full there.
+    allocate
+        Returns a block of a number of elements, on any device. Tensors are copied into it without waiting for the copy
+        to end, and no memory is allocated on their own device, which may be full. By default the block is on the
+        tensors' own device.
     """
-    alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        alike.setdefault((tensor.dtype, tensor.device), {})[name] = tensor.contiguous()
-    found: dict[str, Tensor] = {}
-    for (dtype, _), some in alike.items():
-        starts = _starts(some)
-        row = _put_together(some, starts) if make is None else make(starts[-1], dtype)
-        for (name, tensor), start in zip(some.items(), starts, strict=False):  # the last start is the end
-            found[name] = row.as_strided(tensor.shape, tensor.stride(), start)
-        if make is not None:
-            _copy(some, starts, row, found)
-    return {name: found[name] for name in tensors}
+        groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor.contiguous()
+    packed: dict[str, Tensor] = {}
+    for (dtype, _), group in groups.items():
+        *offsets, length = _offsets(group)
+        block = _concatenate(group, [*offsets, length]) if allocate is None else allocate(length, dtype)
+        for (name, tensor), offset in zip(group.items(), offsets, strict=True):
+            packed[name] = block.as_strided(tensor.shape, tensor.stride(), offset)
+        if allocate is not None:
+            _copy_into_block(group, offsets, length, block, packed)
+    return {name: packed[name] for name in tensors}
 
 
-def _copy(tensors: Tensors, starts: list[int], row: Tensor, places: Tensors) -> None:
-    piece = _piece(tensors, starts)
-    if piece is not None:
-        row.copy_(piece, non_blocking=True)
+def _copy_into_block(tensors: Tensors, offsets: list[int], length: int, block: Tensor, packed: Tensors) -> None:
+    source = _find_block(tensors, offsets, length)
+    if source is not None:
+        block.copy_(source, non_blocking=True)
         return
     for name, tensor in tensors.items():
-        places[name].copy_(tensor, non_blocking=True)
+        packed[name].copy_(tensor, non_blocking=True)
 
 
-def _starts(tensors: Tensors) -> list[int]:
-    """Return where each tensor begins, in numbers, and where the last one's room ends."""
-    return [
-        0,
-        *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED // tensor.element_size() for tensor in tensors.values()),
-    ]
+def _offsets(tensors: Tensors) -> list[int]:
+    """Return the offset of each tensor in a block, in elements, and the length of the block."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT // tensor.element_size() for tensor in tensors.values()]
+    return [0, *accumulate(sizes)]
 
 
-def _put_together(tensors: Tensors, starts: list[int]) -> Tensor:
+def _concatenate(tensors: Tensors, bounds: list[int]) -> Tensor:
+    """Return a block of all tensors, with zeros in between for the alignment."""
     first, *_ = tensors.values()
-    nothing = first.new_zeros(ALIGNED // first.element_size())
+    zeros = first.new_zeros(ALIGNMENT // first.element_size())
     parts: list[Tensor] = []
-    for tensor, start, end in zip(tensors.values(), starts, starts[1:], strict=False):
+    for tensor, (start, end) in zip(tensors.values(), pairwise(bounds), strict=True):
         parts.append(tensor.view(-1))
-        if gap := end - start - tensor.numel():
-            parts.append(nothing[:gap])
+        if padding := end - start - tensor.numel():
+            parts.append(zeros[:padding])
     return torch.cat(parts)
 
 
-def _piece(tensors: Tensors, starts: list[int]) -> Tensor | None:
-    """Return the memory in which these tensors lie one after the other, if they do."""
+def _find_block(tensors: Tensors, offsets: list[int], length: int) -> Tensor | None:
+    """Return the block in which the tensors are packed already; ``None`` if they are not."""
     first, *_ = tensors.values()
     storage = first.untyped_storage()
-    memory, end = storage.data_ptr(), starts[-1]
-    for tensor, start in zip(tensors.values(), starts, strict=False):
-        if tensor.storage_offset() != start or tensor.untyped_storage().data_ptr() != memory:
+    address = storage.data_ptr()
+    for tensor, offset in zip(tensors.values(), offsets, strict=True):
+        if tensor.storage_offset() != offset or tensor.untyped_storage().data_ptr() != address:
             return None
-    return first.as_strided((end,), (1,), 0) if storage.nbytes() >= end * first.element_size() else None
+    return first.as_strided((length,), (1,), 0) if storage.nbytes() >= length * first.element_size() else None

@@ -1,4 +1,4 @@
-"""How long work says how far it is, without knowing who listens."""
+"""Progress of long tasks, independent of how it is shown."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Advance: TypeAlias = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Somebody who shows progress: the terminal, or nobody."""
+    """Shows the progress of tasks, for example on the terminal."""
 
     def task(self, label: str, total: int) -> AbstractContextManager[Advance]:
-        """Open a task of ``total`` units; the value is called with the units done since."""
+        """Open a task of ``total`` units. The context's value is called with the number of units done since."""
         ...
 
 
@@ -22,7 +22,7 @@ class NoProgress:
 
     @contextmanager
     def task(self, label: str, total: int) -> Iterator[Advance]:
-        """Accept the task and drop what it says."""
+        """Ignore the task."""
         yield lambda units: None
 
 

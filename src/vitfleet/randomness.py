@@ -1,11 +1,11 @@
-"""Randomness is addressed, not consumed.
+"""Random generators by address.
 
-Every draw of a run comes from a generator made for one address: (seed, purpose, round, client, epoch).
-Nothing is carried from one draw to the next, so the order in which clients are trained, how many are
-trained together, where they live and whether the run was interrupted change nothing.
+Every draw of a run comes from a generator made for one address: (seed, purpose, round, client, epoch). No generator is
+shared. The numbers therefore do not depend on the order in which clients are trained, on how many are trained together,
+on the machine that trains them, or on interruptions of the run.
 
-Draws are made on the host with NumPy's Philox and then moved to the training device: a CPU and a GPU
-see the same numbers, and a whole epoch's draws cost one transfer instead of one per step.
+Numbers are drawn on the host with NumPy's Philox and copied to the training device: a CPU and a GPU get the same
+numbers, and the numbers of a whole epoch need one copy instead of one per step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 class Purpose(StrEnum):
-    """What a draw is for; two purposes never share numbers."""
+    """What a draw is for. Two purposes never share numbers."""
 
     INIT = "init"
     PARTITION = "partition"
@@ -41,7 +41,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where in a run a draw happens; ``-1`` stands for "not at this level"."""
+    """The address of a draw in a run; −1 for a level that does not apply."""
 
     seed: int
     purpose: Purpose
@@ -50,14 +50,14 @@ class Address:
     epoch: int = -1
 
     def key(self) -> int:
-        """Hash the address to 128 bits."""
+        """Return a 128-bit hash of the address."""
         text = "|".join(str(part) for part in astuple(self))
         return int.from_bytes(blake2b(text.encode(), digest_size=16).digest(), "little")
 
     def generator(self) -> np.random.Generator:
-        """Return a generator that depends on the address alone."""
+        """Return a generator that depends only on the address."""
         return np.random.Generator(np.random.Philox(key=self.key()))
 
     def torch_seed(self) -> int:
-        """Return a seed for torch's own initialisers (63 bits, as torch wants them)."""
+        """Return a seed for torch's generators, of 63 bits as torch requires."""
         return self.key() & (2**63 - 1)

@@ -1,7 +1,7 @@
-"""Messages and states as bytes: the safetensors format, numbers as JSON in its header. Never pickle.
+"""Serialisation of messages and states: the safetensors format, with the numbers as JSON in its header. Never pickle.
 
-Bytes are made and read in pieces, so that nobody holds a large message twice: what is sent is cut from one tensor after
-the other, and what came is filled into one tensor after the other while its pieces are let go.
+Bytes are written and read in chunks, so that a large message is never in memory twice: chunks are cut from one tensor
+after the other, and received chunks are freed as they are copied into one tensor after the other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NUMBERS = "numbers"
 METADATA = "__metadata__"
 ALIGNMENT = 8
 LENGTH_FIELD = 8  # bytes of the header's length, before the header
-LONGEST_HEADER = 10**8  # the format's own bound
-KEPT_NAMES = 10**5  # characters
-PIECE = 2**20  # bytes: a slow line must get one through before Flower loses its patience, after 30 seconds
+MAX_HEADER = 10**8  # bytes; the limit of the format
+MAX_CACHED_NAMES = 10**5  # characters
+CHUNK = 2**20  # bytes; a slow connection has to send a chunk within Flower's timeout of 30 seconds
 
-# How the format names dtypes, in the order in which it lays tensors out (widest first, then by name).
-_LAYOUT: Mapping[torch.dtype, str] = {
+# The names of data types in the format, in the order of the tensors in a file (widest type first, then by name).
+_DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.uint64: "U64",
     torch.int64: "I64",
     torch.float64: "F64",
@@ -44,202 +44,206 @@ _LAYOUT: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_RANK = {dtype: rank for rank, dtype in enumerate(_LAYOUT)}
-_DTYPE = {name: dtype for dtype, name in _LAYOUT.items()}
+_DTYPE_RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPE_NAMES)}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
 
 
-def encode(named: Payload) -> bytes:
-    """Serialize tensors and numbers."""
-    return b"".join(_parts(named))
+def encode(payload: Payload) -> bytes:
+    """Serialise a payload."""
+    return b"".join(_buffers(payload))
 
 
-def encode_chunks(named: Payload) -> Iterator[bytes]:
-    """Yield what :func:`encode` returns, in pieces of one size, the last one shorter."""
-    piece = bytearray()
-    for part in _parts(named):
-        rest = memoryview(part)
-        while len(rest) >= (room := PIECE - len(piece)):
-            piece += rest[:room]
-            yield bytes(piece)
-            piece, rest = bytearray(), rest[room:]
-        piece += rest
-    if piece:
-        yield bytes(piece)
+def encode_chunks(payload: Payload) -> Iterator[bytes]:
+    """Yield what :func:`encode` returns, in chunks of one size; the last one can be shorter."""
+    chunk = bytearray()
+    for buffer in _buffers(payload):
+        rest = memoryview(buffer)
+        while len(rest) >= (missing := CHUNK - len(chunk)):
+            chunk += rest[:missing]
+            yield bytes(chunk)
+            chunk, rest = bytearray(), rest[missing:]
+        chunk += rest
+    if chunk:
+        yield bytes(chunk)
 
 
-def write_payload(path: Path, named: Payload, put: Callable[[Path, Data], None] = write_atomically) -> None:
-    """Write what :func:`encode` returns into a file: whole or not at all, unless ``put`` does it otherwise."""
-    put(path, _parts(named))
+def write_payload(path: Path, payload: Payload, write_file: Callable[[Path, Data], None] = write_atomically) -> None:
+    """Write what :func:`encode` returns into a file.
+
+    Parameters
+    ----------
+    write_file
+        Writes the file; by default so that it is complete or does not exist.
+    """
+    write_file(path, _buffers(payload))
 
 
-def decode(kind: type[PayloadType], data: bytes) -> PayloadType:
-    """Read back what :func:`encode` wrote.
+def decode(payload_type: type[PayloadType], data: bytes) -> PayloadType:
+    """Deserialise what :func:`encode` returned.
 
     Raises
     ------
     UserError
-        If the bytes are not such a message, or are damaged.
+        If the bytes are not a serialised payload, or are damaged.
     """
-    return decode_chunks(kind, [data], len(data))
+    return decode_chunks(payload_type, [data], len(data))
 
 
-def read_payload(kind: type[PayloadType], path: Path) -> PayloadType:
-    """Read back what :func:`write` wrote; raises as :func:`decode` does."""
+def read_payload(payload_type: type[PayloadType], path: Path) -> PayloadType:
+    """Read a file that :func:`write_payload` wrote; raises as :func:`decode` does."""
     with path.open("rb") as file:
-        return decode_chunks(kind, iter(lambda: file.read(PIECE), b""), path.stat().st_size)
+        return decode_chunks(payload_type, iter(lambda: file.read(CHUNK), b""), path.stat().st_size)
 
 
-def decode_chunks(kind: type[PayloadType], pieces: Iterable[bytes], size: int) -> PayloadType:
-    """Read back what :func:`cut` yielded, ``size`` bytes in all; raises as :func:`decode` does."""
-    source = _Source(iter(pieces))
+def decode_chunks(payload_type: type[PayloadType], chunks: Iterable[bytes], size: int) -> PayloadType:
+    """Deserialise what :func:`encode_chunks` yielded, ``size`` bytes in total; raises as :func:`decode` does."""
+    reader = _ChunkReader(iter(chunks))
     try:
-        length = int.from_bytes(source.take(LENGTH_FIELD), "little")
-        if length > min(LONGEST_HEADER, size - LENGTH_FIELD):
-            raise ValueError("its header is longer than it may be")
-        header = json.loads(source.take(length))
+        length = int.from_bytes(reader.read(LENGTH_FIELD), "little")
+        if length > min(MAX_HEADER, size - LENGTH_FIELD):
+            raise ValueError(f"its header is too long ({length} bytes)")
+        header = json.loads(reader.read(length))
         numbers = parse_numbers(header.pop(METADATA))
         tensors = {}
-        for name, dtype, shape in _places(header, size - LENGTH_FIELD - length):
+        for name, dtype, shape in _parse_tensor_entries(header, size - LENGTH_FIELD - length):
             tensors[name] = torch.empty(shape, dtype=dtype)
-            source.fill(_raw(tensors[name]))
+            reader.read_into(_memory(tensors[name]))
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise UserError(f"a {kind.__name__.lower()} of {size} bytes cannot be read: {error}") from error
-    return kind(tensors=tensors, numbers=numbers)
+        raise UserError(f"a {payload_type.__name__.lower()} of {size} bytes cannot be read: {error}") from error
+    return payload_type(tensors=tensors, numbers=numbers)
 
 
 def parse_numbers(metadata: Mapping[str, str]) -> Numbers:
-    """Read the numbers out of a header's metadata."""
+    """Return the numbers from the metadata of a header."""
     numbers = json.loads(metadata[NUMBERS])
     if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
-        raise ValueError("its numbers are not numbers")
+        raise ValueError("its metadata has values that are not numbers")
     return numbers
 
 
-def encoded_size(named: Payload) -> int:
-    """Return ``len(encode(named))`` without touching a tensor: a simulation counts every message's bytes."""
-    return len(_header(named.tensors, _metadata(named))) + tensors_size(named)
+def encoded_size(payload: Payload) -> int:
+    """Return ``len(encode(payload))`` without reading a tensor: a simulation counts the bytes of every message."""
+    return len(_header(payload.tensors, _metadata(payload))) + tensors_size(payload)
 
 
-def tensors_size(named: Payload) -> int:
-    """Return the bytes of the tensors alone, without framing."""
-    return sum(_bytes(tensor) for tensor in named.tensors.values())
+def tensors_size(payload: Payload) -> int:
+    """Return the bytes of the tensors, without the header."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in payload.tensors.values())
 
 
 def safetensors_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yield a file of this format: its header, then the bytes of one tensor after the other.
+    """Yield a safetensors file: the header, then the bytes of one tensor after the other.
 
     Parameters
     ----------
     metadata
-        One key only: the format does not keep the order of several, and equal things shall be equal bytes.
+        A single key: the format does not keep the order of keys, and equal payloads must have equal bytes.
     """
     yield _header(tensors, metadata)
-    for _, tensor in _in_layout(tensors):
-        yield _raw(tensor.detach().cpu().contiguous())
+    for _, tensor in _in_file_order(tensors):
+        yield _memory(tensor.detach().cpu().contiguous())
 
 
-def _parts(named: Payload) -> Iterator[bytes | memoryview]:
-    return safetensors_chunks(named.tensors, _metadata(named))
+def _buffers(payload: Payload) -> Iterator[bytes | memoryview]:
+    return safetensors_chunks(payload.tensors, _metadata(payload))
 
 
-def _metadata(named: Payload) -> dict[str, str]:
-    return {NUMBERS: json.dumps(dict(named.numbers), separators=(",", ":"))}
+def _metadata(payload: Payload) -> dict[str, str]:
+    return {NUMBERS: json.dumps(dict(payload.numbers), separators=(",", ":"))}
 
 
 def _header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
-    form = tuple((name, tensor.dtype, tensor.shape) for name, tensor in _in_layout(tensors))
-    # A simulation sends the same forms again and again; what a stranger sends may be of any length.
-    table = _kept_table if sum(len(name) for name, _, _ in form) < KEPT_NAMES else _table
-    text = (_json({METADATA: dict(metadata)})[:-1] + table(form) + "}").encode()
+    specs = tuple((name, tensor.dtype, tensor.shape) for name, tensor in _in_file_order(tensors))
+    # A simulation sends the same names and shapes again and again. Very long names are not cached, to bound the memory.
+    cacheable = sum(len(name) for name, _, _ in specs) < MAX_CACHED_NAMES
+    entries = _cached_tensor_entries(specs) if cacheable else _tensor_entries(specs)
+    text = (_json({METADATA: dict(metadata)})[:-1] + entries + "}").encode()
     padded = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
     return len(padded).to_bytes(LENGTH_FIELD, "little") + padded
 
 
-def _table(form: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
-    """Return the part of a header that says where each tensor lies, as it follows on the metadata."""
-    rows, offset = [], 0
-    for name, dtype, shape in form:
+def _tensor_entries(specs: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> str:
+    """Return the entries of the tensors in a header, which follow the metadata."""
+    entries, offset = [], 0
+    for name, dtype, shape in specs:
         end = offset + math.prod(shape) * dtype.itemsize
-        about = {"dtype": _LAYOUT[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        rows.append(f",{_json(name)}:{_json(about)}")
+        entry = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries.append(f",{_json(name)}:{_json(entry)}")
         offset = end
-    return "".join(rows)
+    return "".join(entries)
 
 
-_kept_table = lru_cache(maxsize=256)(_table)
+_cached_tensor_entries = lru_cache(maxsize=256)(_tensor_entries)
 
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def _in_layout(tensors: Tensors) -> list[tuple[str, Tensor]]:
-    return sorted(tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0]))
+def _in_file_order(tensors: Tensors) -> list[tuple[str, Tensor]]:
+    return sorted(tensors.items(), key=lambda item: (_DTYPE_RANKS[item[1].dtype], item[0]))
 
 
-def _places(header: dict[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    """Yield the tensors that a header tells of, in the order of their bytes, which must be the ``size`` that there are.
+def _parse_tensor_entries(header: dict[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+    """Yield the name, type and shape of each tensor of a header, in the order of their bytes, ``size`` in total.
 
-    A header comes from anybody: all of it is checked before the first tensor is made.
+    A header is not trusted: all of it is checked before the first tensor is allocated.
     """
-    found, end = [], 0
-    for name, about in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        dtype, shape, offsets = _DTYPE[about["dtype"]], about["shape"], about["data_offsets"]
+    specs, end = [], 0
+    for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
-            raise ValueError(f"{name!r} has no such shape or place")
-        start, end_before, end = offsets[0], end, offsets[1]
-        if start != end_before or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} does not lie where it must")
-        found.append((name, dtype, shape))
+            raise ValueError(f"the shape or the offsets of {name!r} are not valid")
+        start, previous_end, end = offsets[0], end, offsets[1]
+        if start != previous_end or end - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"the offsets of {name!r} do not match its shape and the other tensors")
+        specs.append((name, dtype, shape))
     if end != size:
-        raise ValueError(f"its tensors take {end} bytes, and there are {size}")
-    yield from found
+        raise ValueError(f"its tensors take {end} bytes, but it has {size}")
+    yield from specs
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor that lies in one piece on the host."""
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
     return tensor.flatten().view(torch.uint8).numpy().data
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, list):
-        return all(isinstance(one, int | float) for one in value)
+        return all(isinstance(item, int | float) for item in value)
     return isinstance(value, int | float)
 
 
-class _Source:
-    """Pieces of bytes as one row of them; a piece that was read is let go."""
+class _ChunkReader:
+    """Reads from chunks as from one sequence of bytes. A chunk is freed once it has been read."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self.pieces = pieces
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self.chunks = chunks
         self.rest = memoryview(b"")
 
-    def take(self, length: int) -> bytes:
+    def read(self, length: int) -> bytes:
         """Return the next bytes."""
-        taken = bytearray()
-        while len(taken) < length:
-            taken += self._next(length - len(taken))
-        return bytes(taken)
+        data = bytearray()
+        while len(data) < length:
+            data += self._next(length - len(data))
+        return bytes(data)
 
-    def fill(self, target: memoryview) -> None:
-        """Read the next bytes into memory."""
+    def read_into(self, target: memoryview) -> None:
+        """Copy the next bytes into memory."""
         done = 0
         while done < len(target):
             part = self._next(len(target) - done)
             target[done : done + len(part)] = part
             done += len(part)
 
-    def _next(self, most: int) -> memoryview:
+    def _next(self, max_length: int) -> memoryview:
+        """Return the next bytes of the current chunk, at least one and at most ``max_length``."""
         while not self.rest:
-            piece = next(self.pieces, None)
-            if piece is None:
+            chunk = next(self.chunks, None)
+            if chunk is None:
                 raise ValueError("it ends too early")
-            self.rest = memoryview(piece)
-        part, self.rest = self.rest[:most], self.rest[most:]
+            self.rest = memoryview(chunk)
+        part, self.rest = self.rest[:max_length], self.rest[max_length:]
         return part
