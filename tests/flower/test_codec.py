@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,20 @@ import torch
 from flwr.app import ConfigRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback import with_encoded_message
+from loopback import serialized_copy, with_encoded_message
 
-from vitfleet.fleet.base import EvalReply, EvalResult, Reply
-from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_reply, unpack_reply
+from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
+from vitfleet.flower.codec import (
+    pack_eval_reply,
+    pack_eval_request,
+    pack_reply,
+    pack_train_request,
+    unpack_eval_reply,
+    unpack_eval_request,
+    unpack_reply,
+    unpack_train_request,
+)
+from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
 
@@ -22,6 +33,38 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
+
+
+RUN_SPEC = RunSpec("run", '{"seed": 1}', ["cat", "dog"], 3, 32, ["method:mine:0f", "model:small:1e"])
+MESSAGE = Message({"w": torch.arange(3.0)}, {"epochs": 2})
+
+
+@pytest.mark.parametrize("run_spec", [RUN_SPEC, replace(RUN_SPEC, plugins=[])], ids=["plugins", "no plugins"])
+@pytest.mark.parametrize(("last_round", "base"), [(None, MESSAGE), (3, None)], ids=["new client", "known client"])
+def test_train_request_arrives_unchanged(run_spec: RunSpec, last_round: int | None, base: Message | None) -> None:
+    request = Request(5, 2, MESSAGE, evaluate=True, task_index=1, last_round=last_round)
+    arrived = unpack_train_request(serialized_copy(pack_train_request(TrainPayload(request, run_spec, base))))
+    assert arrived.run_spec == run_spec
+    assert replace(arrived.request, message=MESSAGE) == request
+    assert_same_message(arrived.request.message, MESSAGE)
+    assert_same_message(arrived.base, base)
+
+
+@pytest.mark.parametrize(("last_round", "base"), [(None, MESSAGE), (3, None)], ids=["new client", "known client"])
+def test_eval_request_arrives_unchanged(last_round: int | None, base: Message | None) -> None:
+    payload = EvalPayload(2, 4, last_round, RUN_SPEC, MESSAGE, base)
+    arrived = unpack_eval_request(serialized_copy(pack_eval_request(payload)))
+    assert replace(arrived, server=MESSAGE, base=base) == payload
+    assert_same_message(arrived.server, MESSAGE)
+    assert_same_message(arrived.base, base)
+
+
+def assert_same_message(arrived: Message | None, sent: Message | None) -> None:
+    assert (arrived is None) == (sent is None)
+    if arrived is not None and sent is not None:
+        assert arrived.numbers == sent.numbers
+        assert arrived.tensors.keys() == sent.tensors.keys()
+        assert all(torch.equal(arrived.tensors[name], tensor) for name, tensor in sent.tensors.items())
 
 
 @given(

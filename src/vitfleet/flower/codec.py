@@ -90,7 +90,7 @@ def unpack_eval_reply(content: RecordDict, client: int, num_tasks: int) -> EvalR
             return EvalReply(client, failure=failure)
         correct, tested = header["correct"], header["tested"]
         if not (isinstance(correct, list) and isinstance(tested, list) and len(correct) == len(tested) == num_tasks):
-            raise RejectedUpdateError(f"its evaluation is not one of {num_tasks} tasks")
+            raise RejectedUpdateError(f"its evaluation does not have {num_tasks} tasks")
         return EvalReply(client, tuple(_evaluation(*counts) for counts in zip(correct, tested, strict=True)))
     except KeyError as error:
         return EvalReply(client, failure=f"its reply has no {error.args[0]!r}")
@@ -169,14 +169,13 @@ def _last_round(header: ConfigRecord) -> int | None:
 
 
 def _run_spec(header: ConfigRecord) -> RunSpec:
-    classes = header["classes"]
-    assert isinstance(classes, list)
     return RunSpec(
         run_id=str(header["run_id"]),
         config=str(header["config"]),
-        classes=[str(name) for name in classes],
+        classes=_strings(header, "classes"),
         channels=_integer(header, "channels"),
         side=_integer(header, "side"),
+        plugins=_strings(header, "plugins"),
     )
 
 
@@ -225,6 +224,13 @@ def _header(content: RecordDict) -> ConfigRecord:
     if not isinstance(header, ConfigRecord):
         raise RejectedUpdateError(f"its {HEADER!r} is a {type(header).__name__}, not a ConfigRecord")
     return header
+
+
+def _strings(header: ConfigRecord, name: str) -> list[str]:
+    values = header[name]
+    if not isinstance(values, list):
+        raise RejectedUpdateError(f"its {name!r} is {values!r}, not a list")
+    return [str(value) for value in values]
 
 
 def _integer(header: ConfigRecord, name: str) -> int:
