@@ -56,24 +56,15 @@ KNOWN_IMAGES = {
 
 
 @dataclass(frozen=True)
-class CostReport:
-    """What one method costs a typical client.
+class SampleCost:
+    """What training on one sample costs.
 
     Attributes
     ----------
     forward_gmac, train_gflops
-        Of one sample: multiply-adds of the forward pass, operations of forward and backward pass.
+        Multiply-adds of the forward pass, operations of forward and backward pass, in billions.
     train_ratio_to_full
         How many times cheaper a sample is than a whole image through the whole model, all of which trains.
-    peak_memory_bytes, memory
-        Of a training step, and what it is made of.
-    up_bytes, down_bytes, first_bytes
-        A round's messages, and what a client is given once besides.
-    samples, round_gflops
-        The typical client's images, and the operations of its whole round: not its first one, and where there are
-        tasks, one of the last, with samples stored of all others.
-    devices
-        For each kind of device, seconds of a round, whether the training fits into its memory, and megabytes a day.
     """
 
     method: str
@@ -83,6 +74,25 @@ class CostReport:
     forward_gmac: float
     train_gflops: float
     train_ratio_to_full: float
+
+
+@dataclass(frozen=True)
+class CostReport(SampleCost):
+    """What one method costs a typical client.
+
+    Attributes
+    ----------
+    peak_memory_bytes, memory
+        Peak memory of a training step, and its parts.
+    up_bytes, down_bytes, first_bytes
+        Messages per round, and what a client receives once in addition.
+    samples, round_gflops
+        The typical client's images, and the operations of its whole round: not its first one, and with tasks one of the
+        last, with samples stored of all others.
+    devices
+        For each hardware profile, seconds per round, whether the training fits into its memory, and megabytes per day.
+    """
+
     peak_memory_bytes: int
     memory: dict[str, int]
     up_bytes: int
