@@ -1,11 +1,11 @@
-"""What a client's training step costs: EFTViT and the baselines against fed-full, FLOPs, time, peak memory.
+"""Cost of a client's training step: FLOPs, time and peak memory of EFTViT and the baselines against fed-full.
 
 Example::
 
     python benchmarks/client_step.py --model vit_base_patch16_224 --methods fed-full eftvit fed-head fed-lora
 
-Every method runs in a process of its own, so that peak memory is its own, in turns, several times; random weights and
-images, batch 32, 224 pixels. FLOPs are torch's own count of one step (forward and backward), time is the median step.
+Every method runs in a separate process, so that peak memory is measured separately. Weights are random, images have 224
+pixels. FLOPs are those of forward and backward, per sample; the time of a step is a median.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         return time.perf_counter() - started
 
     before = _peak(machine.device)
-    train(batch)  # warms up
+    train(batch)  # warm-up
     peak = _peak(machine.device) - before
-    train(count)  # what was captured for this length serves the shorter one too
-    # The difference of a long and a short training: what is not a step cancels out.
+    train(count)  # captures the steps of the longer training
+    # The difference of a long and a short training: everything but steps cancels out.
     times = [(seconds(count) - seconds(batch)) / steps for _ in range(3)]
     return {
         "train_gflops_per_sample": client_flops(method, net, config.train.mask_ratio).training / 1e9,
@@ -98,33 +98,33 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--one", help="measure this method here and print it as JSON")
+    parser.add_argument("--one", help="measure this method in this process, and print the result as JSON")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args.model, args.batch, args.steps, args.device)))
         return
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = {}
     for method in args.methods:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", method]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            print(done.stderr[-2000:])
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            print(process.stderr[-2000:])
             continue
-        found[method] = json.loads(done.stdout.splitlines()[-1])
-        print(method, json.dumps(found[method]), flush=True)
-    full = found["fed-full"]
+        costs[method] = json.loads(process.stdout.splitlines()[-1])
+        print(method, json.dumps(costs[method]), flush=True)
+    full = costs["fed-full"]
     print(f"\n{args.model}, batch {args.batch}, torch {torch.__version__}, Python {platform.python_version()}\n")
-    print("| method | GFLOPs a sample | ratio | step, s | ratio | peak memory, MiB | ratio | trainable |")
+    print("| method | GFLOPs per sample | ratio | step, s | ratio | peak memory, MiB | ratio | trainable |")
     print("|---|---|---|---|---|---|---|---|")
-    for method, one in found.items():
+    for method, cost in costs.items():
         cells = [
-            f"{one['train_gflops_per_sample']:.2f}",
-            f"{full['train_gflops_per_sample'] / one['train_gflops_per_sample']:.2f}",
-            f"{one['step_seconds']:.4f}",
-            f"{full['step_seconds'] / one['step_seconds']:.2f}",
-            f"{one['peak_bytes'] / 2**20:.0f}",
-            f"{full['peak_bytes'] / one['peak_bytes']:.2f}",
-            f"{one['trainable_params']:,}",
+            f"{cost['train_gflops_per_sample']:.2f}",
+            f"{full['train_gflops_per_sample'] / cost['train_gflops_per_sample']:.2f}",
+            f"{cost['step_seconds']:.4f}",
+            f"{full['step_seconds'] / cost['step_seconds']:.2f}",
+            f"{cost['peak_bytes'] / 2**20:.0f}",
+            f"{full['peak_bytes'] / cost['peak_bytes']:.2f}",
+            f"{cost['trainable_params']:,}",
         ]
         print(f"| {method} | " + " | ".join(cells) + " |")
 

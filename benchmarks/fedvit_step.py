@@ -1,14 +1,14 @@
-"""What FedViT's integration costs: a body step with k stored tasks against a plain one, and where its time goes.
+"""Cost of FedViT's gradient integration: a step with k stored tasks against a plain step, by component.
 
 Example::
 
     python benchmarks/fedvit_step.py --clients 8 --k 10 --stored 13
 
 FedViT's six-layer ViT on random images, trained through the trainer as a run does it (clients stacked and captured in
-a graph on a GPU). Four trainings differ by one thing each: plain; with the gradients of k stored tasks, which are not
-used; with the integrator on them; with two tasks more than k, ranked at every step. A time is the median over
-repetitions of the difference of a long and a short training by the steps between them: what is not a step cancels
-out.
+a graph on a GPU). Each of four trainings adds one thing: plain; the gradients of k stored tasks, which are not used;
+the integrator; two more tasks than k, ranked at every step. The time of a step is the difference of a long and a short
+training divided by the difference of their steps, so that everything but steps cancels out; the median of several
+repetitions is printed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,8 +38,8 @@ SIDE = 32
 
 
 @dataclass(frozen=True)
-class Untouched:
-    """Takes the references and leaves the gradient as it is."""
+class IgnoreReferences:
+    """Requests reference gradients, and applies the gradient unchanged."""
 
     counts: tuple[str, ...] = ()
 
@@ -50,11 +51,11 @@ class Untouched:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=1, help="trained together")
-    parser.add_argument("--k", type=int, default=10, help="stored tasks that are integrated")
-    parser.add_argument("--stored", type=int, default=32, help="samples of each stored task")
+    parser.add_argument("--clients", type=int, default=1, help="clients that are stacked")
+    parser.add_argument("--k", type=int, default=10, help="stored tasks of the integrator")
+    parser.add_argument("--stored", type=int, default=32, help="samples per stored task")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
@@ -73,16 +74,16 @@ def main() -> None:
     pixels = torch.randint(0, 256, (longest, 3, SIDE, SIDE), generator=random, dtype=torch.uint8)
     images = ImageSet(pixels, torch.randint(0, CLASSES, (longest,), generator=random)).to(machine.device)
 
-    def stored(parts: int) -> EpisodicMemory:
+    def make_memory(parts: int) -> EpisodicMemory:
         index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
-        share = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
-        return EpisodicMemory(images.images[index], images.labels[index], share, (args.stored,) * parts)
+        sample_weight = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
+        return EpisodicMemory(images.images[index], images.labels[index], sample_weight, (args.stored,) * parts)
 
     def seconds(objective: Objective, memories: list[EpisodicMemory | None], steps: int) -> float:
         shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))
         group = [
-            ClientFit(Fit(own, objective, 1, memory=memory), shard, RngContext(0, 1, client))
-            for client, (own, memory) in enumerate(zip(weights, memories, strict=True))
+            ClientFit(Fit(start, objective, 1, memory=memory), shard, RngContext(0, 1, client))
+            for client, (start, memory) in enumerate(zip(weights, memories, strict=True))
         ]
         started = time.perf_counter()
         trainer.fit_cohort(group)
@@ -93,7 +94,7 @@ def main() -> None:
     body = net.anatomy.body
     trainings = {
         "plain": (Objective(body), 0),
-        "k gradients restored": (Objective(body, transform=Untouched()), args.k),
+        "k gradients restored": (Objective(body, transform=IgnoreReferences()), args.k),
         "and integrated": (Objective(body, transform=GradientIntegrator()), args.k),
         "k + 2 ranked and integrated": (
             Objective(body, transform=GradientIntegrator(), selector=MostDissimilar(args.k)),
@@ -101,31 +102,32 @@ def main() -> None:
         ),
     }
     memories = {
-        name: [stored(parts) if parts else None for _ in range(args.clients)] for name, (_, parts) in trainings.items()
+        name: [make_memory(parts) if parts else None for _ in range(args.clients)]
+        for name, (_, parts) in trainings.items()
     }
     times: dict[str, list[float]] = {name: [] for name in trainings}
-    for repetition in range(args.repeat + 1):  # in turns, so that a busy moment does not fall on one of them alone
+    for repetition in range(args.repeat + 1):  # in turns, so that load on the machine affects all of them
         for name, (objective, _) in trainings.items():
             long, short = (seconds(objective, memories[name], count) for count in (args.steps + 1, 1))
-            if repetition:  # the first warms up, and captures what is captured
+            if repetition:  # the first repetition warms up and captures
                 times[name].append((long - short) / args.steps)
-    steps = {name: statistics.median(taken) for name, taken in times.items()}
+    steps = {name: statistics.median(repetitions) for name, repetitions in times.items()}
 
-    qp = time_of_solve(args.clients, args.k, net.anatomy.count_parameters(body), machine.device, args.repeat)
+    qp = solve_seconds(args.clients, args.k, net.anatomy.count_parameters(body), machine.device, args.repeat)
     plain, whole = steps["plain"], steps["and integrated"]
     surgery = whole - steps["k gradients restored"]
-    # Beside the sorting, a ranking restores two gradients more: they are not its own cost.
+    # The ranked step also computes two more gradients, which are not part of the cost of ranking.
     ranked = steps["k + 2 ranked and integrated"]
     gradient = (steps["k gradients restored"] - plain) / args.k
     print(
         f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
-        f"samples a stored task; {machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
+        f"samples per stored task; {machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
         f"Python {platform.python_version()}\n"
     )
     print("| step | ms | × plain |")
     print("|---|---|---|")
-    for name, taken in steps.items():
-        print(f"| {name} | {1e3 * taken:.2f} | {taken / plain:.2f} |")
+    for name, step_seconds in steps.items():
+        print(f"| {name} | {1e3 * step_seconds:.2f} | {step_seconds / plain:.2f} |")
     print(
         f"\nintegrated / plain: {whole / plain:.2f}, allowed {args.k + 1.5}; of an integrated step the integrator takes"
         f" {surgery / whole:.1%}, the QP alone {qp / whole:.1%} ({1e3 * qp:.2f} ms); of a ranked one the ranking takes"
@@ -133,35 +135,34 @@ def main() -> None:
     )
 
 
-def time_of_solve(clients: int, k: int, parameters: int, device: torch.device, repeat: int) -> float:
-    """Time the quadratic programme by itself; captured in a graph where steps are."""
+def solve_seconds(clients: int, k: int, parameters: int, device: torch.device, repeat: int) -> float:
+    """Return the time of the quadratic programme alone; on a GPU it is captured in a CUDA graph, as steps are."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
-    own = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
+    gradients = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
     gram, slack, size = torch.vmap(
-        lambda one, many: inner_products(to_chunks({"w": one[None]}), to_chunks({"w": many}))
-    )(own, rows)
+        lambda gradient, references: inner_products(to_chunks({"w": gradient[None]}), to_chunks({"w": references}))
+    )(gradients, rows)
     lifted = torch.vmap(lambda a, b, c: solve_dual(a, b, c).v)
 
-    def once() -> None:
+    def solve() -> None:
         lifted(gram, slack, size)
 
     if device.type != "cuda":
-        return statistics.median(_timed(once, device) for _ in range(repeat))
+        return statistics.median(_timed(solve, device) for _ in range(repeat))
     for _ in range(3):
-        once()
+        solve()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        once()
+        solve()
     return statistics.median(_timed(graph.replay, device) for _ in range(10 * repeat))
 
 
-def _timed(work: object, device: torch.device) -> float:
-    assert callable(work)
+def _timed(function: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    work()
+    function()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

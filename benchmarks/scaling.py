@@ -1,12 +1,12 @@
-"""What a simulation's size costs: per-round time against the number of clients, and memory over a long run.
+"""Scaling of a simulation: time per round against the number of clients, and memory over a long run.
 
 Example::
 
     python benchmarks/scaling.py clients --data-dir data     # 10 of 100 and 10 of 10,000 clients, CIFAR-10
     python benchmarks/scaling.py memory                      # 200 rounds on digits, peak resident set by round
 
-`clients` gives every client the same number of images (5), so that a round trains the same; what is left is what the
-size of the fleet costs: sampling, records, checkpoint. Both fleets are measured in turns, in one process.
+`clients` gives every client the same number of images (5), so that a round trains equally long. The difference is the
+cost of the fleet's size: sampling, records, checkpoints. Both fleets are measured in turns, in one process.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Stopwatch(Callback):
         return [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)]
 
 
-def play(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
+def run_simulation(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
     config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
     context = open_run(config, Path(tempfile.mkdtemp()))
-    watch = Stopwatch()
-    run_rounds(context, callbacks=[watch])
-    return watch
+    stopwatch = Stopwatch()
+    run_rounds(context, callbacks=[stopwatch])
+    return stopwatch
 
 
 def clients(data_dir: str, rounds: int, repeats: int) -> None:
@@ -67,8 +67,8 @@ def clients(data_dir: str, rounds: int, repeats: int) -> None:
         for _ in range(repeats):
             for count in seconds:
                 sizes = [f"fleet.clients={count}", f"data.limit={5 * count}", f"method.name={method}"]
-                # The first round warms up, the last one evaluates.
-                seconds[count] += play([*common, *sizes], data_dir).rounds()[1:-1]
+                # Without the first round, which warms up, and the last, which evaluates.
+                seconds[count] += run_simulation([*common, *sizes], data_dir).rounds()[1:-1]
         medians = {count: statistics.median(times) for count, times in seconds.items()}
         ratio = medians[10_000] / medians[100]
         print(json.dumps({"method": method, "seconds_per_round": medians, "ratio": round(ratio, 3)}), flush=True)
@@ -76,8 +76,8 @@ def clients(data_dir: str, rounds: int, repeats: int) -> None:
 
 def memory(rounds: int) -> None:
     for method in ("fedavg", "transfl"):
-        watch = play([f"rounds={rounds}", "train.epochs=1", f"method.name={method}"])
-        early, late = max(watch.resident[10:60]), max(watch.resident[-50:])
+        stopwatch = run_simulation([f"rounds={rounds}", "train.epochs=1", f"method.name={method}"])
+        early, late = max(stopwatch.resident[10:60]), max(stopwatch.resident[-50:])
         ratio = round(late / early, 4)
         print(json.dumps({"method": method, "rounds_10_60": early, "last_50": late, "ratio": ratio}), flush=True)
 

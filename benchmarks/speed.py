@@ -1,14 +1,14 @@
-"""How fast clients train: samples a second of one client after the other, eager, against ours, in one run.
+"""Training speed in samples per second: an eager loop over clients against vitfleet, in one run.
 
 Examples, the tables of docs/benchmarks.md::
 
     python benchmarks/speed.py vit --batch 32 64 --clients 20 --out results      # the 6-layer ViT of TransFL
     python benchmarks/speed.py eftvit --batch 32 --clients 10 --out results      # EFTViT's client, ViT-B/16 at 224
 
-Every way trains the same model from the same weights on the same number of images, which lie on the device, with
-AdamW, for whole local trainings: loading the weights, drawing the epochs and reading the result are in the time. The
+Every variant trains the same model from the same weights on the same number of images, which are on the device, with
+AdamW, for whole local trainings: the time includes loading the weights, drawing the epochs and reading the result. The
 eager loop is what a user of Flower or pfl-research writes: timm's module, `torch.optim`, one client after the other.
-Utilisation is against a matrix product measured in the same run.
+Utilisation is relative to a matrix product measured in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a method, a model, images."""
+    """A method, a model and images to train."""
 
     name: str
     method: Method[FedAvgParams] | Method[EftVitParams]
@@ -74,8 +74,8 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     return Task(name, method, net, train, ImageSet(pixels, labels), machine)
 
 
-def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
-    """One round's client work as the inline fleet does it."""
+def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]:
+    """Return a function that trains the clients of one round as the inline fleet does."""
     trainer = Trainer(
         task.net,
         preprocess_for(task.net, task.machine.device),
@@ -89,9 +89,9 @@ def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
     base = method.base_message(initial).tensors
     server = method.initial_state(initial)
 
-    def play() -> None:
+    def run_round() -> None:
         for start in range(0, clients, task.machine.cohort):
-            halves = []
+            participants = []
             for client in range(start, min(clients, start + task.machine.cohort)):
                 shard = task.shard(client, samples)
                 job = ClientJob(
@@ -102,37 +102,37 @@ def ours(task: Task, clients: int, samples: int) -> Callable[[], None]:
                     None,
                     shard,
                 )
-                halves.append(Participant(method.client_update(job), shard, RngContext(SEED, 1, client)))
-            run_cohort(halves, trainer)
+                participants.append(Participant(method.client_update(job), shard, RngContext(SEED, 1, client)))
+            run_cohort(participants, trainer)
 
-    return play
+    return run_round
 
 
-def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
-    """One client after the other: timm's module, torch's optimiser, a loop over batches."""
+def eager_round(task: Task, clients: int, samples: int) -> Callable[[], None]:
+    """Return a function that trains one client after the other with timm's module and torch's optimiser."""
     device = task.machine.device
     module = task.net.module.vit
     initial = to_device(task.net.initial_weights(), device)
-    trains = set(task.net.anatomy.trainable(task.method.trainable))
-    mean, std = (torch.tensor(one, device=device)[:, None, None] for one in (task.net.mean, task.net.std))
-    kept = task.net.num_kept_patches(task.train.mask_ratio)
+    trainable = set(task.net.anatomy.trainable(task.method.trainable))
+    mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (task.net.mean, task.net.std))
+    num_kept = task.net.num_kept_patches(task.train.mask_ratio)
 
     def forward(images: Tensor) -> Tensor:
         if task.name != "eftvit":
             return module(images)
         tokens = module.patch_embed(images) + module.pos_embed[:, 1:]
-        keep = torch.rand(tokens.shape[:2], device=device).argsort(dim=1)[:, :kept]
+        keep = torch.rand(tokens.shape[:2], device=device).argsort(dim=1)[:, :num_kept]
         tokens = tokens.gather(1, keep[..., None].expand(-1, -1, tokens.shape[-1]))
         token = (module.cls_token + module.pos_embed[:, :1]).expand(len(tokens), -1, -1)
         return module.forward_head(module.norm(module.blocks(torch.cat([token, tokens], dim=1))))
 
-    def play() -> None:
+    def run_round() -> None:
         module.train()
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name in trains)
+            parameter.requires_grad_(name in trainable)
         for client in range(clients):
             module.load_state_dict(initial)
-            weights = [one for one in module.parameters() if one.requires_grad]
+            weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.05, fused=True)
             shard = task.shard(client, samples)
             total = torch.zeros((), device=device)
@@ -150,17 +150,17 @@ def eager(task: Task, clients: int, samples: int) -> Callable[[], None]:
         for parameter in module.parameters():
             parameter.requires_grad_(False)
 
-    return play
+    return run_round
 
 
-def seconds(play: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Return what the first call took over the later ones, and the fastest of the later ones."""
+def measure_seconds(function: Callable[[], None], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Return how much longer the first call took than the fastest later one, and the time of that one."""
 
     def once() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        play()
+        function()
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
@@ -170,60 +170,64 @@ def seconds(play: Callable[[], None], device: torch.device, repeats: int) -> tup
     return first - best, best
 
 
-def show_kernels(play: Callable[[], None], device: torch.device, count: int) -> None:
-    """Print where a round's time goes on the device: the kernels that take most of it, those of captured steps too."""
+def show_kernels(run_round: Callable[[], None], device: torch.device, count: int) -> None:
+    """Print the kernels that take most of a round's time on the device, including those of captured steps."""
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profiled:
-        play()
+        run_round()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    # The raw events: torch's own table puts each of hundreds of thousands into a tree first, which takes minutes.
-    taken: dict[str, list[float]] = {}
+    # Raw events, because torch's own table first builds a tree of hundreds of thousands of events, which takes minutes.
+    times: dict[str, list[float]] = {}
     for event in profiled.profiler.kineto_results.events():
-        entry = taken.setdefault(event.name(), [0.0, 0])
+        entry = times.setdefault(event.name(), [0.0, 0])
         entry[0] += event.duration_ns() / 1e6
         entry[1] += 1
-    whole = sum(milliseconds for milliseconds, _ in taken.values())
-    print(f"kernels: {whole:.1f} ms in all")
-    for name, (milliseconds, times) in sorted(taken.items(), key=lambda one: -one[1][0])[:count]:
-        print(f"  {milliseconds / whole:6.1%}  {milliseconds:9.2f} ms  {times:6d} ×  {name[:100]}", flush=True)
+    total = sum(milliseconds for milliseconds, _ in times.values())
+    print(f"kernels: {total:.1f} ms in total")
+    for name, (milliseconds, calls) in sorted(times.items(), key=lambda item: -item[1][0])[:count]:
+        print(f"  {milliseconds / total:6.1%}  {milliseconds:9.2f} ms  {calls:6d} ×  {name[:100]}", flush=True)
 
 
 def matmul_peak(machine: Machine) -> float:
     """Return the FLOP/s of a large matrix product in the precision of the run."""
     side = 8192 if machine.device.type == "cuda" else 1024
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
-    left, correct = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
+    left, right = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
 
-    def play() -> None:
+    def multiply() -> None:
         for _ in range(20 if machine.device.type == "cuda" else 3):
-            left @ correct
+            left @ right
 
-    _, best = seconds(play, machine.device, 3)
+    _, best = measure_seconds(multiply, machine.device, 3)
     return 2 * side**3 * (20 if machine.device.type == "cuda" else 3) / best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=["vit", "eftvit"])
-    parser.add_argument("--model", default="vit_base_patch16_224", help="timm's name of EFTViT's model")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="name of EFTViT's model in timm")
     parser.add_argument("--batch", type=int, nargs="+", default=[32, 64])
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--samples", type=int, default=512, help="images a client")
+    parser.add_argument("--samples", type=int, default=512, help="images per client")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=["eager", "solo", "graph", "cohort", "compiled"])
-    parser.add_argument("--cohorts", type=int, nargs="+", help="sizes for the stacked ways; default: all clients")
+    parser.add_argument(
+        "--cohorts", type=int, nargs="+", help="cohort sizes of the stacked variants; default: all clients"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
-    parser.add_argument("--kernels", type=int, default=0, help="show so many of the kernels that take most time")
+    parser.add_argument("--kernels", type=int, default=0, help="show this many of the kernels that take most time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     base = set_up_machine(MachineConfig(device=args.device, precision=args.precision))
-    place = torch.cuda.get_device_name() if base.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    device_name = (
+        torch.cuda.get_device_name() if base.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    )
     versions = f"torch {torch.__version__}, timm {version('timm')}, Python {platform.python_version()}"
-    print(f"{place}, {'bf16' if base.bf16 else 'fp32'}; {versions}")
+    print(f"{device_name}, {'bf16' if base.bf16 else 'fp32'}; {versions}")
     peak = matmul_peak(base)
     print(f"a matrix product of {8192 if base.device.type == 'cuda' else 1024}²: {peak / 1e12:.3g} TFLOP/s", flush=True)
     ways = {
@@ -239,15 +243,15 @@ def main() -> None:
     for batch, way in itertools.product(args.batch, args.ways):
         for machine in ways[way]:
             task = make_task(args.task, args.model, batch, args.epochs, machine)
-            play = (eager if way == "eager" else ours)(task, args.clients, args.samples)
+            run_round = (eager_round if way == "eager" else vitfleet_round)(task, args.clients, args.samples)
             if base.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            warm_up, best = seconds(play, base.device, args.repeats)
+            warm_up, best = measure_seconds(run_round, base.device, args.repeats)
             memory = torch.cuda.max_memory_allocated() / 2**20 if base.device.type == "cuda" else float("nan")
             rate = args.clients * args.samples * args.epochs / best
             flops = client_flops(task.method, task.net, task.train.mask_ratio).training
             reference = next(
-                (one["samples/s"] for one in rows if one["batch"] == batch and one["way"] == "eager"), rate
+                (other["samples/s"] for other in rows if other["batch"] == batch and other["way"] == "eager"), rate
             )
             row = {
                 "task": args.task,
@@ -266,7 +270,7 @@ def main() -> None:
             rows.append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             if args.kernels:
-                show_kernels(play, base.device, args.kernels)
+                show_kernels(run_round, base.device, args.kernels)
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 with (args.out / f"speed-{args.task}.csv").open("w", newline="") as file:

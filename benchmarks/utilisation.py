@@ -1,4 +1,4 @@
-"""How much of a machine's matrix-product speed a ViT's training step reaches: what device profiles are calibrated by.
+"""The fraction of a machine's matrix-product speed that a ViT's training step reaches; it calibrates hardware profiles.
 
 Example::
 
@@ -28,21 +28,21 @@ CLASSES, SIDE, TRIES = 100, 224, 3
 
 
 def matrix_rate(machine: Machine, size: int) -> float:
-    """Return the operations a second of a large matrix product, the best of some."""
-    left, correct = (torch.randn(size, size, device=machine.device) for _ in range(2))
+    """Return the FLOP/s of a large matrix product, the best of several tries."""
+    left, right = (torch.randn(size, size, device=machine.device) for _ in range(2))
     best = 0.0
     for _ in range(TRIES):
-        _wait(machine)
+        _synchronize(machine)
         started = time.perf_counter()
         with machine.autocast():
-            left @ correct
-        _wait(machine)
+            left @ right
+        _synchronize(machine)
         best = max(best, 2 * size**3 / (time.perf_counter() - started))
     return best
 
 
 def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float:
-    """Return the operations a second of full training, the median of some."""
+    """Return the FLOP/s of full training, the median of several tries."""
     config = Config.model_validate({"train": {"batch_size": batch}})
     net = build_model(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), 2, machine)
@@ -52,20 +52,20 @@ def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float
     flops = full_flops(net).training
 
     def seconds(samples: int) -> float:
-        _wait(machine)
+        _synchronize(machine)
         started = time.perf_counter()
         shard = Shard(images, torch.arange(samples, device=machine.device))
         trainer.fit(Fit(weights, Objective(net.anatomy.whole), 1), shard, RngContext(0, 1, 0))
-        _wait(machine)
+        _synchronize(machine)
         return time.perf_counter() - started
 
     seconds(batch)
-    # The difference of a long and a short training: what is not a step cancels out.
+    # The difference of a long and a short training: everything but steps cancels out.
     times = [seconds(steps * batch) - seconds(batch) for _ in range(TRIES)]
     return flops * (steps - 1) * batch / statistics.median(times)
 
 
-def _wait(machine: Machine) -> None:
+def _synchronize(machine: Machine) -> None:
     if machine.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_tiny_patch16_224")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--size", type=int, default=2048, help="of the square matrices")
+    parser.add_argument("--size", type=int, default=2048, help="size of the square matrices")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     machine = set_up_machine(MachineConfig(device=args.device))

@@ -1,14 +1,13 @@
-"""How much of the training step's rate a whole run keeps: rounds with messages, aggregation, records and checkpoints.
+"""Speed of a whole run, with messages, aggregation, records and checkpoints, relative to its training steps alone.
 
 Example::
 
     python benchmarks/whole_run.py transfl-cifar10 --data-dir data
 
-The run is the preset's, without evaluation but in the last round, which is left out of the time. The step's rate is
-that of as many clients as take part in a round, all with full batches: the difference of a long and a short training by
-the samples between them, so that nothing but steps is in it. What a round takes is split by the host's clock: what is
-not spent in training and in handing over a checkpoint (and, within that, in waiting for the last one to be written) is
-messages, aggregation and records.
+The run is that of the preset, evaluated only in the last round, which is not timed. The speed of steps is measured with
+the clients of one round, all with full batches: the difference of a long and a short training, so that everything
+but steps cancels out. The time of a round is split by the host's clock: training, checkpoints (with the wait for the
+previous one), and the rest, which is messages, aggregation and records.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
 
 @dataclass
 class Stopwatch(Callback):
-    """Notes when each round is done and how many samples it trained, and sums what its parts took."""
+    """Records the end and the samples of each round, and adds up the time of its parts."""
 
     moments: list[float] = field(default_factory=lambda: [time.perf_counter()])
     samples: list[int] = field(default_factory=list)
@@ -55,13 +54,13 @@ class Stopwatch(Callback):
 
     def on_round_end(self, state: RunState, record: RoundRecord) -> None:
         self.moments.append(time.perf_counter())
-        told = [entry.numbers.get("samples") for entry in record.clients]
-        self.samples.append(sum(one for one in told if isinstance(one, int)))
+        samples = [entry.numbers.get("samples") for entry in record.clients]
+        self.samples.append(sum(count for count in samples if isinstance(count, int)))
         for spent in self.parts.values():
             spent.append(0.0)
 
     def timed(self, name: str, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        """Return a function whose time counts to a part of the round."""
+        """Return a function whose time is added to a part of the round."""
         spent = self.parts.setdefault(name, [0.0])
 
         @wraps(function)
@@ -76,33 +75,33 @@ class Stopwatch(Callback):
 
 
 def step_rate(context: RunContext) -> float:
-    """Return the samples a second of the step itself, with a round's clients and full batches."""
+    """Return the samples per second of steps alone, with the clients of one round and full batches."""
     config, method, machine = context.config, context.method, context.machine
     clients, batch = config.fleet.per_round, config.train.batch_size
     images = context.data.train
     server = context.initial_server_state()
 
     def seconds(steps: int) -> float:
-        halves = []
+        participants = []
         for client in range(clients):
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
             job = ClientJob(
                 1, client, method.client_message(server, 1, client, None), context.base.tensors, None, shard
             )
-            halves.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
-        _wait(machine.device)
+            participants.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
+        _synchronize(machine.device)
         started = time.perf_counter()
-        run_cohort(halves, context.trainer)
-        _wait(machine.device)
+        run_cohort(participants, context.trainer)
+        _synchronize(machine.device)
         return time.perf_counter() - started
 
     seconds(LONG), seconds(SHORT)
-    taken = statistics.median(seconds(LONG) - seconds(SHORT) for _ in range(REPEATS))
-    return clients * batch * (LONG - SHORT) * config.train.epochs / taken
+    elapsed = statistics.median(seconds(LONG) - seconds(SHORT) for _ in range(REPEATS))
+    return clients * batch * (LONG - SHORT) * config.train.epochs / elapsed
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -116,28 +115,31 @@ def main() -> None:
     never = "eval.every=1000000000"
     config = load_config(args.preset, [*args.overrides, never], {"data.dir": args.data_dir} if args.data_dir else {})
     context = open_run(config, Path(tempfile.mkdtemp()))
-    watch = Stopwatch()
-    inline.run_cohort = watch.timed("training", inline.run_cohort)
-    Checkpoints.wait = watch.timed("the last checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
-    Checkpoints.commit = watch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
-    run_rounds(context, callbacks=[watch])
+    stopwatch = Stopwatch()
+    inline.run_cohort = stopwatch.timed("training", inline.run_cohort)
+    Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
+    Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
+    run_rounds(context, callbacks=[stopwatch])
     inline.run_cohort = run_cohort
 
-    rounds = [after - before for before, after in zip(watch.moments, watch.moments[1:], strict=False)][:-1]
-    samples = watch.samples[:-1]
+    rounds = [after - before for before, after in zip(stopwatch.moments, stopwatch.moments[1:], strict=False)][:-1]
+    samples = stopwatch.samples[:-1]
     half = len(rounds) // 2
     rate = step_rate(context)
-    place = torch.cuda.get_device_name() if context.machine.device.type == "cuda" else "CPU"
+    device_name = torch.cuda.get_device_name() if context.machine.device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"
-    print(f"{args.preset}, {config.rounds} rounds, {place}, {precision}, torch {torch.__version__}, ", end="")
+    print(f"{args.preset}, {config.rounds} rounds, {device_name}, {precision}, torch {torch.__version__}, ", end="")
     print(f"Python {platform.python_version()}")
-    print(f"the step alone: {rate:,.0f} samples/s ({config.fleet.per_round} clients, {config.train.batch_size} images)")
+    print(f"steps alone: {rate:,.0f} samples/s ({config.fleet.per_round} clients, {config.train.batch_size} images)")
     for name, start in (("all rounds", 0), ("the second half", half)):
-        whole = sum(rounds[start:])
-        own = sum(samples[start:]) / whole
-        print(f"{name}: {whole:.2f} s, {own:,.0f} samples/s, {own / rate:.1%} of the step's rate; of the time", end="")
-        for part, spent in watch.parts.items():
-            print(f" {part} {sum(spent[start : len(rounds)]) / whole:.1%}", end="")
+        total = sum(rounds[start:])
+        run_rate = sum(samples[start:]) / total
+        print(
+            f"{name}: {total:.2f} s, {run_rate:,.0f} samples/s, {run_rate / rate:.1%} of steps alone; of the time",
+            end="",
+        )
+        for part, spent in stopwatch.parts.items():
+            print(f" {part} {sum(spent[start : len(rounds)]) / total:.1%}", end="")
         print(f"; warm-up {_warm_up(context, start, len(rounds)):.2f} s", flush=True)
 
 
