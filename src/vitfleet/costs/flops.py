@@ -85,8 +85,8 @@ def dry_run(
         Pixels a side of the client's images.
     labels
         Of the client's images at this stage.
-    stage
-        How many tasks lie behind it.
+    task_index
+        Number of tasks that the client has finished.
     own
         What it has kept, in shapes; ``None``: its first round.
     blank
@@ -167,10 +167,10 @@ class CostModel:
 
         Parameters
         ----------
-        stage
-            How many tasks lie behind it.
-        said
-            What the client said of itself in its last message; ``None``: it is its first round.
+        task_index
+            Number of tasks that the client has finished.
+        client_metrics
+            The numbers of the client's last update; ``None`` in its first round.
         """
         own = None if client_metrics is None else self._own(client_metrics)
         return dry_run(self.method, self.net, self.side, labels, round, client, task_index, own, self.blank)
