@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from vitfleet.config.load import validate
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord, TaskRecord
+from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, MetricValues, RoundRecord, TaskRecord
 from vitfleet.run.summary import write_summary
 
 MakeRun: TypeAlias = Callable[..., Path]
@@ -23,7 +23,10 @@ CLASSES = 4
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Return a function that writes a run folder, with ``finished_rounds`` of ``rounds`` rounds."""
+    """Return a function that writes a run folder, with ``finished_rounds`` of ``rounds`` rounds.
+
+    ``metrics`` returns the metrics of a round.
+    """
 
     def make(
         name: str,
@@ -33,6 +36,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         rounds: int = 5,
         devices: bool = True,
         tasks: int = 0,
+        metrics: Callable[[int], Mapping[str, MetricValues]] = lambda round: {},
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -54,7 +58,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             for round in range(1, finished_rounds + 1):
                 record = _record(round, seed, method, devices)
                 task = TASK_RECORDS[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
-                file.write(replace(record, task=task).line() + "\n")
+                file.write(replace(record, task=task, metrics=metrics(round)).line() + "\n")
         if finished_rounds == rounds:
             continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
             write_summary(folder, config, ClientCosts(100, 50, 1.0, 3.0), {"continual": continual} if tasks else None)

@@ -68,7 +68,7 @@ def test_local_accuracy_matches_each_clients_own_model(method: str, tiny_config:
     values = measured(tmp_path)[-1]["local_accuracy"]
     assert values["mean"] == pytest.approx(np.mean(accuracies))
     assert values["std"] == pytest.approx(np.std(accuracies))
-    assert values["worst_10"] == pytest.approx(min(accuracies))
+    assert values["worst_10_percent"] == pytest.approx(min(accuracies))
     assert [values[f"p{level}"] for level in (0, 10, 25, 50, 75, 90, 100)] == pytest.approx(
         np.quantile(accuracies, [0, 0.1, 0.25, 0.5, 0.75, 0.9, 1]).tolist()
     )
@@ -91,7 +91,6 @@ def test_per_class_and_confusion_match_scikit_learn(method: str, tiny_config: Ma
     assert last["per_class"]["accuracy"] == pytest.approx(recall.tolist())
     assert last["per_class"]["mean"] == pytest.approx(recall.mean())
     assert last["per_class"]["worst"] == pytest.approx(recall.min())
-    assert last["per_class"]["images"] == np.bincount(labels, minlength=10).tolist()
     record = list(read_records(tmp_path))[-1]
     assert record.accuracy is not None
     if method == "fedavg":

@@ -25,7 +25,7 @@ def test_accuracy_distribution_matches_numbers_by_hand() -> None:
     values = accuracy_distribution(results_of([4, 10, 6, 8]))
     assert values["mean"] == pytest.approx(0.7)
     assert values["std"] == pytest.approx(np.sqrt((0.09 + 0.09 + 0.01 + 0.01) / 4))
-    assert values["worst_10"] == pytest.approx(0.4)
+    assert values["worst_10_percent"] == pytest.approx(0.4)
     assert [values[f"p{level}"] for level in (0, 50, 100)] == pytest.approx([0.4, 0.7, 1.0])
     assert values["p25"] == pytest.approx(0.4 + 0.75 * 0.2)
     assert values["clients"] == 4
@@ -38,7 +38,7 @@ def test_accuracy_distribution_matches_numpy(counts: list[tuple[int, int]]) -> N
     worst = sorted(accuracies)[: (len(accuracies) + 9) // 10]
     assert values["mean"] == pytest.approx(accuracies.mean())
     assert values["std"] == pytest.approx(accuracies.std())
-    assert values["worst_10"] == pytest.approx(np.mean(worst))
+    assert values["worst_10_percent"] == pytest.approx(np.mean(worst))
     for level in (0, 10, 25, 50, 75, 90, 100):
         assert values[f"p{level}"] == pytest.approx(np.quantile(accuracies, level / 100))
 

@@ -109,7 +109,7 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
 def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1) -> None:
     """Run the remaining runs of a comparison, show its table and write its report."""
     from vitfleet.cli.display import TerminalRun
-    from vitfleet.report.tables import comparison_costs_table, comparison_table
+    from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_table
     from vitfleet.run.compare import partitions_differ
 
     display, path = TerminalRun(), comparison.path
@@ -117,8 +117,9 @@ def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1)
         comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_show_job)
     result = comparison.result
     console.print(comparison_table(result))
-    console.print()
-    console.print(comparison_costs_table(result.rows))
+    for table in (*comparison_metrics_tables(result.rows), comparison_costs_table(result.rows)):
+        console.print()
+        console.print(table)
     if partitions_differ(path):
         print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
     print_text(console, f"comparison folder: {path}")

@@ -56,8 +56,12 @@ def _check_every(value: object) -> object:
 class MetricParams(Table):
     """Parameters of a metric: a table ``[metrics.NAME]``."""
 
-    #: Unit of each value that the terminal shows; empty: every number is shown, without a unit.
-    shown: ClassVar[Mapping[str, Literal["", "percent"]]] = {}
+    #: Values that terminal tables and the table of a report show; empty: every number.
+    shown: ClassVar[tuple[str, ...]] = ()
+    #: Values that are fractions, 0…1, shown in percent.
+    fractions: ClassVar[tuple[str, ...]] = ()
+    #: Names of the axes of values that are lists (one axis) or matrices (rows, columns), for figures.
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     every: Annotated[int | Literal["end"], BeforeValidator(_check_every)] = Field(
         "end", description="rounds between two measurements, or `end`: after the last round only"

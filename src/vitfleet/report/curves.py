@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vitfleet.report.figure_types import AxisView, Curve, LineChart
+from vitfleet.report.metric_figures import metric_curves
+from vitfleet.report.metric_format import is_fraction, metric_title
 from vitfleet.report.runs import RunData, RunGroup
 from vitfleet.run.records import RoundRecord
 
@@ -44,6 +46,20 @@ def _of_accuracy(name: str) -> Reader:
 
 def _of_task(name: str) -> Reader:
     return lambda record: getattr(record.task, name) if record.task else None
+
+
+def _of_metric(metric: str, key: str) -> Reader:
+    def read(record: RoundRecord) -> float | None:
+        value = record.metrics.get(metric, {}).get(key)
+        return value if isinstance(value, int | float) else None
+
+    return read
+
+
+def _metric_chart(metric: str, key: str) -> _Chart:
+    label, percent = key.replace("_", " "), is_fraction(metric, key)
+    title = metric_title(metric, key).capitalize()
+    return _Chart(f"metric-{metric}-{key}", title, label, _of_metric(metric, key), percent, all_axes=False)
 
 
 def _upload(record: RoundRecord) -> float:
@@ -89,7 +105,7 @@ def comparison_figures(groups: Sequence[RunGroup]) -> list[LineChart]:
     """Return the line charts that compare the configurations."""
     axes = _axes(groups)
     figures = []
-    for chart in _CHARTS:
+    for chart in (*_CHARTS, *(_metric_chart(metric, key) for metric, key in metric_curves(groups))):
         views = [_view(groups, axis, chart.read) for axis in (axes if chart.all_axes else axes[:1])]
         known = [view for view in views if view is not None]
         if known:

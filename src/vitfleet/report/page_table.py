@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from vitfleet.report.metric_format import is_fraction, metric_title, shown_numbers
 from vitfleet.report.runs import RunGroup
 from vitfleet.report.units import format_bytes, format_seconds
 
@@ -30,13 +32,13 @@ class SummaryColumn:
 
 @dataclass(frozen=True)
 class _SummaryMetric:
-    """A number of ``summary.json``: ``path`` is its table and key."""
+    """A number of ``summary.json``: ``path`` has the names of its tables and its key."""
 
     heading: str
     description: str
-    path: tuple[str, str]
+    path: tuple[str, ...]
     format: Callable[[float], str]
-    larger_is_better: bool
+    larger_is_better: bool | None
 
 
 def _percent(fraction: float) -> str:
@@ -83,23 +85,42 @@ _METRICS = (
 def summary_columns(groups: Sequence[RunGroup]) -> list[SummaryColumn]:
     """Return the columns for which at least one configuration has a value."""
     columns = []
-    for metric in _METRICS:
+    for metric in (*_METRICS, *_configured_metrics(groups)):
         values_by_group = [_values(group, metric.path) for group in groups]
         if not any(values_by_group):
             continue
         means = {index: statistics.mean(values) for index, values in enumerate(values_by_group) if values}
-        choose = max if metric.larger_is_better else min
-        best = choose(means, key=means.__getitem__) if len(set(means.values())) > 1 else None
+        best: int | None = None
+        if metric.larger_is_better is not None and len(set(means.values())) > 1:
+            best = (max if metric.larger_is_better else min)(means, key=means.__getitem__)
         cells = [_cell(values, metric) for values in values_by_group]
         columns.append(SummaryColumn(metric.heading, metric.description, cells, best))
     return columns
 
 
-def _values(group: RunGroup, path: tuple[str, str]) -> list[float]:
+def _configured_metrics(groups: Sequence[RunGroup]) -> list[_SummaryMetric]:
+    """Return the numbers of the metrics that the runs were configured with."""
+    shown: dict[tuple[str, str], None] = {}
+    for summary in (run.summary for group in groups for run in group.runs if run.summary is not None):
+        for metric, values in summary.get("metrics", {}).items():
+            shown |= dict.fromkeys((metric, key) for key in shown_numbers(metric, values))
+    return [_configured_metric(metric, key) for metric, key in shown]
+
+
+def _configured_metric(metric: str, key: str) -> _SummaryMetric:
+    percent = is_fraction(metric, key)
+    heading = metric_title(metric, key) + (", %" if percent else "")
+    format = _percent if percent else "{:.4g}".format
+    return _SummaryMetric(heading, "after the last round", ("metrics", metric, key), format, None)
+
+
+def _values(group: RunGroup, path: tuple[str, ...]) -> list[float]:
     """Return a number of each finished run; an empty list unless every finished run has it."""
-    table, key = path
-    summaries = [run.summary for run in group.runs if run.summary is not None]
-    values = [(summary.get(table) or {}).get(key) for summary in summaries]
+    *tables, key = path
+    summaries: list[dict[str, Any]] = [run.summary for run in group.runs if run.summary is not None]
+    for table in tables:
+        summaries = [summary.get(table) or {} for summary in summaries]
+    values = [summary.get(key) for summary in summaries]
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
 
@@ -108,6 +129,6 @@ def _cell(values: list[float], metric: _SummaryMetric) -> str:
     if not values:
         return "–"
     mean = metric.format(statistics.mean(values))
-    if len(values) < 2 or metric.path[0] not in {"accuracy", "continual"}:
+    if len(values) < 2 or metric.path[0] not in {"accuracy", "continual", "metrics"}:
         return mean
     return f"{mean} ± {metric.format(statistics.stdev(values))}"

@@ -11,6 +11,7 @@ import numpy as np
 from vitfleet.report.curves import time_unit
 from vitfleet.report.figure_types import AxisView, Curve, Figure, HeatMap, ImageFigure, LineChart, Timeline
 from vitfleet.report.method_figures import method_figures
+from vitfleet.report.metric_figures import metric_figures
 from vitfleet.report.partition_plot import LABELLED_CLIENTS, average_neighbours, by_dominant_class
 from vitfleet.report.runs import RunData, RunGroup
 
@@ -22,6 +23,7 @@ def configuration_figures(group: RunGroup, prefix: str) -> list[Figure]:
     run = group.runs[0]
     candidates = [
         *method_figures(run),
+        *metric_figures(run),
         _masked_images(run),
         _task_matrix(run),
         _task_curves(run),

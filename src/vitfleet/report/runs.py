@@ -15,6 +15,7 @@ from safetensors import safe_open
 from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
 from vitfleet.run.compare import MANIFEST
+from vitfleet.run.data_info import DATA_FILE
 from vitfleet.run.records import RoundRecord, read_records
 
 
@@ -37,6 +38,8 @@ class RunData:
         The figure of masked images, PNG in base64; ``None`` if the clients train on whole images.
     devices
         Name of each client's hardware profile; ``None`` without a virtual clock.
+    class_names
+        Name of each class; empty if unknown.
     """
 
     path: Path
@@ -48,6 +51,7 @@ class RunData:
     partition: dict[str, Any] | None
     patches: str | None
     devices: list[str] | None
+    class_names: Sequence[str] = ()
 
     @property
     def seed(self) -> int:
@@ -114,6 +118,8 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     config = json.loads((path / "config.json").read_text())
     patches = path / "patches.png"
     devices = _read_json(path / "devices.json")
+    partition = _read_partition(path)
+    data = _read_json(path / DATA_FILE) or partition or {}
     return RunData(
         path=path,
         label=name or config["method"]["name"],
@@ -121,9 +127,10 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         about=_read_json(path / "about.json") or {},
         records=list(read_records(path)),
         summary=_read_json(path / "summary.json"),
-        partition=_read_partition(path),
+        partition=partition,
         patches=base64.b64encode(patches.read_bytes()).decode() if patches.exists() else None,
         devices=devices["clients"] if devices else None,
+        class_names=data.get("classes", ()),
     )
 
 

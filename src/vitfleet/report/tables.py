@@ -10,6 +10,7 @@ from rich.table import Table
 from vitfleet.config.registry import METHODS
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
 from vitfleet.costs.report import CostReport
+from vitfleet.report.metric_format import format_number, metric_text, metric_title, shown_numbers
 from vitfleet.report.units import format_bytes, format_count, format_seconds
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.training.execution import ExecutionSummary
@@ -31,6 +32,10 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "rounds": f"{summary['rounds']} in {total['seconds']:.1f} s"
         + (f", of which {warm_up:.1f} s warm-up" if warm_up else ""),
         **_accuracy_rows(summary),
+        **{
+            f"metric: {metric_title(name)}": metric_text(name, values)
+            for name, values in summary.get("metrics", {}).items()
+        },
         **_client_metric_rows(summary),
         "upload per client and round": format_bytes(message["up_bytes"]),
         "download per client and round": format_bytes(message["down_bytes"]),
@@ -79,6 +84,27 @@ def comparison_table(comparison: ComparisonResult) -> Table:
             cells += [_mean(row, "to_target", "virtual_seconds", format_seconds)] if virtual else []
         table.add_row(row.name, *cells)
     return table
+
+
+def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
+    """Return a table of the numbers of each configured metric, one row per configuration."""
+    keys: dict[str, dict[str, None]] = {}
+    for metrics in (summary.get("metrics", {}) for row in rows for summary in row.summaries):
+        for metric, values in metrics.items():
+            keys.setdefault(metric, {}).update(dict.fromkeys(shown_numbers(metric, values)))
+    tables = []
+    for metric, shown in keys.items():
+        if shown:
+            tables.append(_table(None, [key.replace("_", " ") for key in shown]))
+            tables[-1].title, tables[-1].title_justify = metric_title(metric), "left"
+            for row in rows:
+                tables[-1].add_row(row.name, *(_metric_cell(row, metric, key) for key in shown))
+    return tables
+
+
+def _metric_cell(row: ComparisonRow, metric: str, key: str) -> str:
+    mean = row.mean(f"metrics.{metric}", key)
+    return "–" if mean is None else format_number(metric, key, mean, row.spread(f"metrics.{metric}", key))
 
 
 def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:

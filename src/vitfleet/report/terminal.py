@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from vitfleet.progress import Advance
+from vitfleet.report.metric_format import metric_text, metric_title
 from vitfleet.report.units import format_bytes, format_fraction
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.records import UNAVAILABLE, RoundRecord
 from vitfleet.run.round_plan import TOO_LATE
 from vitfleet.run.state import RunState
 
@@ -58,6 +59,7 @@ class RoundDisplay(Callback):
         self.console = console
         self.rounds = rounds
         self.done = done
+        self.warned: set[str] = set()  # metrics that cannot be measured
         self.recent: list[tuple[RoundRecord, float]] = []
         self.started = self.round_started = time.perf_counter()
         self.rounds_bar = Progress(
@@ -112,6 +114,9 @@ class RoundDisplay(Callback):
             # Clients that miss a simulated deadline are expected; they are in the records only.
             if client.failure is not None and not client.failure.startswith(TOO_LATE):
                 self._print(f"round {record.round}: client {client.client} left out, {client.failure}")
+        for metric in sorted({name for name, values in record.metrics.items() if UNAVAILABLE in values} - self.warned):
+            self.warned.add(metric)
+            self._print(f"{metric_title(metric)}: {metric_text(metric, record.metrics[metric])}")
         if record.task is not None:
             accuracy = format_fraction(record.task.average_accuracy)
             forgetting = format_fraction(record.task.forgetting)

@@ -92,7 +92,13 @@ class ComparisonRow:
     summaries: list[dict[str, Any]]
 
     def mean(self, table: str, key: str) -> float | None:
-        """Return the mean of a value of the summaries; ``None`` if one of them has none."""
+        """Return the mean of a value of the summaries; ``None`` if one of them has none.
+
+        Parameters
+        ----------
+        table
+            Name of the table in a summary; a dotted name for a table in a table.
+        """
         return self._aggregate(statistics.mean, table, key)
 
     def spread(self, table: str, key: str) -> float | None:
@@ -100,8 +106,14 @@ class ComparisonRow:
         return self._aggregate(statistics.stdev, table, key) if len(self.summaries) > 1 else None
 
     def _aggregate(self, function: Callable[[list[float]], float], table: str, key: str) -> float | None:
-        values = [summary[table].get(key) for summary in self.summaries]
+        values: list[Any] = [_table(summary, table).get(key) for summary in self.summaries]
         return None if None in values else function(values)
+
+
+def _table(summary: dict[str, Any], name: str) -> dict[str, Any]:
+    for part in name.split("."):
+        summary = summary.get(part) or {}
+    return summary
 
 
 @dataclass(frozen=True)

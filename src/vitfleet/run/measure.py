@@ -14,14 +14,11 @@ from vitfleet.config.registry import METRICS
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.metric_context import MetricContext, MetricUnavailableError
-from vitfleet.run.records import MetricValue, RoundRecord
+from vitfleet.run.records import UNAVAILABLE, MetricValue, RoundRecord
 
 if TYPE_CHECKING:
     from vitfleet.run.context import RunContext
     from vitfleet.run.state import RunState
-
-#: Stands for the values of a metric that cannot be measured in a run; its value is the reason.
-UNAVAILABLE = "unavailable"
 
 
 def with_metrics(

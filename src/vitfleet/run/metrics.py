@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,18 +33,16 @@ WORST_SHARE = 0.1
 PERCENTILES = (0, 10, 25, 50, 75, 90, 100)
 MOST_CONFUSED = 3  # pairs of classes
 
-_SHOWN_OF_CLIENTS: Mapping[str, Literal["", "percent"]] = {
-    "mean": "percent",
-    "std": "percent",
-    "worst_10": "percent",
-    "clients": "",
-}
+
+class _DistributionParams(MetricParams):
+    """Parameters of a metric whose values are those of :func:`accuracy_distribution`."""
+
+    shown = ("mean", "std", "worst_10_percent")
+    fractions = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))
 
 
-class LocalAccuracyParams(MetricParams):
+class LocalAccuracyParams(_DistributionParams):
     """Distribution over clients of each client's accuracy on its own test images."""
-
-    shown = _SHOWN_OF_CLIENTS
 
     share: float = Field(1.0, gt=0, le=1, description="share of the training clients that are evaluated")
 
@@ -55,10 +53,8 @@ def local_accuracy(params: LocalAccuracyParams, context: MetricContext) -> Metri
     return accuracy_distribution(context.evaluate_clients(context.sample_clients(params.share)).values())
 
 
-class UnseenClientsParams(MetricParams):
+class UnseenClientsParams(_DistributionParams):
     """Local accuracy of the clients that never train (``fleet.unseen``), with the global model."""
-
-    shown = _SHOWN_OF_CLIENTS
 
     def check_config(self, config: Config) -> None:
         """Check that there are unseen clients."""
@@ -75,7 +71,9 @@ def unseen_client_accuracy(params: UnseenClientsParams, context: MetricContext) 
 class PerClassParams(MetricParams):
     """Accuracy of the global model for each class of the common test set."""
 
-    shown: ClassVar[Mapping[str, Literal["", "percent"]]] = {"mean": "percent", "worst": "percent"}
+    shown = ("mean", "worst")
+    fractions = ("mean", "worst", "accuracy")
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"accuracy": ("class",)}
 
 
 @register_metric("per_class", PerClassParams)
@@ -89,14 +87,14 @@ def per_class_accuracy(params: PerClassParams, context: MetricContext) -> Metric
         "mean": float(np.mean(measured)) if measured else None,
         "worst": min(measured, default=None),
         "accuracy": accuracy,
-        "images": images.tolist(),
     }
 
 
 class ConfusionParams(MetricParams):
     """Confusion matrix of the global model on the common test set."""
 
-    shown: ClassVar[Mapping[str, Literal["", "percent"]]] = {"most_confused": ""}
+    shown = ("most_confused",)
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"matrix": ("true class", "predicted class")}
 
 
 @register_metric("confusion", ConfusionParams)
@@ -112,11 +110,11 @@ def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
     Returns
     -------
     dict
-        ``mean``; ``std``, the population's standard deviation; ``worst_10``, the mean over the worst 10 % of the
-        clients, rounded up; ``p0`` to ``p100``, percentiles with linear interpolation; ``clients``, their number.
+        ``mean``; ``std``, the population's standard deviation; ``worst_10_percent``, the mean over the worst 10 % of
+        the clients, rounded up; ``p0`` to ``p100``, percentiles with linear interpolation; ``clients``, their number.
     """
     accuracies = np.sort([result.correct / result.tested for result in results])
-    names = ("mean", "std", "worst_10", *(f"p{level}" for level in PERCENTILES))
+    names = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))
     if not len(accuracies):
         return {**dict.fromkeys(names), "clients": 0}
     worst = accuracies[: math.ceil(WORST_SHARE * len(accuracies))]

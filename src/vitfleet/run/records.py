@@ -20,6 +20,8 @@ from vitfleet.message import Number
 MetricValue: TypeAlias = "float | str | Sequence[MetricValue] | None"
 #: The values of one metric after one round, by name.
 MetricValues: TypeAlias = Mapping[str, MetricValue]
+#: The only value of a metric that cannot be measured in a run: the reason.
+UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True)
