@@ -1,4 +1,4 @@
-"""The operations of a client's training, against the formulas of a ViT-B/16."""
+"""Operations of a client's training, compared with the formulas of a ViT-B/16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vitfleet.training.trainer import Trainer
 DEPTH, WIDTH, CLASSES = 12, 768, 100
 
 
-def layer(tokens: int) -> int:
+def layer_macs(tokens: int) -> int:
     """Multiply-adds of one layer's forward pass."""
     return 12 * tokens * WIDTH**2 + 2 * tokens**2 * WIDTH
 
@@ -41,45 +41,45 @@ def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
     return client_flops(make_method(params, context), net, mask_ratio)
 
 
-def test_full_training_is_three_forward_passes() -> None:
+def test_full_training_costs_three_forward_passes() -> None:
     full = flops_of(name="fed-full")
     assert full.forward == pytest.approx(2 * 17.563e9, rel=0.005)
-    # All but the first layer's gradient towards the pixels.
+    # Everything except the first layer's gradient with respect to the pixels.
     assert full.training == pytest.approx(3 * full.forward, rel=0.01)
 
 
-def test_head_tuning_is_one_forward_pass() -> None:
+def test_head_tuning_costs_one_forward_pass() -> None:
     head = flops_of(name="fed-head")
     assert head.training == pytest.approx(head.forward, rel=0.001)
 
 
-def test_fedbfpt_runs_half_of_the_layers() -> None:
+def test_fedbfpt_forward_pass_runs_half_of_the_layers() -> None:
     assert flops_of(name="fedbfpt").forward / 2e9 == pytest.approx(8.84, rel=0.005)
 
 
-def test_eftvits_ratio_to_full_training() -> None:
+def test_eftvit_flops_ratio_to_full_training() -> None:
     eftvit = flops_of(0.75, name="eftvit", local_layers=2)
     assert eftvit.forward / 2e9 == pytest.approx(4.322, rel=0.005)
     assert flops_of(name="fed-full").training / eftvit.training == pytest.approx(5.63, abs=0.05)
-    # Every layer passes the gradient on; only the two local ones have weights to train.
-    assert eftvit.training == pytest.approx(2 * (2 * DEPTH + 2) * layer(50), rel=0.03)
+    # Every layer propagates the gradient; only the two local layers have trainable weights.
+    assert eftvit.training == pytest.approx(2 * (2 * DEPTH + 2) * layer_macs(50), rel=0.03)
 
 
-def test_a_frozen_layer_costs_less_than_one_that_trains_and_more_than_none() -> None:
+def test_frozen_layers_cost_less_than_trainable_layers_and_more_than_head_tuning() -> None:
     bias, full, head = (flops_of(name=name).training for name in ("fed-bias", "fed-full", "fed-head"))
     assert head < bias < full
     assert bias == pytest.approx(2 * full / 3, rel=0.02)
 
 
-def test_body_and_head_epochs_are_averaged() -> None:
-    """One epoch of head tuning and four of the body, which cost nearly what full training does."""
+def test_average_flops_weights_body_and_head_by_epochs() -> None:
+    """One epoch trains the head and four train the body, which costs nearly as much as full training."""
     config = Config.model_validate({"method": {"name": "fedrep", "head_epochs": 1}, "train": {"epochs": 5}})
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
     context = MethodContext.from_net(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
-    found = client_flops(make_method(config.method, context), net, 0.0)
+    average = client_flops(make_method(config.method, context), net, 0.0)
     head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
-    assert found.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
+    assert average.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_body_and_head_epochs_are_averaged() -> None:
         ("fed-lora", "swin_tiny_patch4_window7_224"),
     ],
 )
-def test_other_families_are_counted_too(name: str, model: str) -> None:
+def test_client_flops_counts_other_model_families(name: str, model: str) -> None:
     params = Config.model_validate({"method": {"name": name}}).method
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.from_net(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
@@ -98,15 +98,15 @@ def test_other_families_are_counted_too(name: str, model: str) -> None:
     assert 0 < flops.forward <= flops.training
 
 
-def test_the_table_of_masked_forward_passes() -> None:
-    """What FACTS.md computes for ViT-B/16 at 224."""
+def test_masked_forward_flops_match_the_reference_table() -> None:
+    """Values computed in FACTS.md for ViT-B/16 at 224 pixels."""
     expected = {0.0: 17.563, 0.25: 13.061, 0.5: 8.647, 0.6: 6.871, 0.75: 4.322, 0.9: 1.717}
-    found = {ratio: flops_of(ratio, name="fed-full").forward / 2e9 for ratio in expected}
-    assert found == pytest.approx(expected, rel=0.005)
+    counted = {ratio: flops_of(ratio, name="fed-full").forward / 2e9 for ratio in expected}
+    assert counted == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.parametrize(("layers", "millions"), [(1, 7.16), (2, 14.25), (3, 21.34), (4, 28.43), (6, 42.60)])
-def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -> None:
+def test_eftvit_trainable_parameters_per_number_of_local_layers(layers: int, millions: float) -> None:
     table = {"name": "eftvit", "local_layers": layers, "train_embedding": False}
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
@@ -118,28 +118,31 @@ def test_parameters_that_an_eftvit_client_trains(layers: int, millions: float) -
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.names()))
-def test_a_rehearsal_asks_and_sends_as_the_client_does(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"], "fedbfpt": ["method.local_layers=2"]}
-    of_tasks = ["data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}", "rounds=5"]
-    tasks = of_tasks if name in {"gem", "a-gem", "fedvit"} else []
+    task_options = [
+        "data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}",
+        "rounds=5",
+    ]
+    tasks = task_options if name in {"gem", "a-gem", "fedvit"} else []
     context = open_run(tiny_config(*tasks, f"method.name={name}", "train.epochs=2", *keys.get(name, [])), tmp_path)
     _, record = run_round(context, load_state(context), 1)
     for entry in record.clients:
         labels = context.labels(entry.client, 1)
         dry_run_result = context.cost_model.dry_run(1, entry.client, labels)
-        # The numbers beside the tensors are written with as many digits as they have.
+        # The encoded size of the numbers in a message depends on their digits.
         assert context.cost_model.up_bytes(dry_run_result) == pytest.approx(entry.up_bytes, abs=1000)
         flops = context.cost_model.round_flops(dry_run_result, len(labels))
         assert entry.gflops == flops / 1e9
         epochs = sum(fit.epochs for fit in dry_run_result.fits)
         scored = any(fit.score_samples or fit.reference_weights for fit in dry_run_result.fits)
-        plain = epochs * len(labels) * context.cost_model.average(dry_run_result).training
-        assert flops > plain if scored else flops == pytest.approx(plain, rel=1e-6)
-    message, once = context.cost_model.down_bytes()
-    assert {entry.down_bytes for entry in record.clients} == {message + once}
+        training_flops = epochs * len(labels) * context.cost_model.average(dry_run_result).training
+        assert flops > training_flops if scored else flops == pytest.approx(training_flops, rel=1e-6)
+    message_bytes, base_bytes = context.cost_model.down_bytes()
+    assert {entry.down_bytes for entry in record.clients} == {message_bytes + base_bytes}
 
 
-FEW = ("fleet.clients=4", "model.patch_size=2")
+SMALL_FLEET = ("fleet.clients=4", "model.patch_size=2")
 TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
 
 
@@ -155,53 +158,53 @@ TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1
     ],
     ids=str,
 )
-def test_the_count_of_every_round_is_what_torch_counts_while_it_trains(
+def test_round_flops_match_torch_flop_counter_during_training(
     table: dict[str, object], tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of clients that come back, miss a task, and have more and more stored samples."""
+    """The clients return after a pause, miss tasks, and accumulate stored samples."""
     table = {**table, "head_epochs": 1} if table["name"] == "fedvit" else table
     keys = [f"method.{key}={value}" for key, value in table.items()]
-    config = tiny_config(*keys, *TASKS, "rounds=8", "train.epochs=2", "train.batch_size=8", *FEW)
-    really: list[int] = []
-    train = Trainer.fit_cohort
+    config = tiny_config(*keys, *TASKS, "rounds=8", "train.epochs=2", "train.batch_size=8", *SMALL_FLEET)
+    torch_flops: list[int] = []
+    fit_cohort = Trainer.fit_cohort
 
-    def spy(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    def fit_and_count(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
         assert len(group) == 1
-        # The fused attention of a processor is not among what torch counts.
+        # torch does not count the fused attention kernel of a CPU.
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            fitted = train(self, group)
-        really.append(counter.get_total_flops())
-        return fitted
+            results = fit_cohort(self, group)
+        torch_flops.append(counter.get_total_flops())
+        return results
 
-    monkeypatch.setattr(Trainer, "fit_cohort", spy)
+    monkeypatch.setattr(Trainer, "fit_cohort", fit_and_count)
     context = open_run(config, tmp_path)
     state = load_state(context)
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for round in range(1, 9):
-        really.clear()
+        torch_flops.clear()
         state, record = run_round(context, state, round)
         counted = sum(entry.gflops or 0.0 for entry in record.clients)
-        # Not counted: what choosing and turning gradients takes, whose size is that of the weights, not of the samples.
-        assert counted == pytest.approx(sum(really) / 1e9, rel=0.02)
+        # Not counted: selection and projection of gradients, which scale with the weights, not with the samples.
+        assert counted == pytest.approx(sum(torch_flops) / 1e9, rel=0.02)
         for entry in record.clients:
-            each = (entry.gflops or 0.0) / int(str(entry.numbers["samples"]))
-            first.setdefault(entry.client, each)
-            last[entry.client] = each
-    more = [last[client] / first[client] for client in first]
-    assert max(more) == 1 if table["name"] == "fedavg" else min(more) > 1.5
+            per_sample = (entry.gflops or 0.0) / int(str(entry.numbers["samples"]))
+            first.setdefault(entry.client, per_sample)
+            last[entry.client] = per_sample
+    growth = [last[client] / first[client] for client in first]
+    assert max(growth) == 1 if table["name"] == "fedavg" else min(growth) > 1.5
 
 
-def test_what_a_client_says_of_its_memory_is_believed_within_reason(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_dry_run_bounds_implausible_stored_sample_counts(tiny_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(tiny_config("method.name=gem", *TASKS, "rounds=8"), tmp_path)
-    cost_model, few = context.cost_model, np.zeros(4, dtype=np.int64)
-    honest, absurd, lying = (
-        cost_model.round_flops(cost_model.dry_run(8, 0, few, 3, {"stored": stored}), 4)
+    cost_model, labels = context.cost_model, np.zeros(4, dtype=np.int64)
+    valid, out_of_range, wrong_type = (
+        cost_model.round_flops(cost_model.dry_run(8, 0, labels, 3, {"stored": stored}), 4)
         for stored in ([8, 8, 8], [10**30, -5, 8, 8, 8], 7)
     )
-    assert 0 < lying < honest < absurd
+    assert 0 < wrong_type < valid < out_of_range
 
 
-def test_typical_is_the_median_client() -> None:
+def test_typical_client_has_the_median_number_of_samples() -> None:
     assert typical_client([5, 0, 1, 9]) == 0
     assert typical_client([0, 0]) == 0

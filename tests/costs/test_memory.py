@@ -1,4 +1,4 @@
-"""The memory of a training step, against sums by hand; benchmarks/memory.py holds it to what a machine measures."""
+"""Memory of a training step, compared with sums by hand; benchmarks/memory.py compares it with measurements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from vitfleet.costs.memory import AllocationTracker, MemoryUsage, round_memory
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model
 
-FLOAT = 4
-
-
+FLOAT_BYTES = 4
 MODEL = ModelConfig(dim=64, depth=4, heads=4, patch_size=4)
 
 
@@ -28,7 +26,7 @@ def memory_of(
     epochs: int = 2,
     **table: object,
 ) -> MemoryUsage:
-    """Return the memory of a first round, or of one with samples stored of earlier tasks."""
+    """Return the memory of a first round, or of a round with stored samples of earlier tasks."""
     train = {"batch_size": batch, "mask_ratio": mask_ratio, "optimizer": optimizer, "epochs": epochs}
     tree: dict[str, object] = {"method": table, "train": train}
     if table["name"] in {"gem", "a-gem", "fedvit"}:
@@ -43,88 +41,89 @@ def memory_of(
     )
 
 
-def test_the_ledger_knows_what_lives_and_what_was_most() -> None:
-    ledger = AllocationTracker()
-    given = torch.zeros(1000)
-    ledger.ignore([given])
-    with ledger:
-        first = given + 1
+def test_allocation_tracker_counts_live_and_peak_bytes() -> None:
+    tracker = AllocationTracker()
+    ignored = torch.zeros(1000)
+    tracker.ignore([ignored])
+    with tracker:
+        first = ignored + 1
         view = first[:10]
         second = first * 2
         del first
-        assert ledger.live == 2 * 1000 * FLOAT  # the view keeps the whole
+        assert tracker.live == 2 * 1000 * FLOAT_BYTES  # the view keeps the whole storage alive
         del view
-        assert ledger.live == 1000 * FLOAT
-        third = given.view(10, 100)  # of what is counted elsewhere
-        assert ledger.live == 1000 * FLOAT
+        assert tracker.live == 1000 * FLOAT_BYTES
+        third = ignored.view(10, 100)  # a view of an ignored tensor
+        assert tracker.live == 1000 * FLOAT_BYTES
         del second, third
-    assert (ledger.live, ledger.peak) == (0, 2 * 1000 * FLOAT)
+    assert (tracker.live, tracker.peak) == (0, 2 * 1000 * FLOAT_BYTES)
 
 
-def test_the_ledger_follows_what_the_backward_pass_needs() -> None:
-    left, correct = torch.zeros(100, 50, requires_grad=True), torch.zeros(50, 200, requires_grad=True)
-    ledger = AllocationTracker()
-    ledger.ignore([left, correct])
-    with ledger:
-        product = left @ correct  # 100 x 200
-        squared = product**2  # keeps the product
+def test_allocation_tracker_counts_activations_saved_for_backward() -> None:
+    left, right = torch.zeros(100, 50, requires_grad=True), torch.zeros(50, 200, requires_grad=True)
+    tracker = AllocationTracker()
+    tracker.ignore([left, right])
+    with tracker:
+        product = left @ right  # 100 x 200
+        squared = product**2  # saves the product for the backward pass
         loss = squared.sum()
         del squared, product
-        assert ledger.live == (100 * 200 + 1) * FLOAT
-        gradients = torch.autograd.grad(loss, [left, correct])
+        assert tracker.live == (100 * 200 + 1) * FLOAT_BYTES
+        gradients = torch.autograd.grad(loss, [left, right])
         del loss
-        assert ledger.live == (100 * 50 + 50 * 200) * FLOAT
+        assert tracker.live == (100 * 50 + 50 * 200) * FLOAT_BYTES
         del gradients
 
 
-def test_weights_gradients_and_optimiser_are_counted_by_hand() -> None:
+def test_weights_gradients_and_optimiser_match_sums_by_hand() -> None:
     full = memory_of(name="fed-full")
     anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT * anatomy.count_parameters(anatomy.whole)
-    few = 64  # counters
+    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    step_counter_bytes = 64  # upper bound
     assert (full.weights, full.gradients) == (2 * whole, whole)
-    assert 0 <= full.optimizer - 2 * whole < few
-    assert 0 <= memory_of(name="fed-full", optimizer="sgd").optimizer - whole < few
+    assert 0 <= full.optimizer - 2 * whole < step_counter_bytes
+    assert 0 <= memory_of(name="fed-full", optimizer="sgd").optimizer - whole < step_counter_bytes
     head = memory_of(name="fed-head")
-    trained = FLOAT * anatomy.count_parameters(anatomy.head)
+    trained = FLOAT_BYTES * anatomy.count_parameters(anatomy.head)
     assert (head.weights, head.gradients) == (whole + trained, trained)
-    assert 0 <= head.optimizer - 2 * trained < few
+    assert 0 <= head.optimizer - 2 * trained < step_counter_bytes
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_the_mask() -> None:
     small, large = (memory_of(batch, name="fed-full").activations for batch in (8, 32))
-    assert 3.5 < large / small < 4.5  # gradients that are not there yet at the worst moment are taken off both
+    assert 3.5 < large / small < 4.5  # not exactly 4: gradients not yet allocated at the peak are subtracted from both
     masked = memory_of(32, 0.75, name="fed-full").activations
     assert 0.15 < masked / large < 0.35
 
 
-def test_a_frozen_layer_saves_less_and_a_head_alone_saves_hardly_anything() -> None:
+def test_frozen_layers_save_fewer_activations_and_head_tuning_the_fewest() -> None:
     full, bias, head = (memory_of(32, name=name).activations for name in ("fed-full", "fed-bias", "fed-head"))
     assert head < 0.3 * bias
     assert bias < 0.8 * full
 
 
-def test_half_precision_takes_about_half() -> None:
+def test_bf16_takes_about_half_of_the_activation_memory() -> None:
     full, half = (memory_of(32, name="fed-full", bf16=bf16).activations for bf16 in (False, True))
     assert 0.4 < half / full < 0.8
 
 
-def test_an_anchor_that_is_the_received_model_costs_nothing() -> None:
+def test_fedprox_anchor_shares_the_memory_of_the_received_model() -> None:
     assert memory_of(name="fedprox").weights == memory_of(name="fed-full").weights
 
 
-def test_every_reference_gradient_has_a_place() -> None:
-    """A stored task more is a gradient more, in float32 and, for its products with the others, twice in float64."""
+def test_memory_grows_by_one_reference_gradient_per_stored_task() -> None:
+    """Each stored task adds a gradient in float32 and, for its products with the others, two copies in float64."""
     anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT * anatomy.count_parameters(anatomy.whole)
-    some, more = (memory_of(name="gem", stored=[8] * tasks).total for tasks in (2, 4))
-    assert 2 * 2 * whole < more - some < 2 * 6 * whole
-    together, still = (memory_of(name="a-gem", stored=[8 // tasks] * tasks).total for tasks in (1, 2))
-    assert abs(still - together) < whole / 10  # one reference, however many tasks
+    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    two_tasks, four_tasks = (memory_of(name="gem", stored=[8] * tasks).total for tasks in (2, 4))
+    assert 2 * 2 * whole < four_tasks - two_tasks < 2 * 6 * whole
+    agem_one_task, agem_two_tasks = (memory_of(name="a-gem", stored=[8 // tasks] * tasks).total for tasks in (1, 2))
+    assert abs(agem_two_tasks - agem_one_task) < whole / 10  # A-GEM has one reference gradient for any number of tasks
 
 
-def test_the_model_from_before_an_aggregation_is_held_too() -> None:
+def test_fedvit_holds_the_model_from_before_the_aggregation() -> None:
     anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    body = FLOAT * anatomy.count_parameters(anatomy.body)
+    body = FLOAT_BYTES * anatomy.count_parameters(anatomy.body)
     newcomer, returning = memory_of(name="fedvit"), memory_of(name="fedvit", stored=[])
-    assert returning.weights - newcomer.weights == 2 * body  # as it was kept, and a copy to take gradients at
+    # The kept weights, and a copy at which gradients are computed.
+    assert returning.weights - newcomer.weights == 2 * body

@@ -44,5 +44,5 @@ def test_clients_report_what_their_method_declares(name: str, tiny_net: Net, mak
     context = replace(make_context(epochs=2), num_tasks=2)
     method = make_method(METHODS.make_params(name, **FEW_LAYERS.get(name, {})), context)
     labels = np.arange(20) % 5
-    update = CostModel(method, tiny_net, context.train).late_round([labels, labels]).answer
+    update = CostModel(method, tiny_net, context.train).late_round([labels, labels]).update
     assert set(update.message.numbers) == COMMON | {metric.name for metric in method.client_metrics}

@@ -1,1 +1,1 @@
-"""What a client's round costs, without training: FLOPs, memory, bytes, time on a hardware profile."""
+"""The cost of a client's round, without training: FLOPs, memory, bytes, time on a hardware profile."""

@@ -1,8 +1,9 @@
-"""What a client's round costs, without training anything: operations and bytes.
+"""Floating-point operations and bytes of a client's round, without training.
 
-The client half is played on tensors that have shapes but no numbers. What it wants trained, masked, frozen, left out
-or parted is in the objectives it yields, and what it would send is its answer, so operations and bytes follow from the
-same selection as the training. The memory of a training is told by :mod:`vitfleet.costs.memory`.
+A dry run executes the method's client update on meta tensors, which have shapes but no values. The objectives that it
+yields define which weights train, how images are masked, and how deep or where the model is split; the update that it
+returns is the message to send. Operations and bytes thus follow from the same selection as the training. The memory of
+a training is computed by :mod:`vitfleet.costs.memory`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from vitfleet.training.cohort_inputs import memory_widths
 from vitfleet.training.objective import Fit, FitResult, Objective
 from vitfleet.wire import encoded_size
 
-NOTHING: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the labels of a client without images
+NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client without images
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations (two a multiply-add) of one sample.
+    """Floating-point operations per sample; a multiply-add counts as two.
 
     Attributes
     ----------
     forward
-        The forward pass of a training step: masked, through as many layers as the client's model has.
+        Forward pass of a training step: masked, through the layers of the client's model.
     training
-        Forward and backward. A frozen layer still passes the gradient on; it is spared only that of its weights.
+        Forward and backward pass. A frozen layer still propagates the gradient, but needs none for its weights.
     """
 
     forward: int
@@ -49,21 +50,21 @@ class Flops:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A client's round, played without numbers.
+    """Result of a dry run of a client's round.
 
     Attributes
     ----------
     fits
-        The trainings it would ask for.
-    answer
-        What it would send and keep.
-    held
-        What it has in its hands all the while: what it was sent, and what it had kept.
+        The trainings that the client would run.
+    update
+        The message it would send and the state it would keep.
+    held_tensors
+        Tensors held during the whole round: received tensors, and state kept from earlier rounds.
     """
 
     fits: list[Fit]
-    answer: ClientUpdate
-    held: list[Tensor]
+    update: ClientUpdate
+    held_tensors: list[Tensor]
 
 
 def dry_run(
@@ -74,62 +75,67 @@ def dry_run(
     round: int = 1,
     client: int = 0,
     task_index: int = 0,
-    own: State | None = None,
+    client_state: State | None = None,
     blank: Tensors | None = None,
 ) -> DryRun:
-    """Play a client's round; what it asks for and sends has shapes, but no numbers.
+    """Execute a client's round on meta tensors, which have shapes but no values.
 
     Parameters
     ----------
     side
-        Pixels a side of the client's images.
+        Height and width of the client's images, in pixels.
     labels
-        Of the client's images at this stage.
+        Labels of the client's images in this task.
     task_index
-        Number of tasks that the client has finished.
-    own
-        What it has kept, in shapes; ``None``: its first round.
+        Number of tasks before this one.
+    client_state
+        State kept from earlier rounds, as meta tensors; ``None``: first round of the client.
     blank
-        The model's weights in shapes, where somebody has them at hand.
+        The model's weights as meta tensors; created if not given.
     """
     blank = shapes_of(net) if blank is None else blank
-    down = method.client_message(method.initial_state(blank), round, client, None)
-    held = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-    pixels = torch.empty(len(held), len(net.mean), side, side, dtype=torch.uint8, device="meta")
-    shard = Shard(ImageSet(pixels, held), torch.arange(len(held)))
+    received = method.client_message(method.initial_state(blank), round, client, None)
+    targets = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+    pixels = torch.empty(len(targets), len(net.mean), side, side, dtype=torch.uint8, device="meta")
+    shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
     base = method.base_message(blank).tensors
-    work = method.client_update(ClientJob(round, client, down, base, own, shard, task_index))
-    held_tensors = [*down.tensors.values(), *base.values(), *(own.tensors.values() if own else ())]
+    fit_requests = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
+    held_tensors = [
+        *received.tensors.values(),
+        *base.values(),
+        *(client_state.tensors.values() if client_state else ()),
+    ]
     fits: list[Fit] = []
     try:
-        fit = next(work)
+        fit = next(fit_requests)
         while True:
             fits.append(fit)
-            fit = work.send(_as_if_trained(fit, len(held), (own is None, len(fits))))
+            fit = fit_requests.send(_blank_result(fit, len(targets), (client_state is None, len(fits))))
     except StopIteration as end:
-        answer: ClientUpdate = end.value
-        return DryRun(fits, answer, held_tensors)
+        update: ClientUpdate = end.value
+        return DryRun(fits, update, held_tensors)
 
 
 def shapes_of(net: Net) -> dict[str, Tensor]:
-    """Return a model's weights without numbers."""
+    """Return a model's weights as meta tensors."""
     return {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
 
 
 @lru_cache(maxsize=4096)
-def _blank(name: str, shape: torch.Size, training: tuple[bool, int]) -> Tensor:
-    """Return a weight without numbers; made once, because making it takes longer than all the rest.
+def _blank_weight(name: str, shape: torch.Size, training: tuple[bool, int]) -> Tensor:
+    """Return a weight as a meta tensor; cached, because creating it takes longer than the rest of a dry run.
 
-    Other trainings, and what a client keeps of its first round, have tensors of their own: memory is counted by them.
+    Memory is counted per tensor. ``training`` is therefore part of the key: different trainings of a round, and first
+    and later rounds, have different tensors.
     """
     return torch.empty(shape, device="meta")
 
 
-def _as_if_trained(fit: Fit, samples: int, training: tuple[bool, int]) -> FitResult:
+def _blank_result(fit: Fit, samples: int, training: tuple[bool, int]) -> FitResult:
     objective = fit.objective
-    trained = {name: _blank(name, fit.weights[name].shape, training) for name in objective.trainable}
-    # What was observed is read on the host: it has numbers, all of them zero.
-    observed = {name: torch.zeros_like(one, device="cpu") for name, one in fit.observer_state.items()}
+    trained = {name: _blank_weight(name, fit.weights[name].shape, training) for name in objective.trainable}
+    # Methods read the observer state on the host, so it needs values: zeros.
+    observed = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in fit.observer_state.items()}
     if objective.transform:
         observed |= {name: torch.zeros(()) for name in objective.transform.counts}
     losses = torch.zeros(samples if fit.score_samples else 0)
@@ -137,14 +143,14 @@ def _as_if_trained(fit: Fit, samples: int, training: tuple[bool, int]) -> FitRes
 
 
 class CostModel:
-    """Counts what clients' rounds cost; each kind of training is counted once.
+    """Computes the costs of clients' rounds; the FLOPs of each distinct objective are counted once and cached.
 
     Parameters
     ----------
     method
-        On the host: nothing of it is computed.
+        A method whose tensors are on the CPU; nothing is computed with them.
     side
-        Pixels a side of the clients' images; by default, as many as the model takes.
+        Height and width of the clients' images in pixels; by default, the model's input size.
     """
 
     def __init__(self, method: Method[Any], net: Net, train: TrainConfig, side: int | None = None) -> None:
@@ -153,7 +159,7 @@ class CostModel:
         self.net = with_constants_on(net, "meta")
         self.side = side or net.image_size
         self.blank = shapes_of(net)
-        self._counted: dict[object, Flops] = {}
+        self._flops_cache: dict[object, Flops] = {}
 
     def dry_run(
         self,
@@ -163,66 +169,66 @@ class CostModel:
         task_index: int = 0,
         client_metrics: Numbers | None = None,
     ) -> DryRun:
-        """Play a client's round.
+        """Execute a client's round on meta tensors.
 
         Parameters
         ----------
         task_index
-            Number of tasks that the client has finished.
+            Number of tasks before this one.
         client_metrics
-            The numbers of the client's last update; ``None`` in its first round.
+            The numbers of the client's last message; ``None``: first round of the client.
         """
-        own = None if client_metrics is None else self._own(client_metrics)
-        return dry_run(self.method, self.net, self.side, labels, round, client, task_index, own, self.blank)
+        kept = None if client_metrics is None else self._kept_state(client_metrics)
+        return dry_run(self.method, self.net, self.side, labels, round, client, task_index, kept, self.blank)
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
-        """Play a round of a client that has taken part in every task before, the last one too: the dearest it has.
+        """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
 
         Parameters
         ----------
         labels
-            Of the client's images at each stage.
+            Labels of the client's images in each task.
         """
         client_metrics: Numbers | None = None
-        for task_index, held in enumerate([*labels, labels[-1]]):
-            last = min(task_index, len(labels) - 1)
-            dry_run_result = self.dry_run(1, 0, held, last, client_metrics)
-            client_metrics = dry_run_result.answer.message.numbers
+        for position, task_labels in enumerate([*labels, labels[-1]]):
+            task_index = min(position, len(labels) - 1)
+            dry_run_result = self.dry_run(1, 0, task_labels, task_index, client_metrics)
+            client_metrics = dry_run_result.update.message.numbers
         return dry_run_result
 
     @cached_property
-    def _model(self) -> State | None:
-        """What a client without images keeps after its first round."""
-        return dry_run(self.method, self.net, self.side, NOTHING).answer.client_state
+    def _first_round_state(self) -> State | None:
+        """State that a client without images keeps after its first round."""
+        return dry_run(self.method, self.net, self.side, NO_LABELS).update.client_state
 
-    def _own(self, client_metrics: Numbers) -> State | None:
-        if self._model is None:
+    def _kept_state(self, client_metrics: Numbers) -> State | None:
+        if self._first_round_state is None:
             return None
-        kept = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
-        return State({**self._model.tensors, **kept}, self._model.numbers)
+        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
+        return State({**self._first_round_state.tensors, **stored}, self._first_round_state.numbers)
 
     def flops(self, objective: Objective, weights: Tensors, masked: bool = True) -> Flops:
-        """Count one sample's operations under an objective; of a whole image where it is not ``masked``."""
+        """Count the operations per sample under an objective; without ``masked``, those of an unmasked image."""
         ratio = self.train.mask_ratio if masked else 0.0
         key = (objective.trainable, objective.depth, objective.split, ratio)
-        if key not in self._counted:
-            self._counted[key] = count(self.net, objective, weights, ratio)
-        return self._counted[key]
+        if key not in self._flops_cache:
+            self._flops_cache[key] = count_flops(self.net, objective, weights, ratio)
+        return self._flops_cache[key]
 
     def average(self, dry_run_result: DryRun) -> Flops:
-        """Return the operations of one sample, the mean over the epochs of a client's trainings."""
-        counted = [(self.flops(fit.objective, fit.weights), fit.epochs) for fit in dry_run_result.fits]
-        epochs = sum(times for _, times in counted)
+        """Return the operations per sample, averaged over the epochs of all trainings of a round."""
+        per_fit = [(self.flops(fit.objective, fit.weights), fit.epochs) for fit in dry_run_result.fits]
+        epochs = sum(fit_epochs for _, fit_epochs in per_fit)
         return Flops(
-            sum(flops.forward * times for flops, times in counted) // epochs,
-            sum(flops.training * times for flops, times in counted) // epochs,
+            sum(flops.forward * fit_epochs for flops, fit_epochs in per_fit) // epochs,
+            sum(flops.training * fit_epochs for flops, fit_epochs in per_fit) // epochs,
         )
 
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round.
 
-        Besides its own samples, a training may pass stored ones for reference gradients, take a gradient elsewhere, and
-        score every sample at its end.
+        A training may also process stored samples for reference gradients, compute a second gradient at the reference
+        weights, and score every sample at its end.
         """
         total = 0
         steps = -(-samples // self.train.batch_size)
@@ -230,18 +236,18 @@ class CostModel:
             passes = fit.epochs * samples * (1 if fit.reference_weights is None else 2)
             total += passes * self.flops(fit.objective, fit.weights).training
             stored = fit.epochs * stored_passes(fit, steps)
-            if stored or fit.score_samples:  # neither is masked
+            if stored or fit.score_samples:  # neither uses masked images
                 whole = self.flops(fit.objective, fit.weights, masked=False)
                 total += stored * whole.training + (samples * whole.forward if fit.score_samples else 0)
         return total
 
     def up_bytes(self, dry_run_result: DryRun) -> int:
-        """Count the bytes of a client's answer on the wire; one with nothing in it is not sent."""
-        return message_size(dry_run_result.answer.message)
+        """Return the encoded size of a client's message; an empty message is not sent."""
+        return message_size(dry_run_result.update.message)
 
     def down_bytes(self) -> tuple[int, int]:
-        """Count the bytes of the server's first message to a client, and what is given to it besides, only once."""
-        blank = {name: torch.empty(shape, device="meta") for name, shape in self.net.anatomy.shapes.items()}
+        """Return the encoded sizes of the server's first message to a client and of the base message, sent once."""
+        blank = shapes_of(self.net)
         server: State = self.method.initial_state(blank)
         return message_size(self.method.client_message(server, 1, 0, None)), message_size(
             self.method.base_message(blank)
@@ -249,69 +255,70 @@ class CostModel:
 
 
 def stored_passes(fit: Fit, steps: int) -> int:
-    """Count how often a stored sample is passed in an epoch for the gradients of a training's memory.
+    """Count the forward and backward passes of stored samples per epoch, for the reference gradients of a training.
 
-    Where a chooser chooses, it has to see the gradients of all parts; until it chooses again only the chosen ones.
+    In a step in which the selector selects, it needs the gradients of all stored tasks; in the other steps only those
+    of the k selected tasks are computed.
     """
     if fit.memory is None or not len(fit.memory):
         return 0
-    parts, selector = len(fit.memory), fit.objective.selector
+    stored_tasks, selector = len(fit.memory), fit.objective.selector
     widths = memory_widths([fit.memory])
-    if selector is None or parts <= selector.k:
+    if selector is None or stored_tasks <= selector.k:
         return steps * sum(widths)
-    choices = -(-steps // selector.every)
-    return choices * sum(widths) + (steps - choices) * selector.k * widths[0]
+    selections = -(-steps // selector.every)
+    return selections * sum(widths) + (steps - selections) * selector.k * widths[0]
 
 
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
-    """Count the operations of one sample in a method's client training."""
+    """Count the operations per sample of a method's client training."""
     cost_model = CostModel(method, net, method.context.train.model_copy(update={"mask_ratio": mask_ratio}))
-    return cost_model.average(cost_model.dry_run(1, 0, NOTHING))
+    return cost_model.average(cost_model.dry_run(1, 0, NO_LABELS))
 
 
 def with_constants_on(net: Net, device: str) -> Net:
-    """Return a twin whose constants (index tables of some families) lie on another device.
+    """Return a copy whose buffers (index tables of some model families) are on another device.
 
-    Its weights are an argument of every call: those of the module itself are shared, not copied.
+    The parameters are shared, not copied: weights are an argument of every call.
     """
     shared = {id(weight): weight for weight in net.module.parameters()}
     module = copy.deepcopy(net.module, shared)
-    for part in module.modules():
-        for name, constant in part.named_buffers(recurse=False):
-            part._buffers[name] = constant.to(device)
+    for submodule in module.modules():
+        for name, constant in submodule.named_buffers(recurse=False):
+            submodule._buffers[name] = constant.to(device)
     return replace(net, module=module)
 
 
 def message_size(message: Message) -> int:
-    """Return a message's bytes on the wire; one with nothing in it is not sent."""
+    """Return a message's encoded size in bytes; an empty message is not sent, so its size is 0."""
     return encoded_size(message) if message.tensors or message.numbers else 0
 
 
 def full_flops(net: Net) -> Flops:
-    """Count one whole image through the whole model, all of which trains: what others are compared with."""
-    bare = with_constants_on(net, "meta")
-    return count(bare, Objective(net.anatomy.whole), shapes_of(net), 0.0)
+    """Count the operations of full training on an unmasked image, the reference for comparisons."""
+    meta_net = with_constants_on(net, "meta")
+    return count_flops(meta_net, Objective(net.anatomy.whole), shapes_of(net), 0.0)
 
 
-def count(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
-    """Count one sample's operations under an objective."""
-    trains = net.anatomy.trainable(objective.trainable)
-    leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trains}
+def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
+    """Count the operations per sample under an objective."""
+    trainable = net.anatomy.trainable(objective.trainable)
+    leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trainable}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")
     keep = torch.empty(1, net.num_kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
-    net.module.eval()  # batch norm would want more than one sample
+    net.module.eval()  # in training mode, batch norm needs more than one sample
     with FlopCounterMode(display=False) as counter:
         logits = forward(net, objective, {**blank, **leaves}, images, keep)
-        passed = counter.get_total_flops()
+        forward_flops = counter.get_total_flops()
         torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
-        return Flops(passed, counter.get_total_flops())
+        return Flops(forward_flops, counter.get_total_flops())
 
 
 def forward(
     net: Net, objective: Objective, weights: Tensors, images: torch.Tensor, keep: torch.Tensor | None
 ) -> torch.Tensor:
-    """Run a model the way an objective wants it run."""
+    """Run the forward pass with the depth or the split of an objective."""
     if objective.split is None:
         return net(weights, images, keep, objective.depth)
     features = net.forward_to(weights, images, keep, objective.split)
@@ -319,6 +326,6 @@ def forward(
 
 
 def typical_client(sizes: Sequence[int]) -> int:
-    """Return the client with the median number of samples among those that have any."""
+    """Return the client with the median number of samples among those with at least one; 0 if there is none."""
     order = sorted((size, client) for client, size in enumerate(sizes) if size)
     return order[(len(order) - 1) // 2][1] if order else 0

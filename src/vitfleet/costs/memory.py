@@ -1,9 +1,9 @@
-"""How much memory a client's training needs, without training: every allocation of one step is followed.
+"""Peak memory of a client's training, without training: every allocation of a training step is tracked.
 
-The trainer's own step is played on tensors that have shapes, types and lifetimes, but no numbers. What lives at its
-worst moment is what a device must have: weights, those that train once more, their gradients, the optimiser's state,
-and what the forward pass saves for the backward pass with the intermediate results of the moment. A frozen layer saves
-less, a masked image makes less to save; every stored task whose gradient is wanted has one of its own.
+The trainer's own step runs on fake tensors, which have shapes, types and lifetimes, but no values. The peak is what a
+device needs: the weights, a copy of the trainable ones, their gradients, the optimiser's state, the activations saved
+for the backward pass, and intermediate results. Frozen layers and masked images save fewer activations. Every stored
+task that needs a reference gradient adds one gradient.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vitfleet.training.trainer import Trainer, preprocess_for
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the worst moment of a training step.
+    """Bytes at the peak of a training step.
 
     Attributes
     ----------
     weights
-        The model as it was received (and kept from earlier rounds), stored samples, and a copy of what trains.
+        The received model, the state kept from earlier rounds, stored samples, and a copy of the trainable weights.
     gradients
-        Of what trains.
+        Gradients of the trainable weights.
     optimizer
-        Its state: two numbers a trained weight for AdamW, one for SGD with momentum.
+        Optimiser state: two values per trainable weight for AdamW, one for SGD with momentum.
     activations
-        All else that lives then: what the backward pass needs, reference gradients, and intermediate results.
+        Everything else at the peak: saved activations, reference gradients, and intermediate results.
     """
 
     weights: int
@@ -55,101 +55,115 @@ class MemoryUsage:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every tensor that comes into being, until it is let go."""
+    """Counts the bytes of every tensor storage from its allocation until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note what it made."""
-        made = func(*args, **(kwargs or {}))
-        for one in tree_iter(made):
-            if isinstance(one, torch.Tensor):
-                self._note(one.untyped_storage())
-        return made
+        """Run the operation and record the storages of its results."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, torch.Tensor):
+                self._record_storage(leaf.untyped_storage())
+        return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out what is counted elsewhere, and with it every view of it."""
+        """Exclude tensors that are counted elsewhere, and all of their views."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._known[storage._cdata] = weakref.ref(storage)
+            self._storages[storage._cdata] = weakref.ref(storage)
 
-    def _note(self, storage: Any) -> None:
+    def _record_storage(self, storage: Any) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._storages:
             return
         size = storage.nbytes()
-        self._known[key] = weakref.ref(storage, self._forget(key, size))
+        self._storages[key] = weakref.ref(storage, self._make_release_callback(key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _forget(self, key: int, size: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            self._known.pop(key, None)
+    def _make_release_callback(self, key: int, size: int) -> Callable[[Any], None]:
+        def release(_: Any) -> None:
+            self._storages.pop(key, None)
             self.live -= size
 
-        return forget
+        return release
 
 
 def round_memory(
-    net: Net, dry_run_result: DryRun, train: TrainConfig, bf16: bool = False, at_once: int = 1
+    net: Net, dry_run_result: DryRun, train: TrainConfig, bf16: bool = False, parts_at_once: int = 1
 ) -> MemoryUsage:
-    """Return the memory that the largest of a client's trainings in a round needs; see :func:`training_memory`."""
-    found = [training_memory(net, fit, train, bf16, dry_run_result.held, at_once) for fit in dry_run_result.fits]
-    return max(found, key=lambda one: one.total)
+    """Return the memory of the largest training in a client's round; see :func:`training_memory`."""
+    usages = [
+        training_memory(net, fit, train, bf16, dry_run_result.held_tensors, parts_at_once)
+        for fit in dry_run_result.fits
+    ]
+    return max(usages, key=lambda usage: usage.total)
 
 
 def training_memory(
-    net: Net, fit: Fit, train: TrainConfig, bf16: bool = False, held: Iterable[Tensor] = (), at_once: int = 1
+    net: Net,
+    fit: Fit,
+    train: TrainConfig,
+    bf16: bool = False,
+    held_tensors: Iterable[Tensor] = (),
+    parts_at_once: int = 1,
 ) -> MemoryUsage:
-    """Follow two steps of a training, as the trainer takes them: in the second, the gradients of the first are there.
+    """Track two steps of the trainer; in the second, the gradients of the first are still allocated.
 
     Parameters
     ----------
     net
-        The architecture; its own weights are not looked at.
-    held
-        What the client has in its hands besides: what it was sent, and what it had kept.
-    at_once
-        Parts of a memory whose gradients are computed together; one takes the least memory.
+        The architecture; the values of its weights are not used.
+    held_tensors
+        Tensors that the client holds in addition: received tensors, and state kept from earlier rounds.
+    parts_at_once
+        Number of stored tasks whose gradients are computed together; 1 needs the least memory.
     """
-    trains = net.anatomy.trainable(fit.objective.trainable)
-    received = _bytes([*held, *_given(fit)])
-    trained = _bytes([fit.weights[name] for name in trains])
-    bare = with_constants_on(net, "cpu")
-    bare.module.train()
+    trainable = net.anatomy.trainable(fit.objective.trainable)
+    received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
+    trained = _total_bytes([fit.weights[name] for name in trainable])
+    cpu_net = with_constants_on(net, "cpu")
+    cpu_net.module.train()
     machine = Machine(torch.device("cpu"), bf16)
     trainer = Trainer(
-        bare, preprocess_for(bare, machine.device), train, AugmentConfig(), 1, machine, parts_at_once=at_once
+        cpu_net,
+        preprocess_for(cpu_net, machine.device),
+        train,
+        AugmentConfig(),
+        1,
+        machine,
+        parts_at_once=parts_at_once,
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
         images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
-        places = torch.empty(train.batch_size, dtype=torch.long)
-        shard = Shard(ImageSet(images, places), places)
-        fit = _without_numbers(fit)
-        batch = _batch(net, train)
-        ledger = AllocationTracker()
-        ledger.ignore([*_given(fit), images, *batch.tensors()])
-        with ledger:
+        indices = torch.empty(train.batch_size, dtype=torch.long)
+        shard = Shard(ImageSet(images, indices), indices)
+        fit = _with_empty_tensors(fit)
+        batch = _empty_batch(net, train)
+        tracker = AllocationTracker()
+        tracker.ignore([*_fit_tensors(fit), images, *batch.tensors()])
+        with tracker:
             group = [ClientFit(fit, shard, RngContext(0, 1, 0))]
-            given = stack_inputs(group, bare)
-            copied = ledger.live
-            cohort = Cohort(trainer.engine, group, given)
+            inputs = stack_inputs(group, cpu_net)
+            copied = tracker.live
+            cohort = Cohort(trainer.engine, group, inputs)
             cohort.restart(None, train.lr)
-            ready = ledger.live
+            ready = tracker.live
             for _ in range(2):
                 cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, all_active=True)
-    return MemoryUsage(received + copied, trained, ready - copied, max(0, ledger.peak - ready - trained))
+    return MemoryUsage(received + copied, trained, ready - copied, max(0, tracker.peak - ready - trained))
 
 
-def _given(fit: Fit) -> list[Tensor]:
+def _fit_tensors(fit: Fit) -> list[Tensor]:
     memory = () if fit.memory is None else fit.memory.tensors().values()
     return [
         *fit.weights.values(),
@@ -160,36 +174,37 @@ def _given(fit: Fit) -> list[Tensor]:
     ]
 
 
-def _without_numbers(fit: Fit) -> Fit:
-    """Return the same training of tensors that have no numbers; what is one tensor stays one."""
-    made: dict[int, Tensor] = {}
+def _with_empty_tensors(fit: Fit) -> Fit:
+    """Return the same training on new empty tensors; a tensor that is used twice stays one tensor."""
+    replacements: dict[int, Tensor] = {}
 
-    def blank(tensors: Tensors) -> dict[str, Tensor]:
+    def empty_like(tensors: Tensors) -> dict[str, Tensor]:
         return {
-            name: made.setdefault(id(one), torch.empty(one.shape, dtype=one.dtype)) for name, one in tensors.items()
+            name: replacements.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
+            for name, tensor in tensors.items()
         }
 
     stored = fit.memory
     return replace(
         fit,
-        weights=blank(fit.weights),
-        constants=blank(fit.constants),
-        observer_state=blank(fit.observer_state),
-        reference_weights=None if fit.reference_weights is None else blank(fit.reference_weights),
-        memory=None if stored is None else EpisodicMemory(**blank(stored.tensors()), sizes=stored.sizes),
+        weights=empty_like(fit.weights),
+        constants=empty_like(fit.constants),
+        observer_state=empty_like(fit.observer_state),
+        reference_weights=None if fit.reference_weights is None else empty_like(fit.reference_weights),
+        memory=None if stored is None else EpisodicMemory(**empty_like(stored.tensors()), sizes=stored.sizes),
     )
 
 
-def _batch(net: Net, train: TrainConfig) -> Batch:
-    places = torch.empty(train.batch_size, dtype=torch.long)
+def _empty_batch(net: Net, train: TrainConfig) -> Batch:
+    indices = torch.empty(train.batch_size, dtype=torch.long)
     keep = (
         torch.empty(train.batch_size, net.num_kept_patches(train.mask_ratio), dtype=torch.long)
         if train.mask_ratio
         else None
     )
     return Batch(
-        image_indices=places,
-        shard_positions=places,
+        image_indices=indices,
+        shard_positions=indices,
         sample_weight=torch.empty(train.batch_size),
         active=torch.empty(()),
         shift=None,
@@ -199,6 +214,7 @@ def _batch(net: Net, train: TrainConfig) -> Batch:
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, each counted once."""
-    return sum(one.numel() * one.element_size() for one in {id(one): one for one in tensors}.values())
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors; each tensor counts once."""
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct)

@@ -1,4 +1,4 @@
-"""What a configuration would cost, method by method and device by device, without data and without training."""
+"""Cost reports of a configuration per method and hardware profile, without training and without image files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,20 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.progress import NO_PROGRESS, Progress
 
-DAY = 86_400.0
+SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class Images:
-    """What must be known of a data set to cost it: classes, channels, pixels a side, training images."""
+class DatasetSize:
+    """Sizes of a data set that determine its costs.
+
+    Attributes
+    ----------
+    side
+        Height and width of an image, in pixels.
+    samples
+        Number of training images.
+    """
 
     classes: int
     channels: int
@@ -41,30 +49,30 @@ class Images:
     samples: int
 
 
-KNOWN_IMAGES = {
-    "cifar10": Images(10, 3, 32, 50_000),
-    "cifar100": Images(100, 3, 32, 50_000),
-    "fc100": Images(100, 3, 32, 50_000),
-    "ucmerced": Images(21, 3, 256, 1_680),
-    "tinyimagenet": Images(200, 3, 64, 100_000),
-    "miniimagenet": Images(100, 3, 84, 50_000),
-    "core50": Images(50, 3, 128, 120_000),
-    "core50_sessions": Images(550, 3, 128, 120_000),
-    "fashion_mnist": Images(10, 1, 28, 60_000),
-    "digits": Images(10, 1, 8, 1_438),
+DATASET_SIZES = {
+    "cifar10": DatasetSize(10, 3, 32, 50_000),
+    "cifar100": DatasetSize(100, 3, 32, 50_000),
+    "fc100": DatasetSize(100, 3, 32, 50_000),
+    "ucmerced": DatasetSize(21, 3, 256, 1_680),
+    "tinyimagenet": DatasetSize(200, 3, 64, 100_000),
+    "miniimagenet": DatasetSize(100, 3, 84, 50_000),
+    "core50": DatasetSize(50, 3, 128, 120_000),
+    "core50_sessions": DatasetSize(550, 3, 128, 120_000),
+    "fashion_mnist": DatasetSize(10, 1, 28, 60_000),
+    "digits": DatasetSize(10, 1, 8, 1_438),
 }
 
 
 @dataclass(frozen=True)
 class SampleCost:
-    """What training on one sample costs.
+    """Cost of training on one sample.
 
     Attributes
     ----------
     forward_gmac, train_gflops
-        Multiply-adds of the forward pass, operations of forward and backward pass, in billions.
+        Multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
     train_ratio_to_full
-        How many times cheaper a sample is than a whole image through the whole model, all of which trains.
+        Operations of full training on an unmasked image, divided by those of this method.
     """
 
     method: str
@@ -78,19 +86,19 @@ class SampleCost:
 
 @dataclass(frozen=True)
 class CostReport(SampleCost):
-    """What one method costs a typical client.
+    """Costs of one method for a typical client.
 
     Attributes
     ----------
     peak_memory_bytes, memory
         Peak memory of a training step, and its parts.
     up_bytes, down_bytes, first_bytes
-        Messages per round, and what a client receives once in addition.
+        Message sizes per round, and the size of the base message, which a client receives once.
     samples, round_gflops
-        The typical client's images, and the operations of its whole round: not its first one, and with tasks one of the
-        last, with samples stored of all others.
+        Number of the typical client's images, and the operations of a whole round. It is not the client's first round;
+        with tasks, it is in the last task, with stored samples of all others.
     devices
-        For each hardware profile, seconds per round, whether the training fits into its memory, and megabytes per day.
+        For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
     """
 
     peak_memory_bytes: int
@@ -104,30 +112,30 @@ class CostReport(SampleCost):
 
 
 def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
-    """Cost a configuration under its own method first, then under others.
+    """Yield the cost report of the configured method first, then those of other methods.
 
-    Other methods are taken with their default parameters and on whole images, but for EFTViT, which masks.
+    The other methods use their default parameters and their usual mask ratio.
 
     Parameters
     ----------
     methods
-        Which others; by default all that the model can be used with.
+        Methods to report instead; by default, the configured one and all others that support the model.
     """
     if unknown := [name for name in methods if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
-    images = _images(config, progress)
-    labels = _typical_labels(config, images)
-    full = full_flops(_net(config, images)).training
-    own = config.method.name
-    names = list(methods) or [own, *(name for name in METHODS.names() if name != own)]
+    dataset = _dataset_size(config, progress)
+    labels = _typical_labels(config, dataset)
+    full = full_flops(_net(config, dataset)).training
+    configured = config.method.name
+    names = list(methods) or [configured, *(name for name in METHODS.names() if name != configured)]
     with progress.task("costs", len(names)) as advance:
         for name in names:
             try:
-                yield _sheet(config if name == own else _with_method(config, name), images, labels, full)
+                yield _cost_report(config if name == configured else _with_method(config, name), dataset, labels, full)
             except UserError:
-                if name == own or methods:
+                if name == configured or methods:
                     raise
-                # Not every method suits every model (a family without tokens, fewer layers than it wants).
+                # Not every method supports every model: some need tokens, or more layers.
             advance(1)
 
 
@@ -138,20 +146,20 @@ def _with_method(config: Config, name: str) -> Config:
     return validate(tree)
 
 
-def _net(config: Config, images: Images, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
-    # Pretrained or not, a model costs the same: nothing is read.
+def _net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
+    # Pretrained weights do not change the costs, so none are loaded.
     model = config.model.model_copy(update={"weights": None})
-    return build_model(model, images.classes, images.channels, images.side, config.seed, adaptation)
+    return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
 
 
-def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
-    net = _net(config, images, partial(adapt_model, config.method))
+def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
+    net = _net(config, dataset, partial(adapt_model, config.method))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
     context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, images.classes, torch.device("cpu"), num_tasks
+        net, config.train, config.rounds, config.seed, dataset.classes, torch.device("cpu"), num_tasks
     )
     method = make_method(config.method, context)
-    cost_model = CostModel(method, net, config.train, images.side)
+    cost_model = CostModel(method, net, config.train, dataset.side)
     flops = cost_model.average(cost_model.dry_run(1, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
     memory = round_memory(net, dry_run_result, config.train, config.machine.precision == "bf16")
@@ -185,37 +193,39 @@ def _sheet(config: Config, images: Images, labels: Sequence[NDArray[np.int64]], 
 
 
 def _on_device(config: Config, name: DeviceName, workload: RoundWorkload, memory_bytes: int) -> dict[str, Any]:
-    line = None if config.fleet.bandwidth is None else config.fleet.bandwidth * MEGABYTE
-    seconds = workload_seconds(HARDWARE_PROFILES[name], workload, line)
+    bandwidth = None if config.fleet.bandwidth is None else config.fleet.bandwidth * MEGABYTE
+    seconds = workload_seconds(HARDWARE_PROFILES[name], workload, bandwidth)
     fits = HARDWARE_PROFILES[name].holds(memory_bytes)
-    a_day = (workload.down_bytes + workload.up_bytes) / MEGABYTE * DAY / seconds if fits else 0.0
-    return {"round_seconds": seconds, "fits_memory": fits, "megabytes_a_day": a_day}
+    megabytes_per_day = (
+        (workload.down_bytes + workload.up_bytes) / MEGABYTE * SECONDS_PER_DAY / seconds if fits else 0.0
+    )
+    return {"round_seconds": seconds, "fits_memory": fits, "megabytes_a_day": megabytes_per_day}
 
 
-def _images(config: Config, progress: Progress) -> Images:
-    """Look a named set up; of one's own images, only they themselves know."""
-    if config.data.path is None and config.data.name in KNOWN_IMAGES:
-        known = KNOWN_IMAGES[config.data.name]
+def _dataset_size(config: Config, progress: Progress) -> DatasetSize:
+    """Look up the size of a built-in data set; load any other data set to measure it."""
+    if config.data.path is None and config.data.name in DATASET_SIZES:
+        known = DATASET_SIZES[config.data.name]
         limit = config.data.limit or known.samples
-        return Images(known.classes, known.channels, known.side, min(limit, known.samples))
+        return DatasetSize(known.classes, known.channels, known.side, min(limit, known.samples))
     data = load_dataset(config.data, progress)
-    return Images(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
+    return DatasetSize(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
 
 
-def _typical_labels(config: Config, images: Images) -> list[NDArray[np.int64]]:
-    """Deal as many labels as the set has, the same of every class, and return the typical client's.
+def _typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int64]]:
+    """Partition balanced labels of the data set's size, and return those of the typical client, per task.
 
-    Task by task, where there are tasks, the typical one last.
+    The task with the median number of samples comes last. Without tasks, the list has one element.
     """
-    labels = np.arange(images.samples, dtype=np.int64) % images.classes
+    labels = np.arange(dataset.samples, dtype=np.int64) % dataset.classes
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
-        streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, images.classes)
+        streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, dataset.classes)
         client = typical_client(streams.class_counts.sum(axis=1).tolist())
-        held = [labels[streams.train.for_client(client, task_index)] for task_index in range(streams.num_tasks)]
-        typical = typical_client([len(one) for one in held])
-        return [*held[:typical], *held[typical + 1 :], held[typical]]
-    if config.data.partition.kind in {"source", "file"}:  # known only with the images: as if dealt evenly
+        per_task = [labels[streams.train.for_client(client, task_index)] for task_index in range(streams.num_tasks)]
+        typical = typical_client([len(task_labels) for task_labels in per_task])
+        return [*per_task[:typical], *per_task[typical + 1 :], per_task[typical]]
+    if config.data.partition.kind in {"source", "file"}:  # depends on the images: assume equal parts
         return [labels[::clients]]
-    deal = make_partition(config.data.partition, clients, seed, labels, labels, images.classes, None, None)
-    return [labels[deal.train.for_client(typical_client(deal.class_counts.sum(axis=1).tolist()))]]
+    partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.classes, None, None)
+    return [labels[partition.train.for_client(typical_client(partition.class_counts.sum(axis=1).tolist()))]]

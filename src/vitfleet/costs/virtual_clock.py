@@ -1,7 +1,7 @@
-"""Schedules by a virtual clock: when a round ends, and whose answers are in by then.
+"""Schedules on a virtual clock: when a round ends, and which clients have replied by then.
 
-Arrivals wait in an event queue, ordered by their time and, of equals, by client: what happens depends on costs and
-devices, never on the clock of the machine that simulates them.
+Arrivals wait in an event queue, ordered by time and then by client index. The order depends only on costs and hardware
+profiles, never on the clock of the machine that simulates them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from vitfleet.config.fleet import ScheduleConfig
 
 @dataclass(frozen=True)
 class Arrival:
-    """A client's part in a round: when it was asked, when it was done or given up, and whether it counts."""
+    """A client's part in a round.
+
+    Attributes
+    ----------
+    began
+        Virtual time at which the client was started.
+    ended
+        Virtual time at which it replied or was dropped.
+    counts
+        Whether its reply is aggregated.
+    """
 
     client: int
     began: float
@@ -27,39 +37,41 @@ class Arrival:
 def close_round(
     schedule: ScheduleConfig, wanted: int, now: float, seconds: Mapping[int, float]
 ) -> tuple[list[Arrival], float]:
-    """Let a round's clients race, and return how each fared and when the round ended.
+    """Simulate one round; return one arrival per client, sorted by client, and the time at which the round ended.
 
     Parameters
     ----------
     wanted
-        How many answers make a round.
+        Number of replies that complete a round.
+    now
+        Time at which the round starts.
     seconds
-        How long each asked client takes.
+        Duration of each selected client's work.
     """
     queue = [(now + duration, client) for client, duration in seconds.items()]
     heapify(queue)
-    closing = now + schedule.seconds if schedule.kind == "deadline" else inf
+    deadline = now + schedule.seconds if schedule.kind == "deadline" else inf
     arrivals: list[Arrival] = []
     end = now
-    while queue and len(arrivals) < wanted and queue[0][0] <= closing:
+    while queue and len(arrivals) < wanted and queue[0][0] <= deadline:
         end, client = heappop(queue)
         arrivals.append(Arrival(client, now, end, counts=True))
-    if queue and len(arrivals) < wanted:  # somebody was waited for until the deadline
-        end = closing
+    if queue and len(arrivals) < wanted:  # the server waited for the missing clients until the deadline
+        end = deadline
     arrivals += [Arrival(client, now, end, counts=False) for _, client in queue]
     return sorted(arrivals, key=lambda arrival: arrival.client), end
 
 
 @dataclass(frozen=True, order=True)
 class ClientInFlight:
-    """A client that trains while the server moves on; ordered by when it answers.
+    """A client that trains while the server continues; ordered by the time of its reply.
 
     Attributes
     ----------
     version
-        How many rounds the server had behind it when the client was asked.
-    since
-        The round in which the server had last heard from it; -1: never.
+        Number of rounds the server had completed when the client was started.
+    last_round
+        The last round in which the server received a reply of this client; -1: never.
     """
 
     ended: float
@@ -69,31 +81,33 @@ class ClientInFlight:
     began: float
 
 
-def land(
-    flights: Sequence[ClientInFlight],
+def collect_replies(
+    in_flight: Sequence[ClientInFlight],
     wanted: int,
     now: float,
-    board: Callable[[Sequence[ClientInFlight], float], ClientInFlight],
+    start_client: Callable[[Sequence[ClientInFlight], float], ClientInFlight],
 ) -> tuple[list[ClientInFlight], list[ClientInFlight]]:
-    """Let clients answer until the buffer is full, each replaced by another at once.
+    """Collect replies until the buffer is full; each client that replies is replaced by another at once.
 
     Parameters
     ----------
-    board
-        Sends a client off, given all that are under way or have just landed, and the time.
+    wanted
+        Number of replies that fill the buffer.
+    start_client
+        Starts another client, given all clients that train or have just replied, and the time.
 
     Returns
     -------
     tuple
-        Those that landed, in order, and those still under way.
+        The clients that replied, in order of time, and those that are still training.
     """
-    queue = list(flights)
+    queue = list(in_flight)
     heapify(queue)
-    landed: list[ClientInFlight] = []
-    while len(landed) < wanted:
-        if landed:
-            heappush(queue, board([*queue, *landed], now))
+    replied: list[ClientInFlight] = []
+    while len(replied) < wanted:
+        if replied:
+            heappush(queue, start_client([*queue, *replied], now))
         flight = heappop(queue)
         now = flight.ended
-        landed.append(flight)
-    return landed, sorted(queue)
+        replied.append(flight)
+    return replied, sorted(queue)

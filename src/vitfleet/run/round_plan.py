@@ -12,7 +12,7 @@ import numpy as np
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
 from vitfleet.costs.flops import message_size
-from vitfleet.costs.virtual_clock import ClientInFlight, close_round, land
+from vitfleet.costs.virtual_clock import ClientInFlight, close_round, collect_replies
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
 from vitfleet.methods.base import Method
@@ -131,7 +131,7 @@ class RoundPlanner:
         training = list(in_flight.clients)
         while len(training) < schedule.concurrency:
             training.append(start_client(training, in_flight.now))
-        finished, training = land(training, self.config.fleet.per_round, in_flight.now, start_client)
+        finished, training = collect_replies(training, self.config.fleet.per_round, in_flight.now, start_client)
         past_states = {**in_flight.past_states, version: State(state.server.tensors, state.server.numbers)}
         plans = []
         for flight in sorted(finished, key=lambda flight: flight.client):
