@@ -87,7 +87,11 @@ METHODS = {
 KILL_DELAY_S = 3.0  # after the start of a round
 # Parts of the recorded failures. On a busy machine a slow client is late before its update can be rejected.
 LATE = ("no reply within", "not connected", "Flower: ")
-REJECTED = {"nan": ("not finite",), "shape": ("have the shape", "expected: torch."), "scale": ("aggregate.norm_factor",)}
+REJECTED = {
+    "nan": ("not finite",),
+    "shape": ("have the shape", "expected: torch."),
+    "scale": ("aggregate.norm_factor",),
+}
 
 
 def long_plan(method: str, deadline: float) -> FaultPlan:

@@ -33,8 +33,8 @@ class MomentumMean(WeightedMean):
 class FedAvgM(WeightAveraging[FedAvgMParams]):
     """Clients train as in FedAvg; the server moves along a running mean of its steps."""
 
-    def aggregator(self, server: State, round: int) -> MomentumMean:
+    def aggregator(self, server_state: State, round: int) -> MomentumMean:
         """Average the updates, then apply momentum."""
-        mean = MomentumMean(server, self.context.aggregation)
+        mean = MomentumMean(server_state, self.context.aggregation)
         mean.momentum = self.params.momentum
         return mean
