@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
 from vitfleet.config.base import PartitionParams, Table
 from vitfleet.config.registry import DATASETS, PARTITIONS, OneOf, validate_params
+
+#: The images that every accuracy of a run is measured on.
+EvalSplit: TypeAlias = Literal["test", "validation"]
 
 
 class TasksConfig(Table):
@@ -97,6 +100,12 @@ class DataConfig(DataSource):
     model_config = ConfigDict(defer_build=True)  # until the registries are complete
 
     test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
+    validation: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of each class held out of the training images, to measure accuracy on, not on test images",
+    )
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
     partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(
@@ -104,3 +113,8 @@ class DataConfig(DataSource):
     )
     tasks: TasksConfig | None = None
     augment: AugmentConfig = AugmentConfig()
+
+    @property
+    def eval_split(self) -> EvalSplit:
+        """The images that every accuracy is measured on."""
+        return "validation" if self.validation else "test"

@@ -106,6 +106,16 @@ class Config(Extensions):
         return self
 
     @model_validator(mode="after")
+    def _validation_suits_the_fleet(self) -> Config:
+        """Reject validation images with remote clients: they have images of their own, split by their owners."""
+        if self.fleet.kind == "flower" and self.data.validation:
+            raise ValueError(
+                f"data.validation = {self.data.validation}: must be 0 with fleet.kind = flower, where clients have "
+                "their own images; choose settings with fleet.kind = inline"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _method_fits(self) -> Config:
         """Let the method check its parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)

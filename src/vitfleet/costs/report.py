@@ -206,8 +206,9 @@ def _dataset_size(config: Config, progress: Progress) -> DatasetSize:
     """Look up the size of a built-in data set; load any other data set to measure it."""
     if config.data.path is None and config.data.name in DATASET_SIZES:
         known = DATASET_SIZES[config.data.name]
-        limit = config.data.limit or known.samples
-        return DatasetSize(known.classes, known.channels, known.side, min(limit, known.samples))
+        samples = min(config.data.limit or known.samples, known.samples)
+        trained = samples - round(config.data.validation * samples)
+        return DatasetSize(known.classes, known.channels, known.side, trained)
     data = load_dataset(config.data, progress)
     return DatasetSize(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
 

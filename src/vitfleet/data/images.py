@@ -60,7 +60,8 @@ class DataSet:
     classes
         Class names; a label is an index into them.
     train, test
-        The two splits.
+        The images to train on and those to measure accuracy on; with ``data.validation`` the latter are the validation
+        images.
     skipped
         Names of the images that could not be read.
     """

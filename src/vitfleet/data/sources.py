@@ -17,6 +17,7 @@ from vitfleet.data.hub import HubDataset, read_hub
 from vitfleet.data.image_folder import read_image_folder
 from vitfleet.data.images import DataSet
 from vitfleet.data.parquet import has_parquet, read_parquet
+from vitfleet.data.subsets import hold_out_validation
 from vitfleet.errors import ConfigError, DataError
 from vitfleet.progress import NO_PROGRESS, Progress
 
@@ -83,6 +84,8 @@ class DataRequest:
 def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
     """Load a registered data set by its name, the user's own from ``data.path``, or one of the hub (``hf:owner/name``).
 
+    With ``data.validation``, validation images take the place of the test images.
+
     Raises
     ------
     ConfigError
@@ -95,7 +98,11 @@ def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSe
         raise ConfigError(
             "data.fingerprint", config.fingerprint, f"the run was started with data from Python; {remedy}"
         )
-    request = DataRequest(config, progress)
+    return hold_out_validation(_load(DataRequest(config, progress)), config.validation)
+
+
+def _load(request: DataRequest) -> DataSet:
+    config = request.config
     entry = DATASETS.get(config.name)
     if entry is not None:
         params = validate_params(DATASETS, config.name, config.params, "data.params")

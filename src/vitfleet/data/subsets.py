@@ -1,13 +1,18 @@
-"""Stratified subsets of a split: a hold-out for testing, and a limited number of images.
+"""Stratified subsets of a split: a hold-out for testing or validation, and a limited number of images.
 
-They are the same for every seed of a run, so that runs with different seeds have the same test set.
+They are the same for every seed of a run, so that runs with different seeds have the same test or validation set.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from vitfleet.data.images import DataSet
+from vitfleet.errors import DataError
 from vitfleet.randomness import Address, Purpose
 
 _FIXED_ADDRESS = Address(0, Purpose.PARTITION)
@@ -22,6 +27,20 @@ def draw_holdout(labels: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
         count = min(max(1, round(share * len(members))), len(members) - 1)
         held_out[members[:count]] = True
     return held_out
+
+
+def hold_out_validation(data: DataSet, share: float) -> DataSet:
+    """Return a data set whose training images are split: a share of every class takes the place of the test images.
+
+    The test images are dropped. With a share of 0 the data set is returned as it is.
+    """
+    if share == 0:
+        return data
+    held_out = torch.from_numpy(draw_holdout(data.train.labels.cpu().numpy(), share))
+    if not held_out.any():
+        raise DataError(f"{data.name}: {len(data.train)} training images are too few for data.validation = {share}")
+    train, validation = (data.train.take(torch.nonzero(chosen).flatten()) for chosen in (~held_out, held_out))
+    return replace(data, train=train, test=validation)
 
 
 def draw_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vitfleet.report.figure_types import AxisView, Curve, LineChart
 from vitfleet.report.metric_figures import metric_curves
 from vitfleet.report.metric_format import is_fraction, metric_title
-from vitfleet.report.runs import RunData, RunGroup
+from vitfleet.report.runs import RunData, RunGroup, eval_splits
 from vitfleet.run.records import RoundRecord
 
 MEGABYTE = 1e6
@@ -75,19 +75,11 @@ def _traffic(record: RoundRecord) -> float:
 
 
 _ROUNDS = _Axis("rounds", "round", lambda record: record.round)
-_CHARTS = (
-    _Chart("accuracy", "Test accuracy", "accuracy", _of_accuracy("global_"), True, note="On the common test set."),
+_TASK_CHARTS = (
     _Chart("task-accuracy", "Average accuracy over the learned tasks", "accuracy", _of_task("average_accuracy"), True),
     _Chart("forgetting", "Forgetting", "forgetting", _of_task("forgetting"), True),
-    _Chart(
-        "local-accuracy",
-        "Local test accuracy",
-        "accuracy",
-        _of_accuracy("local"),
-        True,
-        note="The model that a client has just trained, on its own test images; mean over the round's clients.",
-    ),
-    _Chart("test-loss", "Test loss", "cross-entropy", _of_accuracy("loss"), note="On the common test set."),
+)
+_TRAINING_CHARTS = (
     _Chart("train-loss", "Training loss", "loss", lambda record: record.loss),
     _Chart("upload", "Upload per round", "MB", _upload, all_axes=False, note="Sum over the round's clients."),
     _Chart(
@@ -101,11 +93,30 @@ _CHARTS = (
 )
 
 
+def _charts(split: str) -> list[_Chart]:
+    """Return the charts of the records, in the order of the page; ``split``: what accuracies were measured on."""
+    common = f"On the common {split} set."
+    accuracy, title = _of_accuracy("global_"), f"{split.capitalize()} accuracy"
+    own_images = f"The model that a client has just trained, on its own {split} images; mean over the round's clients."
+    local, local_title = _of_accuracy("local"), f"Local {split} accuracy"
+    loss_title = f"{split.capitalize()} loss"
+    return [
+        _Chart("accuracy", title, "accuracy", accuracy, True, note=common),
+        *_TASK_CHARTS,
+        _Chart("local-accuracy", local_title, "accuracy", local, True, note=own_images),
+        _Chart("test-loss", loss_title, "cross-entropy", _of_accuracy("loss"), note=common),
+        *_TRAINING_CHARTS,
+    ]
+
+
 def comparison_figures(groups: Sequence[RunGroup]) -> list[LineChart]:
     """Return the line charts that compare the configurations."""
     axes = _axes(groups)
     figures = []
-    for chart in (*_CHARTS, *(_metric_chart(metric, key) for metric, key in metric_curves(groups))):
+    for chart in (
+        *_charts(eval_splits(groups)),
+        *(_metric_chart(metric, key) for metric, key in metric_curves(groups)),
+    ):
         views = [_view(groups, axis, chart.read) for axis in (axes if chart.all_axes else axes[:1])]
         known = [view for view in views if view is not None]
         if known:

@@ -12,7 +12,7 @@ from vitfleet.report.curves import comparison_figures
 from vitfleet.report.figure_types import Figure, to_json
 from vitfleet.report.page_table import SummaryColumn, summary_columns
 from vitfleet.report.run_figures import configuration_figures, partition_figures
-from vitfleet.report.runs import RunGroup, all_finished
+from vitfleet.report.runs import RunGroup, all_finished, eval_splits
 
 REFRESH_SECONDS = 5
 SCRIPTS = ("page_svg.js", "page_charts.js", "page.js")
@@ -68,6 +68,8 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
     fleet = runs[0].config["fleet"]
     text = f"{', '.join(data)} · {fleet['clients']} clients, {fleet['per_round']} per round · {len(runs)} run"
     text = escape(text + ("" if len(runs) == 1 else "s"))
+    if (split := eval_splits(groups)) != "test":
+        text += f" · accuracy on {split} images"
     if not all_finished(groups):
         done = sum(len(run.records) for run in runs)
         planned = sum(int(run.config["rounds"]) for run in runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitfleet.report.metric_format import is_fraction, metric_title, shown_numbers
-from vitfleet.report.runs import RunGroup
+from vitfleet.report.runs import RunGroup, eval_splits
 from vitfleet.report.units import format_bytes, format_seconds
 
 
@@ -45,17 +45,17 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}"
 
 
+def _accuracy_metrics(split: str) -> tuple[_SummaryMetric, ...]:
+    """Return the accuracies; ``split``: what they were measured on."""
+    common = f"on the common {split} set, after the last round"
+    own = f"clients' own models on their own {split} images, mean over clients"
+    return (
+        _SummaryMetric(f"{split} accuracy, %", common, ("accuracy", "global"), _percent, True),
+        _SummaryMetric(f"local {split} accuracy, %", own, ("accuracy", "local"), _percent, True),
+    )
+
+
 _METRICS = (
-    _SummaryMetric(
-        "test accuracy, %", "on the common test set, after the last round", ("accuracy", "global"), _percent, True
-    ),
-    _SummaryMetric(
-        "local test accuracy, %",
-        "clients' own models on their own test images, mean over clients",
-        ("accuracy", "local"),
-        _percent,
-        True,
-    ),
     _SummaryMetric(
         "average accuracy, %",
         "mean over all tasks after the last one",
@@ -85,7 +85,7 @@ _METRICS = (
 def summary_columns(groups: Sequence[RunGroup]) -> list[SummaryColumn]:
     """Return the columns for which at least one configuration has a value."""
     columns = []
-    for metric in (*_METRICS, *_configured_metrics(groups)):
+    for metric in (*_accuracy_metrics(eval_splits(groups)), *_METRICS, *_configured_metrics(groups)):
         values_by_group = [_values(group, metric.path) for group in groups]
         if not any(values_by_group):
             continue

@@ -82,7 +82,7 @@ def _task_matrix(run: RunData) -> HeatMap | None:
     matrix = continual["matrix"]
     return HeatMap(
         id="tasks",
-        title="Local test accuracy on each task after each task",
+        title=f"Local {run.eval_split} accuracy on each task after each task",
         values=[[None if percent is None else percent / 100 for percent in row] for row in matrix],
         row_label="after task",
         column_label="on task",

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from vitfleet.config.data import EvalSplit
 from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
 from vitfleet.run.compare import MANIFEST
@@ -57,6 +58,11 @@ class RunData:
     def seed(self) -> int:
         """Return the run's seed."""
         return int(self.config["seed"])
+
+    @property
+    def eval_split(self) -> EvalSplit:
+        """The images that every accuracy is measured on."""
+        return "validation" if self.config["data"].get("validation") else "test"
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,11 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         devices=devices["clients"] if devices else None,
         class_names=data.get("classes", ()),
     )
+
+
+def eval_splits(groups: Iterable[RunGroup]) -> str:
+    """Return what the accuracies of a report were measured on: ``test``, ``validation``, or both."""
+    return " or ".join(sorted({run.eval_split for group in groups for run in group.runs}))
 
 
 def all_finished(groups: Iterable[RunGroup]) -> bool:

@@ -67,7 +67,8 @@ def comparison_table(comparison: ComparisonResult) -> Table:
     if all("continual" in summary for row in rows for summary in row.summaries):
         return continual_table(rows)
     virtual = _has_virtual_time(rows)
-    caption = "accuracy: common test set · local: clients' own models on their own test images"
+    split = _eval_splits(rows)
+    caption = f"accuracy: common {split} set · local: clients' own models on their own {split} images"
     headings = ["accuracy", "local"]
     if target is not None:
         until = f"until {target:.0%} accuracy"
@@ -134,7 +135,8 @@ def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
 def continual_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return a comparison of runs on task streams: accuracy, forgetting, transfer, costs."""
     caption = (
-        "accuracy: mean over all tasks after the last one, clients' own models and test images · "
+        "accuracy: mean over all tasks after the last one, clients' own models and "
+        f"{_eval_splits(rows)} images · "
         "backward, forward: transfer · upload, download: per client and round"
     )
     table = _table(caption, ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"], padding=2)
@@ -193,6 +195,11 @@ def _table(caption: str | None, headings: Sequence[str], padding: int = 1) -> Ta
     return table
 
 
+def _eval_splits(rows: Sequence[ComparisonRow]) -> str:
+    """Return what accuracies were measured on: ``test``, ``validation``, or both."""
+    return " or ".join(sorted({summary.get("eval_split", "test") for row in rows for summary in row.summaries}))
+
+
 def _has_virtual_time(rows: Sequence[ComparisonRow]) -> bool:
     return any(row.mean("total", "virtual_seconds") is not None for row in rows)
 
@@ -213,17 +220,19 @@ def _percent(row: ComparisonRow, table: str, key: str, scale: float) -> str:
 def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
     """Return the accuracy rows of a summary; those of a task stream are in percent already."""
     accuracy, continual = summary["accuracy"], summary.get("continual")
+    split = summary.get("eval_split", "test")
     if continual is None:
         unknown = "–"
         common = accuracy["global"]
         local = accuracy["local"]
         return {
-            "test accuracy": unknown if common is None else f"{common:.2%} (best {accuracy['best']:.2%})",
-            "local test accuracy": unknown
+            f"{split} accuracy": unknown if common is None else f"{common:.2%} (best {accuracy['best']:.2%})",
+            f"local {split} accuracy": unknown
             if local is None
             else f"{local:.2%}, mean over {accuracy['local_clients']} clients",
         }
-    return {title: f"{continual[key]:.2f} %" for key, title in _CONTINUAL_ROWS.items() if continual[key] is not None}
+    rows = {title: f"{continual[key]:.2f} %" for key, title in _CONTINUAL_ROWS.items() if continual[key] is not None}
+    return rows if split == "test" else {"accuracy measured on": f"{split} images", **rows}
 
 
 def _client_metric_rows(summary: dict[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vitfleet.config.data import EvalSplit
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
@@ -23,17 +24,20 @@ class DataInfo:
         Names of the classes, in the order of the labels.
     channels, image_size
         Colour channels and side in pixels of the stored images.
+    eval_split
+        The images that every accuracy was measured on.
     """
 
     name: str
     classes: tuple[str, ...]
     channels: int
     image_size: int
+    eval_split: EvalSplit = "test"
 
 
-def write_data_info(data: DataSet, folder: Path) -> None:
+def write_data_info(data: DataSet, eval_split: EvalSplit, folder: Path) -> None:
     """Write the description of a run's data into its folder."""
-    info = DataInfo(data.name, tuple(data.classes), data.train.channels, data.train.image_size)
+    info = DataInfo(data.name, tuple(data.classes), data.train.channels, data.train.image_size, eval_split)
     write_atomically(folder / DATA_FILE, json.dumps(asdict(info), indent=2).encode())
 
 

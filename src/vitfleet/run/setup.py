@@ -17,6 +17,7 @@ from vitfleet.costs.memory import round_memory
 from vitfleet.data.from_objects import fingerprint
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.sources import load_dataset
+from vitfleet.data.subsets import hold_out_validation
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError
 from vitfleet.files import write_atomically
@@ -69,13 +70,13 @@ def open_run(
         remedy = "is started with `vitfleet server`; in one process it is inline"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
-    data = _checked(config, data) if data is not None else load_dataset(config.data, progress)
+    data = load_dataset(config.data, progress) if data is None else _checked(config, data)
     net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
     with processes.first_before_others():
         machine = _open_machine(config, folder, net)
         data = data.to(machine.device)
         if processes.is_first:
-            write_data_info(data, folder)
+            write_data_info(data, config.data.eval_split, folder)
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
         checkpoints = Checkpoints(folder)
     class_tasks = _class_tasks(config, data)
@@ -98,11 +99,11 @@ def open_run(
 
 
 def _checked(config: Config, data: DataSet) -> DataSet:
-    """Check that data from Python is what the run began with."""
+    """Check that data from Python is what the run began with; with ``data.validation``, hold out validation images."""
     if config.data.fingerprint != fingerprint(data):
         remedy = "pass the data set that the run was started with"
         raise ConfigError("data.fingerprint", config.data.fingerprint, f"the data passed is another one; {remedy}")
-    return data
+    return hold_out_validation(data, config.data.validation)
 
 
 def _open_machine(config: Config, folder: Path, net: Net) -> Machine:

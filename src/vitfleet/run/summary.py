@@ -81,8 +81,12 @@ def write_summary(
         "method": config.method.name,
         "seed": config.seed,
         "rounds": totals.rounds,
+        "eval_split": config.data.eval_split,
         "accuracy": _accuracy(totals),
-        "loss": {"train": totals.train_loss, "test": totals.accuracy.loss if totals.accuracy else None},
+        "loss": {
+            "train": totals.train_loss,
+            config.data.eval_split: totals.accuracy.loss if totals.accuracy else None,
+        },
         "message": {
             "up_bytes": totals.up_bytes / max(1, totals.participations),
             "down_bytes": totals.down_bytes / max(1, totals.participations),
