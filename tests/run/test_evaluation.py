@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,15 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conftest import MakeContext
-from vitfleet.config.schema import EvalConfig
+from vitfleet.config.schema import EvalConfig, ModelConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import ClientIndices
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
+from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.standalone import Standalone, StandaloneParams
+from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
-from vitfleet.run.evaluation import FleetEvaluator
+from vitfleet.models.zoo import build_model
+from vitfleet.run.evaluation import FleetEvaluator, GlobalEvaluation
+from vitfleet.training.evaluator import MAX_STACKED_MODELS, STACKED_BATCHES, Evaluator
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import preprocess_for
 
@@ -174,3 +179,123 @@ def test_evaluate_global_with_a_large_limit_evaluates_all_clients(
     method = Standalone(StandaloneParams(), make_context())
     unlimited = replace(evaluator, config=EvalConfig(clients=limit))
     assert unlimited.evaluate_global(method, 1, State(), random_weights(tiny_net, 3), no_state).models == CLIENTS
+
+
+# Stacked models
+
+
+def stacked(evaluator: FleetEvaluator, cohort: int = 3) -> FleetEvaluator:
+    return replace(evaluator, machine=replace(evaluator.machine, cohort=cohort))
+
+
+def assert_equal_evaluations(one: GlobalEvaluation, other: GlobalEvaluation) -> None:
+    assert one.accuracy == pytest.approx(other.accuracy, abs=1e-7)
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+    assert one.models == other.models
+
+
+class SpyForward:
+    """Records the inputs of a net's forward passes."""
+
+    def __init__(self, net: Net) -> None:
+        assert net.functional is not None
+        self.functional = net.functional
+        self.shapes: list[torch.Size] = []
+        self.stacked_names: set[str] = set()
+        self.net = replace(net, functional=cast(FunctionalViT, self))
+
+    def __call__(self, weights: Tensors, images: Tensor, *more: Any) -> Tensor:
+        self.shapes.append(images.shape)
+        self.stacked_names |= {name for name, shape in self.net.anatomy.shapes.items() if weights[name].shape != shape}
+        return self.functional(weights, images, *more)
+
+
+@pytest.mark.parametrize("cohort", [2, 3, 5, 100])
+@pytest.mark.parametrize("class_tasks", [None, torch.tensor([0, 0, 1, 1, 1])], ids=["all classes", "tasks"])
+def test_stacked_models_are_evaluated_as_one_after_the_other(
+    cohort: int, class_tasks: Tensor | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+) -> None:
+    method = Standalone(StandaloneParams(), make_context())
+    arguments = (method, 1, State(), random_weights(tiny_net, 3), client_models(tiny_net)[1])
+    alone = replace(evaluator, class_tasks=class_tasks)
+    spy = SpyForward(tiny_net)
+    together = stacked(replace(alone, net=spy.net), cohort)
+    assert_equal_evaluations(together.evaluate_global(*arguments), alone.evaluate_global(*arguments))
+    assert any(len(shape) == 5 for shape in spy.shapes)
+
+
+def test_stacked_models_share_the_global_module(
+    evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+) -> None:
+    method = EftVit(EftVitParams(local_layers=1), make_context())
+    server = State(method.anatomy.union(method.global_module, method.anatomy.head).take(random_weights(tiny_net, 1)))
+    base = method.local_module.take(random_weights(tiny_net, 3))
+    states = {client: State(method.local_module.take(random_weights(tiny_net, 10 + client))) for client in (0, 1, 3)}
+    spy = SpyForward(tiny_net)
+    together = stacked(replace(evaluator, net=spy.net)).evaluate_global(method, 1, server, base, states.get)
+    assert_equal_evaluations(together, evaluator.evaluate_global(method, 1, server, base, states.get))
+    assert spy.stacked_names == set(method.local_module)
+    assert {shape[0] for shape in spy.shapes if len(shape) == 5} == {3}  # the initial model, once, is the fourth
+
+
+def test_clients_without_a_state_share_one_evaluation(
+    evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+) -> None:
+    method = Standalone(StandaloneParams(), make_context())
+    base = random_weights(tiny_net, 3)
+    spy = SpyForward(tiny_net)
+    together = stacked(replace(evaluator, net=spy.net)).evaluate_global(method, 1, State(), base, no_state)
+    assert together == evaluator.evaluate_global(method, 1, State(), base, no_state)
+    assert together.models == CLIENTS
+    assert sum(shape[0] for shape in spy.shapes) == len(evaluator.test)
+
+
+def test_memory_of_a_forward_pass_does_not_grow_with_the_clients(
+    evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+) -> None:
+    clients = 30
+    fleet = ClientIndices.from_owners(np.zeros(40, dtype=np.int64), clients)
+    spy = SpyForward(tiny_net)
+    many = stacked(replace(evaluator, net=spy.net, client_indices=fleet), cohort=clients)
+    loaded: list[int] = []
+
+    def client_state(client: int) -> State | None:
+        loaded.append(client)
+        assert len(loaded) <= MAX_STACKED_MODELS + sum(shape[0] for shape in spy.shapes)
+        return State(random_weights(tiny_net, client))
+
+    many.evaluate_global(Standalone(StandaloneParams(), make_context()), 1, State(), {}, client_state)
+    assert max(shape[0] for shape in spy.shapes) == MAX_STACKED_MODELS
+    assert max(shape[0] * shape[1] for shape in spy.shapes) <= STACKED_BATCHES * evaluator.config.batch_size
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_equal_models_are_evaluated_once(copies: int, evaluator: FleetEvaluator, tiny_net: Net) -> None:
+    weights = random_weights(tiny_net, 1)
+    spy = SpyForward(tiny_net)
+    single = Evaluator(spy.net, evaluator.preprocess, replace(evaluator.machine, cohort=8), batch_size=7)
+    correct, losses = single.evaluate_models([dict(weights) for _ in range(copies)], evaluator.test)
+    expected_correct, expected_losses = evaluator.evaluate(weights)
+    assert torch.equal(correct, expected_correct.expand(copies, -1))
+    assert torch.equal(losses, expected_losses.expand(copies, -1))
+    assert sum(shape[0] for shape in spy.shapes) == len(evaluator.test)
+
+
+def test_other_families_are_evaluated_one_after_the_other(evaluator: FleetEvaluator) -> None:
+    config = ModelConfig(name="cait_xxs24_224", image_size=8, patch_size=4, depth=1)
+    net = build_model(config, 5, 1, 8, seed=0)
+    assert not net.stackable
+    models = [random_weights(net, seed) for seed in range(3)]
+    preprocess = preprocess_for(net, torch.device("cpu"))
+    other = Evaluator(net, preprocess, replace(evaluator.machine, cohort=8), batch_size=16)
+    assert other.models_at_once == 1
+    correct, losses = other.evaluate_models(models, evaluator.test)
+    for index, weights in enumerate(models):
+        expected = other.evaluate(weights, evaluator.test)
+        assert torch.equal(correct[index], expected[0])
+        assert torch.equal(losses[index], expected[1])
+
+
+def test_compiled_models_are_not_stacked(evaluator: FleetEvaluator, tiny_net: Net) -> None:
+    machine = replace(evaluator.machine, cohort=8, compile=True)
+    assert Evaluator(tiny_net, evaluator.preprocess, machine, batch_size=16).models_at_once == 1

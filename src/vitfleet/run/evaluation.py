@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,31 +74,43 @@ class FleetEvaluator:
         """Evaluate the global model on the common test set.
 
         Without a global model, the models of at most ``eval.clients`` clients are evaluated instead, drawn anew each
-        time.
+        time. They are loaded and evaluated a few at a time, see :attr:`Evaluator.models_at_once`.
 
         Parameters
         ----------
         client_state
             Returns a client's state; ``None`` for a client that has none.
         """
-        states: list[State | None] = [None]
-        if not method.has_global_model:
-            # All clients without a state have the same model. It is evaluated once and counts for each of them.
-            clients = self._draw_clients(round)
-            states = sorted((client_state(client) for client in clients), key=lambda state: state is None)
-        if not states:
+        clients = [] if method.has_global_model else self._draw_clients(round)
+        count = 1 if method.has_global_model else len(clients)
+        if not count:
             return GlobalEvaluation(None, None, 0)
+
+        def distinct_models() -> Iterator[Tensors]:
+            untrained = count
+            for state in map(client_state, clients):
+                if state is not None:
+                    untrained -= 1
+                    yield method.model_weights(server, base_weights, state)
+            if untrained:
+                yield method.model_weights(server, base_weights, None)
+
         results: list[tuple[float, float]] = []
-        with progress.task(f"round {round}: evaluation", len(states)) as advance:
-            for index, state in enumerate(states):
-                advance(1)
-                if state is None and index and states[index - 1] is None:
-                    results.append(results[-1])
-                    continue
-                correct, losses = self.evaluate(method.model_weights(server, base_weights, state))
-                results.append((float(correct.mean()), float(losses.mean())))
+        models = distinct_models()
+        with progress.task(f"round {round}: evaluation", count) as advance:
+            while group := list(islice(models, self._evaluator.models_at_once)):
+                results += self._evaluate_models(group)
+                advance(len(group))
+        # All clients without a state have the same model. It was evaluated once, last, and counts for each of them.
+        results += [results[-1]] * (count - len(results))
         accuracy, loss = (sum(column) / len(results) for column in zip(*results, strict=True))
         return GlobalEvaluation(accuracy, loss if math.isfinite(loss) else None, len(results))
+
+    def _evaluate_models(self, models: Sequence[Tensors]) -> list[tuple[float, float]]:
+        """Return the accuracy and mean loss of each model on the common test set."""
+        correct, losses = self._evaluator.evaluate_models(models, self.test)
+        means = torch.stack([values.mean() for values in (*correct, *losses)]).tolist()  # the only synchronisation
+        return list(zip(means[: len(models)], means[len(models) :], strict=True))
 
     def evaluate_clients(self, weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
         """Evaluate one model on the test images of clients' tasks, each image once, in large batches."""
