@@ -192,7 +192,7 @@ class CostModel:
         client_metrics: Numbers | None = None
         for position, task_labels in enumerate([*labels, labels[-1]]):
             task_index = min(position, len(labels) - 1)
-            dry_run_result = self.dry_run(1, 0, task_labels, task_index, client_metrics)
+            dry_run_result = self.dry_run(self.method.cost_round, 0, task_labels, task_index, client_metrics)
             client_metrics = dry_run_result.update.message.numbers
         return dry_run_result
 
@@ -246,11 +246,12 @@ class CostModel:
         return message_size(dry_run_result.update.message)
 
     def down_bytes(self) -> tuple[int, int]:
-        """Return the encoded sizes of the server's first message to a client and of the base message, sent once."""
+        """Return the encoded sizes of the server's message in the method's cost round and of the base message."""
         blank = shapes_of(self.net)
         server: State = self.method.initial_state(blank)
-        return message_size(self.method.client_message(server, 1, 0, None)), message_size(
-            self.method.base_message(blank)
+        return (
+            message_size(self.method.client_message(server, self.method.cost_round, 0, None)),
+            message_size(self.method.base_message(blank)),
         )
 
 
@@ -273,7 +274,7 @@ def stored_passes(fit: Fit, steps: int) -> int:
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
     """Count the operations per sample of a method's client training."""
     cost_model = CostModel(method, net, method.context.train.model_copy(update={"mask_ratio": mask_ratio}))
-    return cost_model.average(cost_model.dry_run(1, 0, NO_LABELS))
+    return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
 
 
 def with_constants_on(net: Net, device: str) -> Net:

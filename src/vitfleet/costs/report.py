@@ -160,7 +160,7 @@ def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[
     )
     method = make_method(config.method, context)
     cost_model = CostModel(method, net, config.train, dataset.side)
-    flops = cost_model.average(cost_model.dry_run(1, 0, labels[0]))
+    flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
     memory = round_memory(net, dry_run_result, config.train, config.machine.precision == "bf16")
     up_bytes = cost_model.up_bytes(dry_run_result)

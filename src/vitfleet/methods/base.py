@@ -176,6 +176,11 @@ class Method(ABC, Generic[Params]):
     def trainable(self) -> Selection:
         """The weights that a client trains."""
 
+    @property
+    def cost_round(self) -> int:
+        """The round whose costs a report states, where rounds differ: the first by default."""
+        return 1
+
     # Server
 
     @property

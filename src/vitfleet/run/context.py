@@ -124,10 +124,10 @@ class RunContext:
 
     def client_costs(self, client_metrics: Mapping[int, Numbers]) -> ClientCosts:
         """Return the costs of one client, given the numbers in each client's last update."""
-        flops = self.cost_model.average(self.cost_model.dry_run(1, 0, NO_LABELS))
+        flops = self.cost_model.average(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
         # Peak memory is that of the client with the most stored samples.
         numbers = max(client_metrics.values(), key=self.method.num_stored_samples, default=None)
-        last_task = self.cost_model.dry_run(1, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
+        last_task = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
         return ClientCosts(
             params=self.params,
             trainable_params=self.net.anatomy.count_parameters(self.method.trainable),
