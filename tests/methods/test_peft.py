@@ -59,9 +59,11 @@ def test_trainable_parameters_of_vit_b_16_equal_the_formula(table: dict[str, obj
     assert counted(params_of(**table)) == count
 
 
-@pytest.mark.parametrize("name", ["fed-full", "fed-head", "fed-bias", "fed-prompt", "fed-lora"])
+@pytest.mark.parametrize(
+    "name", ["fed-full", "fed-head", "fed-bias", "fed-prompt", "fed-prompt method.deep=false", "fed-lora"]
+)
 def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context = open_run(tiny_config(f"method.name={name}"), tmp_path)
+    context = open_run(tiny_config(*f"method.name={name}".split()), tmp_path)
     trains = set(context.method.trainable)
     state = load_state(context)
     before = dict(context.method.model_weights(state.server, context.base.tensors, None))

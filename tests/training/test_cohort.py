@@ -255,6 +255,7 @@ METHODS = {
     "fed-head": (),
     "fed-bias": (),
     "fed-prompt": ("method.prompts=2",),
+    "fed-prompt, shallow": ("method.prompts=2", "method.deep=false"),
     "fed-lora": ("method.rank=2",),
     "fedbfpt": ("method.local_layers=2", "model.depth=3"),
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5", "method.feature_dtype=fp32"),
@@ -266,7 +267,7 @@ def test_every_method_has_the_same_result_stacked(method: str, tiny_config: Make
     outcomes = []
     for cohort in (1, 4):
         config = tiny_config(
-            f"method.name={method}",
+            f"method.name={method.split(',')[0]}",
             *METHODS[method],
             f"machine.cohort={cohort}",
             "fleet.per_round=6",
