@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig, TrainConfig
-from vitfleet.data.features import Features, FeatureSet, quantize
+from vitfleet.data.batches import Batch
+from vitfleet.data.feature_loader import FeatureBlock, FeatureLoader
+from vitfleet.data.features import Features, FeatureSet, dequantize, quantize
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
@@ -132,9 +135,7 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     assert len(set(counts[counts > 0].tolist())) == 1
     images = context.trainer.preprocess(context.data.train.images[index])
     made = context.net.forward_to({**context.base.tensors, **server.tensors}, images, None, 1)
-    sent = Features(reply.message.tensors["features"], labels, reply.message.tensors.get("scales")).dequantize(
-        torch.arange(len(labels))
-    )
+    sent = dequantize(reply.message.tensors["features"], reply.message.tensors.get("scales"))
     tolerance = {"fp32": 1e-5, "bf16": 0.02, "fp16": 2e-3, "int8": 0.02}[values]
     for row, label in zip(sent, labels.tolist(), strict=True):
         same = context.data.train.labels[index] == label
@@ -168,29 +169,61 @@ def test_the_servers_training_does_not_depend_on_where_its_store_lies(
         assert torch.equal(tensor, states[1][name]), name
 
 
-def test_gathering_rows_from_parts_is_gathering_them_from_one() -> None:
-    random = torch.Generator().manual_seed(0)
+def made_parts(sizes: Sequence[int], seed: int = 0) -> list[Features]:
+    random = torch.Generator().manual_seed(seed)
     parts = []
-    for size in (3, 1, 4):
+    for size in sizes:
         values, scales = quantize(torch.randn(size, 2, 5, generator=random))
-        parts.append(Features(values, torch.arange(size, dtype=torch.int16), scales))
-    together = FeatureSet(parts, CPU)
-    apart = FeatureSet(parts, CPU)
-    apart.merged = None
-    order = torch.tensor([7, 0, 3, 2, 4])
-    for left, correct in zip(together.take(order), apart.take(order), strict=True):
-        assert torch.equal(left, correct)
+        parts.append(Features(values, torch.randint(0, 9, (size,), generator=random).to(torch.int16), scales))
+    return parts
+
+
+def batch_of(indices: torch.Tensor, weights: torch.Tensor | None = None) -> Batch:
+    even = torch.full(indices.shape, 1 / indices.shape[-1])
+    return Batch(indices, indices, even if weights is None else weights, torch.ones(indices.shape[:-1]))
+
+
+def test_feature_loader_reads_the_same_batches_from_the_block_and_from_the_parts() -> None:
+    parts = made_parts((3, 1, 4))
+    loaders = [FeatureLoader(FeatureSet(parts, on_device=resident), CPU, FeatureBlock()) for resident in (True, False)]
+    batch = batch_of(torch.tensor([[7, 0, 3], [2, 4, 4]]))
+    in_block, in_parts = (loader.complete(batch) for loader in loaders)
+    for left, right in zip(in_block.tensors(), in_parts.tensors(), strict=True):
+        assert torch.equal(left, right)
+    together = torch.cat([dequantize(part.values, part.scales) for part in parts])
+    assert in_block.features is not None
+    assert torch.equal(dequantize(in_block.features, in_block.scales), together[batch.image_indices])
+
+
+def test_feature_block_copies_only_new_parts_and_holds_every_part_after_any_replacement() -> None:
+    random = torch.Generator().manual_seed(1)
+    block, parts = FeatureBlock(), {}
+    copied: list[int] = []
+    for load in range(40):
+        for client in torch.randint(0, 8, (2,), generator=random).tolist():
+            size = int(torch.randint(1, 7, (1,), generator=random))
+            (parts[client],) = made_parts((size,), seed=100 * load + client)
+        held = block.load([parts[client] for client in sorted(parts)])[0].values.data_ptr() if load % 2 else None
+        rows, index = block.load([parts[client] for client in sorted(parts)])
+        assert held in (None, rows.values.data_ptr()), "a load without new parts allocates nothing"
+        expected = torch.cat([parts[client].values for client in sorted(parts)])
+        assert torch.equal(rows.values[index], expected)
+        assert torch.equal(rows.labels[index], torch.cat([parts[client].labels for client in sorted(parts)]))
+        copied.append(len(rows))
+    assert len(set(copied)) < 15, "the block grows by more than what is added, so that it rarely has to"
 
 
 def test_every_client_counts_the_same_or_every_sample() -> None:
     parts = [Features(torch.zeros(size, 1, 2), torch.zeros(size, dtype=torch.int16)) for size in (1, 3)]
-    order, even = torch.tensor([0, 1, 2, 3]), torch.full((4,), 0.25)
-    torch.testing.assert_close(
-        FeatureSet(parts, CPU, equal_clients=True).sample_weights(order, even), torch.tensor([3.0, 1, 1, 1]) / 6
-    )
-    torch.testing.assert_close(FeatureSet(parts, CPU).sample_weights(order, even), even)
-    padded = torch.tensor([0.5, 0.5, 0, 0])
-    torch.testing.assert_close(FeatureSet(parts, CPU).sample_weights(order, padded), padded)
+    order, padded = torch.tensor([0, 1, 2, 3]), torch.tensor([0.5, 0.5, 0, 0])
+
+    def weights(batch: Batch, equal_clients: bool) -> torch.Tensor:
+        features = FeatureSet(parts, on_device=True, equal_clients=equal_clients)
+        return FeatureLoader(features, CPU, FeatureBlock()).complete(batch).sample_weight
+
+    torch.testing.assert_close(weights(batch_of(order), True), torch.tensor([3.0, 1, 1, 1]) / 6)
+    torch.testing.assert_close(weights(batch_of(order), False), torch.full((4,), 0.25))
+    torch.testing.assert_close(weights(batch_of(order, padded), False), padded)
 
 
 def test_a_store_on_disk_is_read_from_the_checkpoint(eftvit_config: MakeConfig, tmp_path: Path) -> None:

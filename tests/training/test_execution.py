@@ -51,7 +51,8 @@ def test_execution_summary_of_captured_training(
     for clients in (2, 2, 1):
         train(graphed, tiny_net, make_shard, clients)
     assert asdict(graphed.execution_summary()) == {
-        "runner": "cuda graph",
+        "clients": "cuda graph",
+        "server": "none",
         "compiled": False,
         "kernels": False,
         "largest_cohort": 2,
@@ -60,4 +61,4 @@ def test_execution_summary_of_captured_training(
     assert len(captured) == 2
     assert str(graphed.execution_summary()) == "cuda graph, stacked 2 clients, captured 2 steps"
     train(eager, tiny_net, make_shard, 1)
-    assert eager.execution_summary().runner == "mixed", "both trainers share the cache"
+    assert eager.execution_summary().clients == "mixed", "both trainers share the cache"

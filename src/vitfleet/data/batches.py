@@ -30,6 +30,9 @@ class Batch:
         Augmentation of each sample: see :class:`~vitfleet.data.epoch_draws.EpochDraws`.
     keep
         Positions of the patches that are kept, ``[…, batch, kept]``.
+    features, scales, labels
+        In a training on features instead of images: the tokens of each sample as they are stored, their quantisation
+        scales if they have any, and the samples' labels.
     """
 
     image_indices: Tensor
@@ -40,16 +43,20 @@ class Batch:
     flip: Tensor | None = None
     brightness: Tensor | None = None
     keep: Tensor | None = None
+    features: Tensor | None = None
+    scales: Tensor | None = None
+    labels: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
-        return Batch(**{name: function(tensor) for name, tensor in self._named_tensors()})
+        return Batch(**{name: function(tensor) for name, tensor in self.named_tensors()})
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are set, in the order of the fields."""
-        return [tensor for _, tensor in self._named_tensors()]
+        return [tensor for _, tensor in self.named_tensors()]
 
-    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that are set, with the names of their fields."""
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, tensor) for name, tensor in values if tensor is not None]
 
@@ -66,11 +73,14 @@ class EpochBatches:
         The largest batch size that any client has at each step.
     active_clients
         How many clients have each step, known on the host. They are always the first ones.
+    complete
+        Adds to a batch what is too large to be prepared for a whole epoch: its features.
     """
 
     stacked: Batch
     batch_sizes: list[int]
     active_clients: list[int]
+    complete: Callable[[Batch], Batch] | None = None
 
     def __len__(self) -> int:
         return len(self.batch_sizes)
@@ -89,7 +99,13 @@ class EpochBatches:
             row = table[step] if num_clients is None else table[step, :num_clients]
             return row.narrow(axis, 0, batch_size) if row.dim() > axis else row
 
-        return self.stacked.map(narrow)
+        batch = self.stacked.map(narrow)
+        return batch if self.complete is None else self.complete(batch)
+
+    def chunk(self, start: int, stop: int) -> Batch:
+        """Return the batches of consecutive steps, stacked on a first axis."""
+        batches = self.stacked.map(lambda table: table[start:stop])
+        return batches if self.complete is None else self.complete(batches)
 
 
 def make_epoch_batches(

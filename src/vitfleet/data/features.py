@@ -34,21 +34,68 @@ class Features:
     def __len__(self) -> int:
         return self.values.shape[0]
 
-    def dequantize(self, indices: Tensor) -> Tensor:
-        """Return the features of these samples as float32."""
-        rows = self.values[indices].float()
-        return rows if self.scales is None else rows * self.scales[indices].float().unsqueeze(-1)
+    def take(self, rows: Tensor) -> Features:
+        """Return the features of these samples; ``rows`` may have any shape."""
+        return Features(self.values[rows], self.labels[rows], None if self.scales is None else self.scales[rows])
+
+    def reshape(self, shape: torch.Size) -> Features:
+        """Arrange the samples in another shape."""
+
+        def arrange(tensor: Tensor) -> Tensor:
+            return tensor.reshape(*shape, *tensor.shape[1:])
+
+        scales = None if self.scales is None else arrange(self.scales)
+        return Features(arrange(self.values), arrange(self.labels), scales)
 
     def rms(self) -> float:
         """Return the root mean square of all values."""
         chunks = torch.split(torch.arange(len(self), device=self.values.device), CHUNK_SAMPLES)
-        squares = sum(self.dequantize(chunk).double().square().sum().item() for chunk in chunks)
+        parts = [self.take(chunk) for chunk in chunks]
+        squares = sum(dequantize(part.values, part.scales).double().square().sum().item() for part in parts)
         return math.sqrt(squares / max(1, self.values.numel()))
 
     def to(self, device: torch.device) -> Features:
         """Move to a device."""
         scales = None if self.scales is None else self.scales.to(device)
         return Features(self.values.to(device), self.labels.to(device), scales)
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """The features of several clients as one training set.
+
+    Attributes
+    ----------
+    parts
+        One entry per client.
+    on_device
+        Whether all parts are on the training device. If not, they are on the host or memory-mapped from a disk.
+    equal_clients
+        Whether every client has the same total weight, whatever its number of samples; otherwise every sample has
+        the same weight.
+    """
+
+    parts: Sequence[Features]
+    on_device: bool = False
+    equal_clients: bool = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per sample, prefix tokens included."""
+        return self.parts[0].values.shape[1]
+
+    def sizes(self) -> Tensor:
+        """Return the number of samples of each part."""
+        return torch.tensor([len(part) for part in self.parts], dtype=torch.long)
+
+    def sample_weights(self) -> Tensor:
+        """Return the weight of each sample, relative to the others."""
+        sizes = self.sizes()
+        weights = 1 / sizes.clamp(min=1) if self.equal_clients else torch.ones(len(sizes))
+        return weights.repeat_interleave(sizes)
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,65 +106,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values / safe.unsqueeze(-1)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), safe
 
 
-class FeatureSet:
-    """The features of several clients as one training set, from which batches are moved to the training device.
-
-    Parameters
-    ----------
-    parts
-        One entry per client, on the training device or on the host.
-    equal_clients
-        Whether every client has the same total weight, whatever its number of samples; otherwise every sample has
-        the same weight.
-    """
-
-    def __init__(self, parts: Sequence[Features], device: torch.device, equal_clients: bool = False) -> None:
-        self.device = device
-        self.parts = parts
-        self.sizes = [len(part) for part in parts]
-        # On the training device, one gather per batch is worth the copy.
-        self.merged = _merge(parts) if parts and parts[0].values.device == device else None
-        self.offsets = torch.tensor([0, *self.sizes]).cumsum(0)
-        weights = torch.tensor([1 / size if equal_clients and size else 1.0 for size in self.sizes])
-        self.weights = weights.repeat_interleave(torch.tensor(self.sizes, dtype=torch.long)).to(device)
-
-    def __len__(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether all features are on the training device."""
-        return self.merged is not None
-
-    def sample_weights(self, indices: Tensor, sample_weight: Tensor) -> Tensor:
-        """Return the weights of these samples in a batch's mean; they sum to one.
-
-        Parameters
-        ----------
-        sample_weight
-            The weights if all samples counted the same; 0 for padding.
-        """
-        weights = self.weights[indices] * (sample_weight > 0)
-        return weights / weights.sum()
-
-    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features and labels of these samples, on the training device."""
-        if self.merged is not None:
-            return self.merged.dequantize(indices), self.merged.labels[indices].long()
-        host_indices = indices.cpu()
-        owners = torch.searchsorted(self.offsets, host_indices, right=True) - 1
-        rows, labels = [], []
-        for index, owner in zip(host_indices.tolist(), owners.tolist(), strict=True):
-            part, row = self.parts[owner], torch.tensor([index - int(self.offsets[owner])])
-            rows.append(part.dequantize(row))
-            labels.append(part.labels[row])
-        return torch.cat(rows).to(self.device), torch.cat(labels).long().to(self.device)
-
-
-def _merge(parts: Sequence[Features]) -> Features:
-    scales = [part.scales for part in parts if part.scales is not None]
-    return Features(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.labels for part in parts]),
-        torch.cat(scales) if scales else None,
-    )
+def dequantize(values: Tensor, scales: Tensor | None) -> Tensor:
+    """Return stored features as float32."""
+    floats = values.float()
+    return floats if scales is None else floats * scales.float().unsqueeze(-1)

@@ -129,7 +129,9 @@ class EftVit(Method[EftVitParams]):
         if not stored:
             return server_state
         objective = Objective(self.anatomy.union(self.global_module, self.anatomy.head), split=self.params.local_layers)
-        feature_set = FeatureSet(stored, self.context.device, equal_clients=self.params.balance == "clients")
+        feature_set = FeatureSet(
+            stored, on_device=self.params.store_on == "device", equal_clients=self.params.balance == "clients"
+        )
         result = yield Fit(server_state.tensors, objective, self.params.server_epochs, features=feature_set)
         return replace(server_state, tensors=result.weights)
 

@@ -141,8 +141,15 @@ class Net:
         if not self.num_patches:
             family = type(self.module.vit).__name__
             raise UserError(f"train.mask_ratio = {mask_ratio}: must be 0, a {family} has no tokens that can be dropped")
-        # Rounded as in the papers: of 196 patches, a ratio of 0.75 keeps 49 and 0.60 keeps 78.
-        return max(1, int(self.num_patches * (1 - mask_ratio) + 1e-6))
+        return num_kept(self.num_patches, mask_ratio)
+
+
+def num_kept(count: int, dropped: float) -> int:
+    """Return how many of ``count`` tokens remain if a fraction is dropped: at least one.
+
+    Rounded as in the papers: of 196 patches, a ratio of 0.75 keeps 49 and 0.60 keeps 78.
+    """
+    return max(1, int(count * (1 - dropped) + 1e-6))
 
 
 def wrap_timm_model(vit: Any, image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:

@@ -49,7 +49,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         rows["virtual time on the simulated devices"] = format_seconds(total["virtual_seconds"])
     if total["failures"]:
         rows["unused client updates"] = f"{total['failures']} of {total['participations']}"
-    if (execution := summary.get("execution")) and execution["runner"] != "none":
+    if (execution := summary.get("execution")) and execution["clients"] != "none":
         rows["execution of training steps"] = str(ExecutionSummary(**execution))
     if stopped := summary.get("stopped"):
         rows["stopped early"] = f"after round {stopped['round']}: {stopped['reason']}"

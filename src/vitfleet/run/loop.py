@@ -145,7 +145,7 @@ def _execution(context: RunContext) -> dict[str, Any]:
     """Return how steps were executed in this session; of a run that was finished already, in its last session."""
     execution = asdict(context.trainer.execution_summary())
     written = context.folder / "summary.json"
-    if execution["runner"] == "none" and written.exists():
+    if execution["clients"] == "none" and written.exists():
         return {**execution, **json.loads(written.read_text()).get("execution", {})}
     return execution
 

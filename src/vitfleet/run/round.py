@@ -20,8 +20,8 @@ from vitfleet.run.context import RunContext
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness
 from vitfleet.run.state import RunState
-from vitfleet.training.cohort_driver import SERVER_CLIENT, run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.cohort_driver import run_participant
+from vitfleet.training.cohort_inputs import SERVER_CLIENT, RngContext
 from vitfleet.training.optim import learning_rate
 from vitfleet.wire import encode
 

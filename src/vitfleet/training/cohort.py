@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.data.batches import Batch
+from vitfleet.data.features import dequantize
 from vitfleet.message import Tensors
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
@@ -40,7 +41,6 @@ class Cohort:
         self.stacked = self.num_clients > 1
         self.objective = group[0].fit.objective
         self.images = group[0].shard.images
-        self.features = group[0].fit.features
         self._bind(inputs)
         self.memory_gradients = MemoryGradients.create(engine, self.objective, inputs, self.leaves, self.stacked)
         num_stacked = self.num_clients if self.stacked else None
@@ -78,8 +78,7 @@ class Cohort:
     def restart(self, inputs: CohortInputs | None, learning_rate: float) -> None:
         """Prepare a training; with new inputs, they are copied into the memory of the old ones."""
         if inputs is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(self.inputs.all_tensors(), inputs.all_tensors())
+            self.inputs.copy_from(inputs)
         self.optimizer.restart(learning_rate)
         torch._foreach_zero_([self.loss_sum, *self.counts.values()])
 
@@ -112,11 +111,11 @@ class Cohort:
         sample_weight, indices = batch.sample_weight, batch.image_indices
         features: Tensor | None = None
         split, depth = self.objective.split, self.objective.depth
-        if self.features is not None:
+        if batch.features is not None:
             assert split is not None
-            features, labels = self.features.take(indices)
-            sample_weight = self.features.sample_weights(indices, sample_weight)
-            logits = self.engine.forward_features(weights, features, split)
+            assert batch.labels is not None
+            features, labels = dequantize(batch.features, batch.scales), batch.labels.long()
+            logits = self.engine.forward_features(weights, features, batch.keep, split)
         else:
             images, labels = self.images.images[indices], self.images.labels[indices]
             logits, features = self.engine.forward(weights, images, batch, split, depth)

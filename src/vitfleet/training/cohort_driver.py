@@ -14,7 +14,6 @@ from vitfleet.training.trainer import Trainer
 Outcome = TypeVar("Outcome")
 IndexedFit: TypeAlias = tuple[int, ClientFit]
 
-SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
 # A compiled step is computed for all clients of a group. There a client may join if it has at least this fraction of
 # the largest client's steps per epoch (the rest is padding), or at most a few steps less.
 MIN_STEP_RATIO = 0.5

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.training.objective import EpisodicMemory, Fit
-from vitfleet.training.stack import Stack, stack, unstacked
+from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
+SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
 PART_WIDTH_MULTIPLE = 8  # samples
 MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capturing another one costs more
 
@@ -65,11 +66,6 @@ class CohortInputs:
     memory: Stack
     part_widths: tuple[int, ...]
 
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        """All stacks, in the order of the fields."""
-        return self.weights, self.constants, self.observer_state, self.reference_weights, self.memory
-
     def first(self, count: int) -> CohortInputs:
         """Return the inputs of the first ``count`` clients: views, not copies."""
         return self._map(lambda stack: stack.first(count))
@@ -98,22 +94,45 @@ class CohortInputs:
             part_widths=self.part_widths,
         )
 
-    def all_tensors(self) -> list[Tensor]:
-        """Return every tensor."""
-        return [tensor for stack in self.stacks for tensor in stack.tensors.values()]
+    @torch.no_grad()
+    def copy_from(self, other: CohortInputs) -> None:
+        """Write other inputs into these tensors; they must have the same signature and be covered by these."""
+        for name, source in other.observer_state.tensors.items():
+            target = self.observer_state.tensors[name]
+            if target.shape != source.shape:
+                target.zero_()
+            unpad(target, like=source).copy_(source)
+        for mine, others in zip(self._fixed_stacks, other._fixed_stacks, strict=True):
+            if mine.tensors:
+                torch._foreach_copy_(list(mine.tensors.values()), list(others.tensors.values()))
 
-    def signature(self) -> list[tuple[str, bool, torch.Size, torch.dtype]]:
+    def signature(self) -> list[tuple[str, bool, torch.Size | int, torch.dtype]]:
         """Return what must be equal for the tensors of one group to be copied into those of another."""
-        return [
+        fixed = [
             (name, name in stack.stacked_names, tensor.shape, tensor.dtype)
-            for stack in self.stacks
+            for stack in self._fixed_stacks
             for name, tensor in stack.tensors.items()
         ]
+        observed = self.observer_state
+        padded = [
+            (name, name in observed.stacked_names, tensor.dim(), tensor.dtype)
+            for name, tensor in observed.tensors.items()
+        ]
+        return [*fixed, *padded]
 
     def covers(self, other: CohortInputs) -> bool:
-        """Whether the widths of the memory's parts suffice for other inputs, without too much padding."""
+        """Whether other inputs fit into these: the observer's state, and the memory without too much padding."""
+        for name, tensor in other.observer_state.tensors.items():
+            mine = self.observer_state.tensors[name].shape
+            if any(size < needed for size, needed in zip(mine, tensor.shape, strict=True)):
+                return False
         sufficient = all(width >= needed for width, needed in zip(self.part_widths, other.part_widths, strict=True))
         return sufficient and sum(self.part_widths) <= MAX_WIDTH_RATIO * sum(other.part_widths)
+
+    @property
+    def _fixed_stacks(self) -> tuple[Stack, ...]:
+        """All stacks but the observer's state, whose tensors may be padded."""
+        return self.weights, self.constants, self.reference_weights, self.memory
 
 
 def stack_inputs(group: Sequence[ClientFit], net: Net) -> CohortInputs:

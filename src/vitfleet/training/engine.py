@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -83,8 +84,18 @@ class StepEngine:
             features = net.forward_to(weights, inputs, keep, split)
             return net.forward_from(weights, features, split), features
 
-    def forward_features(self, weights: Tensors, features: Tensor, split: int) -> Tensor:
-        """Return the logits of tokens that enter the block ``split``."""
+    def forward_features(self, weights: Tensors, features: Tensor, keep: Tensor | None, split: int) -> Tensor:
+        """Return the logits of tokens that enter the block ``split``.
+
+        Parameters
+        ----------
+        keep
+            Positions of the patch tokens that are kept, ``[…, batch, kept]``; ``None``: all. Prefix tokens always are.
+        """
+        if keep is not None:
+            prefix = self.net.num_prefix_tokens
+            index = (keep + prefix).unsqueeze(-1).expand(*keep.shape, features.shape[-1])
+            features = torch.cat([features[..., :prefix, :], features.gather(-2, index)], dim=-2)
         with self.machine.autocast():
             return self._training_net.forward_from(weights, features, split)
 
@@ -92,6 +103,14 @@ class StepEngine:
         """Return the cross-entropy of each sample, in the shape of ``labels``."""
         logits = mask_other_tasks(logits, labels, self.class_tasks).float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
+
+    def with_config(self, config: TrainConfig) -> StepEngine:
+        """Return the engine with other settings; a compiled model is shared."""
+        if config == self.config:
+            return self
+        engine = replace(self, config=config)
+        engine.__dict__["_training_net"] = self._training_net  # fills the cached property
+        return engine
 
     def computes_like(self, other: StepEngine) -> bool:
         """Whether a step of this engine, captured once, is also a step of the other.

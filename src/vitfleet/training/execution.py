@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from vitfleet.training.engine import StepEngine
 
 RunnerName: TypeAlias = Literal["eager", "cuda graph"]
+RunnerSummary: TypeAlias = RunnerName | Literal["mixed", "none"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,9 @@ class ExecutionSummary:
 
     Attributes
     ----------
-    runner
-        How steps were run: one operation after the other ("eager"), replayed from a CUDA graph, both ("mixed"), or
-        not at all ("none").
+    clients, server
+        How the steps of the clients' trainings and of the server's own were run: one operation after the other
+        ("eager"), replayed from a CUDA graph, both ("mixed"), or not at all ("none").
     compiled
         Whether the model was compiled.
     kernels
@@ -30,14 +31,17 @@ class ExecutionSummary:
         CUDA graphs that were captured.
     """
 
-    runner: RunnerName | Literal["mixed", "none"] = "none"
+    clients: RunnerSummary = "none"
+    server: RunnerSummary = "none"
     compiled: bool = False
     kernels: bool = False
     largest_cohort: int = 0
     captured_steps: int = 0
 
     def __str__(self) -> str:
-        words: list[str] = [self.runner]
+        words: list[str] = [self.clients]
+        if self.server != "none":
+            words = [f"clients {self.clients}, server {self.server}"]
         if self.largest_cohort > 1:
             words.append(f"stacked {self.largest_cohort} clients")
         if self.captured_steps:
@@ -54,16 +58,17 @@ class ExecutionLog:
     """Collects an :class:`ExecutionSummary`. Several threads may train at the same time."""
 
     _lock: Lock = field(default_factory=Lock)
-    _runners: set[RunnerName] = field(default_factory=set)
+    _client_runners: set[RunnerName] = field(default_factory=set)
+    _server_runners: set[RunnerName] = field(default_factory=set)
     _compiled: bool = False
     _kernels: bool = False
     _largest_cohort: int = 0
     _captured_steps: int = 0
 
-    def add_training(self, runner: RunnerName, engine: StepEngine, clients: int) -> None:
-        """Record a training of some clients that took at least one step."""
+    def add_training(self, runner: RunnerName, engine: StepEngine, clients: int, server: bool) -> None:
+        """Record a training that took at least one step: of some clients, or of the server."""
         with self._lock:
-            self._runners.add(runner)
+            (self._server_runners if server else self._client_runners).add(runner)
             self._compiled |= engine.compiled
             self._kernels |= engine.machine.kernels
             self._largest_cohort = max(self._largest_cohort, clients)
@@ -76,7 +81,17 @@ class ExecutionLog:
     def summary(self) -> ExecutionSummary:
         """Return what was recorded so far."""
         with self._lock:
-            runner: RunnerName | Literal["mixed", "none"] = "none" if not self._runners else "mixed"
-            if len(self._runners) == 1:
-                (runner,) = self._runners
-            return ExecutionSummary(runner, self._compiled, self._kernels, self._largest_cohort, self._captured_steps)
+            return ExecutionSummary(
+                _summarize(self._client_runners),
+                _summarize(self._server_runners),
+                self._compiled,
+                self._kernels,
+                self._largest_cohort,
+                self._captured_steps,
+            )
+
+
+def _summarize(runners: set[RunnerName]) -> RunnerSummary:
+    if len(runners) > 1:
+        return "mixed"
+    return next(iter(runners), "none")

@@ -99,7 +99,8 @@ def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineCo
     precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
     return config.model_copy(
         update={
-            "device": str(machine.device),
+            # A device that was chosen without an index is chosen again in the same way.
+            "device": config.device if config.device == str(machine.device) else machine.device.type,
             "precision": precision,
             "threads": torch.get_num_threads(),
             "cohort": machine.cohort,
@@ -137,13 +138,21 @@ def gpu_memory_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
+def normalize_device(device: torch.device) -> torch.device:
+    """Return a device with its index.
+
+    Tensors on the GPU have an index: without it, ``cuda`` and the ``cuda:0`` of a tensor are not equal.
+    """
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def _find_device(name: str) -> torch.device:
     if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("cpu")
+        return normalize_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        device = torch.device(name)
+        device = normalize_device(torch.device(name))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

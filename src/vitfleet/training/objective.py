@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
@@ -213,6 +214,10 @@ class Fit:
         they are padded with zeros at their ends, and cut back afterwards.
     features
         Tokens that enter the model at the objective's split, to train on instead of images.
+    token_dropout
+        With features: the fraction of a sample's patch tokens that is dropped at every step.
+    train
+        The training settings, where they differ from the table ``[train]``.
     memory
         Stored samples. Their gradients at the current weights are references of the transform.
     reference_weights
@@ -231,6 +236,8 @@ class Fit:
     memory: EpisodicMemory | None = None
     reference_weights: Tensors | None = None
     score_samples: bool = False
+    token_dropout: float = 0.0
+    train: TrainConfig | None = None
 
 
 @dataclass(frozen=True)

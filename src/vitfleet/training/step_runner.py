@@ -19,6 +19,7 @@ from vitfleet.training.warmup import WarmupTimer
 
 LONG_EPOCH = 8  # steps; only then is it worth capturing steps of fewer clients
 BUFFERED_STEPS = 32  # steps whose batches a captured step can read; a longer epoch is loaded chunk by chunk
+BUFFERED_BYTES = 1 << 28  # but fewer steps if their batches are larger than this, as those of features are
 
 
 class StepRunner(Protocol):
@@ -87,6 +88,11 @@ def _round_up(count: int) -> int:
     return next(rounded for rounded in (half, 3 * half // 2, 2 * half) if rounded >= count)
 
 
+def _table_form(tables: Batch) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return what two tables of batches must share to be read by the same captured step, whatever their length."""
+    return {name: (table.shape[1:], table.dtype) for name, table in tables.named_tensors()}
+
+
 class EagerRunner:
     """Runs every step eagerly."""
 
@@ -138,7 +144,10 @@ class CudaGraphRunner:
         self.pool = pool
         self.warmup = warmup
         self.execution = execution
-        self.tables = epoch_batches.stacked.map(lambda table: table.new_empty(BUFFERED_STEPS, *table.shape[1:]))
+        example = epoch_batches.chunk(0, 1)
+        step_bytes = sum(table.nbytes for table in example.tensors())
+        self.buffered_steps = max(1, min(BUFFERED_STEPS, BUFFERED_BYTES // step_bytes))
+        self.tables = example.map(lambda table: table.new_empty(self.buffered_steps, *table.shape[1:]))
         device = cohort.engine.machine.device
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.epoch_number = torch.zeros((), dtype=torch.long, device=device)
@@ -148,7 +157,7 @@ class CudaGraphRunner:
         """Run the steps of an epoch; the first of a kind eagerly, as the warm-up that a capture needs."""
         self.epoch_number.fill_(epoch)
         for step, kind in enumerate(step_kinds(self.cohort, epoch_batches, captured=True)):
-            if step % BUFFERED_STEPS == 0:
+            if step % self.buffered_steps == 0:
                 self._load_batches(epoch_batches, step)
             if kind in self.graphs:
                 self.graphs[kind].replay()
@@ -161,9 +170,9 @@ class CudaGraphRunner:
 
     def _load_batches(self, epoch_batches: EpochBatches, start: int) -> None:
         """Copy the batches of the next steps into the tables, after the steps before have read theirs."""
-        for table, rows in zip(self.tables.tensors(), epoch_batches.stacked.tensors(), strict=True):
-            chunk = rows[start : start + BUFFERED_STEPS]
-            table[: len(chunk)].copy_(chunk)
+        chunk = epoch_batches.chunk(start, start + self.buffered_steps)
+        for table, rows in zip(self.tables.tensors(), chunk.tensors(), strict=True):
+            table[: len(rows)].copy_(rows)
         self.position.zero_()
 
     def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
@@ -191,10 +200,7 @@ class CudaGraphRunner:
             and cohort.stacked == (len(group) > 1)
             and cohort.images.images is images.images
             and cohort.images.labels is images.labels
-            and cohort.features is None
-            and fit.features is None
-            and [table.shape[1:] for table in self.tables.tensors()]
-            == [table.shape[1:] for table in epoch_batches.stacked.tensors()]
+            and _table_form(self.tables) == _table_form(epoch_batches.chunk(0, 1))
             and cohort.inputs.signature() == inputs.signature()
             and cohort.inputs.covers(inputs)
         )

@@ -17,10 +17,11 @@ from torch import Tensor
 from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.batches import EpochBatches, make_epoch_batches
 from vitfleet.data.epoch_draws import draw_epoch
+from vitfleet.data.feature_loader import FeatureBlock, FeatureLoader
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
-from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.models.net import Net, num_kept
+from vitfleet.training.cohort_inputs import SERVER_CLIENT, ClientFit, RngContext, stack_inputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionSummary
 from vitfleet.training.fit_results import fit_results
@@ -61,6 +62,7 @@ class Trainer:
     parts_at_once: int | None = None
     runners: RunnerCache = field(default_factory=RunnerCache)
     memory_budget: MemoryBudget = field(default_factory=MemoryBudget)
+    feature_block: FeatureBlock = field(default_factory=FeatureBlock)
 
     @cached_property
     def engine(self) -> StepEngine:
@@ -107,35 +109,49 @@ class Trainer:
 
     def _fit(self, group: Sequence[ClientFit]) -> list[FitResult]:
         fit = group[0].fit
-        lr = learning_rate(self.config, group[0].rng.round, self.rounds)
+        config = fit.train or self.config
+        engine = self.engine.with_config(config)
+        lr = learning_rate(config, group[0].rng.round, self.rounds)
         inputs = stack_inputs(group, self.net)
         if not len(group[0]):
-            runner = self.runners.eager_runner(self.engine, group, inputs, lr)
+            runner = self.runners.eager_runner(engine, group, inputs, lr)
             return fit_results(runner.cohort, group, [0], tensors_reused=False)
         if not self.net.module.training:  # setting the mode visits every submodule
             self.net.module.train()
-        use_graphs = self.machine.graphs and self.net.stackable and (fit.features is None or fit.features.on_device)
+        use_graphs = self.machine.graphs and self.net.stackable
+        loader = None if fit.features is None else FeatureLoader(fit.features, self.machine.device, self.feature_block)
         active_runner: StepRunner | None = None
         num_steps = [0] * len(group)
         for epoch in range(fit.epochs):
-            batches = self._epoch_batches(group, epoch, CAPTURED_WIDTH_MULTIPLE if use_graphs else 1)
+            batches = self._epoch_batches(group, epoch, config, CAPTURED_WIDTH_MULTIPLE if use_graphs else 1)
+            if loader is not None:
+                batches = replace(batches, complete=loader.complete)
             if active_runner is None:
                 active_runner = (
-                    self.runners.graph_runner(self.engine, group, inputs, lr, batches)
+                    self.runners.graph_runner(engine, group, inputs, lr, batches)
                     if use_graphs
-                    else self.runners.eager_runner(self.engine, group, inputs, lr)
+                    else self.runners.eager_runner(engine, group, inputs, lr)
                 )
             active_runner.run_epoch(batches, epoch)
             for client in range(len(group)):
                 num_steps[client] += sum(client < active for active in batches.active_clients)
         assert active_runner is not None
-        self.runners.execution.add_training(active_runner.name, self.engine, len(group))
+        self.runners.execution.add_training(
+            active_runner.name, engine, len(group), server=group[0].rng.client == SERVER_CLIENT
+        )
         return fit_results(active_runner.cohort, group, num_steps, tensors_reused=use_graphs)
 
-    def _epoch_batches(self, group: Sequence[ClientFit], epoch: int, width_multiple: int) -> EpochBatches:
+    def _epoch_batches(
+        self, group: Sequence[ClientFit], epoch: int, config: TrainConfig, width_multiple: int
+    ) -> EpochBatches:
         """Draw an epoch of every client, and arrange the clients' batches side by side."""
-        uses_images = group[0].fit.features is None
-        num_kept = self.net.num_kept_patches(self.config.mask_ratio) if uses_images else 0
+        fit = group[0].fit
+        uses_images = fit.features is None
+        if fit.features is None:
+            num_patches, num_tokens_kept = self.net.num_patches, self.net.num_kept_patches(config.mask_ratio)
+        else:
+            num_patches = fit.features.num_tokens - self.net.num_prefix_tokens
+            num_tokens_kept = num_kept(num_patches, fit.token_dropout)
         draws = [
             draw_epoch(
                 client_fit.rng.seed,
@@ -146,14 +162,14 @@ class Trainer:
                 image_size=client_fit.shard.images.image_size,
                 # Features were computed from images that were already augmented and masked.
                 augment=self.augment if uses_images else AugmentConfig(),
-                num_patches=self.net.num_patches if uses_images else 0,
-                num_kept=num_kept,
+                num_patches=num_patches,
+                num_kept=num_tokens_kept,
             )
             for client_fit in group
         ]
         stacked = len(group) > 1
         batches = make_epoch_batches(
-            draws, self.config.batch_size, num_kept, self.machine.device, stacked, width_multiple
+            draws, config.batch_size, num_tokens_kept, self.machine.device, stacked, width_multiple
         )
         if not uses_images:
             return batches
