@@ -134,7 +134,7 @@ class Method(ABC, Generic[Params]):
     #: The mask ratio that the method is designed for: `vitfleet cost` assumes it if the configuration sets none.
     usual_mask_ratio: ClassVar[float] = 0.0
     #: Whether the server has a complete model. If not, the clients' models are evaluated in its place.
-    has_global_model: ClassVar[bool] = True
+    has_global_model: bool = True
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
     #: Names of the figures that a report shows for this method: see ``vitfleet.report.method_figures``.

@@ -6,6 +6,9 @@ of every image. The remaining ones pass through its local module, the frozen glo
 local module and the head (Algorithm 1). It sends no weights, but patch features, the outputs of its local module, with
 the same number of samples of every class. The server stores the latest features of every client, trains the global
 module and the head on them, and sends both to the clients (Algorithm 2).
+
+In long runs the paper's algorithm loses accuracy: local modules drift apart, and the server memorises the stored views
+of the images. The parameters under "Ours" are remedies that the paper does not have; by default they are off.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from pydantic import Field
 
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
-from vitfleet.config.schema import Config
+from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
@@ -33,12 +37,14 @@ from vitfleet.methods.base import (
 )
 from vitfleet.methods.context import MethodContext
 from vitfleet.methods.feature_recorder import FEATURE_DTYPES, FeatureRecorder, balanced_features, recording_buffers
-from vitfleet.methods.feature_store import FeatureStoreUpdate, features_of
+from vitfleet.methods.feature_store import FeatureStoreUpdate, features_of, stored_in
 from vitfleet.methods.median_sampling import draw_sampling_plan
-from vitfleet.methods.param_checks import check_layers
+from vitfleet.methods.param_checks import check_layers, check_views
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import Fit, Objective
+
+LAST = "last."  # prefix of the server's weights as they were last trained, where it sends their moving average
 
 
 class EftVitParams(MethodParams):
@@ -53,12 +59,41 @@ class EftVitParams(MethodParams):
         "bf16", description="data type in which features are sent and stored"
     )
     server_epochs: int = Field(2, ge=1, description="the server's epochs over its stored features per round")
+    server_lr: float | None = Field(
+        None, gt=0, description="largest learning rate of the server's training; default: train.lr"
+    )
+    server_batch_size: int | None = Field(
+        None, ge=1, description="samples per step of the server's training; default: train.batch_size"
+    )
+    server_weight_decay: float | None = Field(
+        None, ge=0, description="weight decay of the server's training; default: train.weight_decay"
+    )
     store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
     store_on: Literal["device", "host", "disk"] = Field(
         "device", description="where the server stores features; disk: memory-mapped from the checkpoint's files"
     )
     balance: Literal["clients", "samples"] = Field(
         "clients", description="whether every client or every sample has the same weight in the server's training"
+    )
+    # Ours
+    views: int = Field(1, ge=1, description="differently masked views sent per image; the upload grows as much")
+    max_age: int | None = Field(
+        None, ge=1, description="the server trains only on features of the last so many rounds; default: on all"
+    )
+    token_dropout: float = Field(
+        0.0, ge=0, lt=1, description="fraction of a stored sample's patches that the server drops at every step"
+    )
+    server_ema: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="decay per round of a moving average of the weights the server sends and evaluates; 0: none",
+    )
+    average_local: int | None = Field(
+        None, ge=1, description="rounds between averages of the local modules, which clients then send; default: never"
+    )
+    local_rounds: int | None = Field(
+        None, ge=0, description="rounds after which local modules are frozen; default: they always train"
     )
 
 
@@ -67,14 +102,14 @@ class EftVit(Method[EftVitParams]):
     """Trains on masked images and sends features instead of weights."""
 
     usual_mask_ratio = 0.75
-    has_global_model = False
     figures = ("balanced-labels",)
 
     @classmethod
     def check_config(cls, params: EftVitParams, config: Config) -> None:
-        """Check M against the number of layers, if the configuration sets it."""
+        """Check M against the number of layers, if the configuration sets it, and the views against the epochs."""
         super().check_config(params, config)
         check_layers("local_layers", params.local_layers, config.model.depth, reserved=1)
+        check_views(params.views, config.train.epochs)
 
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
@@ -83,7 +118,11 @@ class EftVit(Method[EftVitParams]):
         check_layers("local_layers", params.local_layers, self.anatomy.depth, reserved=1)
         blocks = self.anatomy.blocks
         self.local_module = self.anatomy.union(self.anatomy.embed, *blocks[: params.local_layers])
-        self.global_module = self.anatomy.union(*blocks[params.local_layers :], self.anatomy.norm)
+        global_module = self.anatomy.union(*blocks[params.local_layers :], self.anatomy.norm)
+        self.global_module = global_module
+        self.server_module = self.anatomy.union(global_module, self.anatomy.head)
+        # Where local modules are averaged, the server has a whole model.
+        self.has_global_model = params.average_local is not None
 
     @property
     def trainable(self) -> Selection:
@@ -104,54 +143,98 @@ class EftVit(Method[EftVitParams]):
         return Message(self.local_module.take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
-        """Return the initial global module and head, without features."""
-        return State(self.anatomy.union(self.global_module, self.anatomy.head).take(initial_weights))
+        """Return the initial global module and head, without features; with the local module if it is averaged."""
+        server = self.anatomy.whole if self.has_global_model else self.server_module
+        return State(server.take(initial_weights))
 
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the global module and the head."""
-        return Message(server_state.tensors)
+        """Return the global module and the head, and the mean local module if the client does not have it yet."""
+        sent = self.server_module
+        if self.params.average_local is not None:
+            last_average = (round - 1) // self.params.average_local * self.params.average_local
+            if last_average and (last_round is None or last_round <= last_average):
+                sent = self.anatomy.whole
+        return Message(sent.take(server_state.tensors))
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
-        """Return the update of the stored features."""
+        """Return the update of the stored features and, in some rounds, of the mean local module."""
+        averaging = self._averages_local_modules(round)
         return FeatureStoreUpdate(
             server_state,
             self.context,
+            round,
             dtype=FEATURE_DTYPES[self.params.feature_dtype],
             keep_previous=self.params.store == "all",
             device=self.context.device if self.params.store_on == "device" else torch.device("cpu"),
+            local_modules=WeightedMean(server_state, self.context.aggregation) if averaging else None,
         )
 
     def server_update(self, server_state: State, round: int) -> ServerGenerator:
         """Train the global module and the head on the stored features (Algorithm 2)."""
-        stored = [features_of(part) for part in server_state.parts.values()]
-        if self.params.store_on == "device":
+        params = self.params
+        oldest = 0 if params.max_age is None else round - params.max_age + 1
+        stored = [features_of(part) for part in server_state.parts.values() if stored_in(part) >= oldest]
+        if params.store_on == "device":
             stored = [features.to(self.context.device) for features in stored]
         if not stored:
             return server_state
-        objective = Objective(self.anatomy.union(self.global_module, self.anatomy.head), split=self.params.local_layers)
-        feature_set = FeatureSet(
-            stored, on_device=self.params.store_on == "device", equal_clients=self.params.balance == "clients"
+        objective = Objective(self.server_module, split=params.local_layers)
+        features = FeatureSet(stored, params.store_on == "device", equal_clients=params.balance == "clients")
+        tensors = server_state.tensors
+        weights = {name: tensors.get(LAST + name, tensors[name]) for name in self.server_module}
+        result = yield Fit(
+            weights,
+            objective,
+            params.server_epochs,
+            features=features,
+            token_dropout=params.token_dropout,
+            train=self._server_training(),
         )
-        result = yield Fit(server_state.tensors, objective, self.params.server_epochs, features=feature_set)
-        return replace(server_state, tensors=result.weights)
+        return replace(server_state, tensors={**tensors, **self._averaged(tensors, result.weights, round)})
+
+    def _server_training(self) -> TrainConfig:
+        """Return the settings of the server's training."""
+        own = {
+            "lr": self.params.server_lr,
+            "batch_size": self.params.server_batch_size,
+            "weight_decay": self.params.server_weight_decay,
+        }
+        return self.context.train.model_copy(update={key: value for key, value in own.items() if value is not None})
+
+    def _averaged(self, previous: Tensors, trained: Tensors, round: int) -> Tensors:
+        """Return the weights to send: as trained, or their moving average together with those as trained."""
+        if not self.params.server_ema:
+            return trained
+        # In early rounds the decay is smaller: the initial weights should not stay in the average for long.
+        decay = min(self.params.server_ema, round / (round + 10))
+        average = {name: torch.lerp(tensor, previous[name], decay) for name, tensor in trained.items()}
+        return {**average, **{LAST + name: tensor for name, tensor in trained.items()}}
+
+    def _averages_local_modules(self, round: int) -> bool:
+        return self.params.average_local is not None and round % self.params.average_local == 0
 
     # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train the local module and the head through the frozen global module; send features (Algorithm 1)."""
-        epochs, feature_dtype = self.context.train.epochs, self.params.feature_dtype
+        epochs, params = self.context.train.epochs, self.params
         local_weights = job.base_weights if job.client_state is None else job.client_state.tensors
         weights = {**local_weights, **job.message.tensors}
         rng = Address(self.context.seed, Purpose.RECORD, job.round, job.client).generator()
-        plan = draw_sampling_plan(job.shard.labels.cpu().numpy(), epochs, self.params.threshold, rng)
-        objective = Objective(self.trainable, observer=FeatureRecorder(feature_dtype), split=self.params.local_layers)
-        buffers = recording_buffers(plan, feature_dtype, self.context)
+        plan = draw_sampling_plan(job.shard.labels.cpu().numpy(), epochs, params.threshold, rng, params.views)
+        frozen = params.local_rounds is not None and job.round > params.local_rounds
+        trainable = self.anatomy.head if frozen else self.trainable
+        objective = Objective(trainable, observer=FeatureRecorder(params.feature_dtype), split=params.local_layers)
+        buffers = recording_buffers(plan, params.feature_dtype, self.context)
         result = yield Fit(weights, objective, epochs, observer_state=buffers)
         model = {**weights, **result.weights}
-        message = Message(balanced_features(plan, result.observed), train_metrics(result))
-        return ClientUpdate(message, model, State(self.local_module.take(model)))
+        local_module = self.local_module.take(model)
+        sent = local_module if self._averages_local_modules(job.round) else {}
+        message = Message({**balanced_features(plan, result.observed), **sent}, train_metrics(result))
+        return ClientUpdate(message, model, State(local_module))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
-        """Return the client's local module with the server's global module and head."""
+        """Return the client's local module, or the mean one, with the server's global module and head."""
         local_weights = base_weights if client_state is None else client_state.tensors
-        return {**local_weights, **server_state.tensors}
+        server = self.anatomy.whole if self.has_global_model else self.server_module
+        return {**local_weights, **server.take(server_state.tensors)}

@@ -8,9 +8,11 @@ import torch
 
 from vitfleet.data.features import Features
 from vitfleet.message import Message, State, Tensors, to_device
-from vitfleet.methods.aggregation import norm_outliers
+from vitfleet.methods.aggregation import WeightedMean, norm_outliers
 from vitfleet.methods.base import Aggregator, RejectedUpdateError
 from vitfleet.methods.context import MethodContext
+
+FEATURE_NAMES = ("features", "labels", "scales")
 
 
 class FeatureStoreUpdate(Aggregator):
@@ -24,18 +26,24 @@ class FeatureStoreUpdate(Aggregator):
         Whether the latest features of all clients are stored (section 3.6), or only those of this round (section 3.5).
     device
         Where the features are stored.
+    local_modules
+        Aggregates the local modules that clients send with their features; ``None``: they send none.
     """
 
     def __init__(
         self,
         server_state: State,
         context: MethodContext,
+        round: int,
         dtype: torch.dtype,
         keep_previous: bool = True,
         device: torch.device | None = None,
+        local_modules: WeightedMean | None = None,
     ) -> None:
         self.server_state = server_state
         self.context = context
+        self.round = round
+        self.local_modules = local_modules
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.previous_parts = dict(server_state.parts) if keep_previous else {}
@@ -46,8 +54,14 @@ class FeatureStoreUpdate(Aggregator):
         """Store a client's features in place of its previous ones."""
         if not message.tensors:
             return
-        check_features(message.tensors, self.context, self.dtype)
-        part = State(to_device(message.tensors, self.device))
+        features = {name: tensor for name, tensor in message.tensors.items() if name in FEATURE_NAMES}
+        others = {name: tensor for name, tensor in message.tensors.items() if name not in FEATURE_NAMES}
+        check_features(features, self.context, self.dtype)
+        if self.local_modules is not None:
+            self.local_modules.add(client, replace(message, tensors=others))
+        elif others:
+            raise RejectedUpdateError(f"its message has an unknown tensor {min(others)!r}")
+        part = State(to_device(features, self.device), {"round": self.round})
         self.parts[part_name(client)] = part
         if self.context.aggregation.norm_factor is not None:
             self.norms[client] = features_of(part).rms()
@@ -55,12 +69,16 @@ class FeatureStoreUpdate(Aggregator):
     def finish(self) -> State:
         """Return the server's state with the new features. Features that are outliers replace no previous ones."""
         self.rejected = norm_outliers(self.norms, self.context.aggregation.norm_factor)
+        tensors = self.server_state.tensors
+        if self.local_modules is not None:
+            tensors = self.local_modules.finish().tensors
+            self.rejected = {**self.local_modules.rejected, **self.rejected}
         for name in map(part_name, self.rejected):
             if name in self.previous_parts:
                 self.parts[name] = self.previous_parts[name]
             else:
                 del self.parts[name]
-        return replace(self.server_state, parts=self.parts)
+        return replace(self.server_state, tensors=tensors, parts=self.parts)
 
 
 def check_features(tensors: Tensors, context: MethodContext, dtype: torch.dtype) -> None:
@@ -71,13 +89,12 @@ def check_features(tensors: Tensors, context: MethodContext, dtype: torch.dtype)
     RejectedUpdateError
         The reason.
     """
-    features, labels, scales = (tensors.get(name) for name in ("features", "labels", "scales"))
+    features, labels, scales = (tensors.get(name) for name in FEATURE_NAMES)
     if features is None or labels is None:
         raise RejectedUpdateError("its message has no features and labels")
     is_quantized = dtype == torch.int8
-    unknown = sorted(set(tensors) - {"features", "labels", *(["scales"] if is_quantized else [])})
-    if unknown:
-        raise RejectedUpdateError(f"its message has an unknown tensor {unknown[0]!r}")
+    if scales is not None and not is_quantized:
+        raise RejectedUpdateError("its message has an unknown tensor 'scales'")
     if labels.dim() != 1 or labels.dtype != torch.int16:
         raise RejectedUpdateError(
             f"its labels are {labels.dtype} {tuple(labels.shape)}; expected: a vector of torch.int16"
@@ -99,6 +116,13 @@ def check_features(tensors: Tensors, context: MethodContext, dtype: torch.dtype)
 def part_name(client: int) -> str:
     """Return the name of a client's part of the server's state."""
     return f"features-{client:06d}"
+
+
+def stored_in(part: State) -> int:
+    """Return the round in which a part of the server's state was sent."""
+    round = part.numbers["round"]
+    assert isinstance(round, int)
+    return round
 
 
 def features_of(part: State) -> Features:

@@ -35,3 +35,9 @@ def check_head_epochs(head_epochs: int, epochs: int) -> None:
             head_epochs,
             f"must be below train.epochs = {epochs}: the remaining epochs train the body",
         )
+
+
+def check_views(views: int, epochs: int) -> None:
+    """Check that every view of an image can come from an epoch of its own."""
+    if views > epochs:
+        raise ConfigError("method.views", views, f"must be at most train.epochs = {epochs}: every epoch gives one view")
