@@ -1,13 +1,16 @@
-"""Speed of a whole run, with messages, aggregation, records and checkpoints, relative to its training steps alone.
+"""Speed of a whole run, with messages, aggregation, evaluation, records and checkpoints, and where its time goes.
 
-Example::
+Examples::
 
     python benchmarks/whole_run.py transfl-cifar10 --data-dir data
+    python benchmarks/whole_run.py eftvit-cifar100 -o model.weights=null --data-dir data --json whole-run.json
 
-The run is that of the preset, evaluated only in the last round, which is not timed. The speed of steps is measured with
-the clients of one round, all with full batches: the difference of a long and a short training, so that everything
-but steps cancels out. The time of a round is split by the host's clock: training, checkpoints (with the wait for the
-previous one), and the rest, which is messages, aggregation and records.
+The run is that of the preset, with its evaluation. The time of a round is split by the host's clock, after waiting for
+the device at the end of each part: the clients' training, the server's own training, evaluation, checkpoints (with
+the wait for the previous one), warm-up (compiling and capturing, taken out of both trainings), and the rest, which is
+messages, aggregation and records. With ``--steps`` the speed of the clients' steps alone is measured too, with the
+clients of one round, all with full batches: the difference of a long and a short training, so that everything but steps
+cancels out. With ``--stop-after`` only the first rounds of the preset's schedule are run.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from vitfleet.config import load_config
 from vitfleet.data.images import Shard
 from vitfleet.fleet import inline
 from vitfleet.methods.base import ClientJob
-from vitfleet.run.callbacks import Callback
+from vitfleet.run import round as round_module
+from vitfleet.run.callbacks import Callback, StopRun
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
@@ -46,18 +50,26 @@ Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
 
 @dataclass
 class Stopwatch(Callback):
-    """Records the end and the samples of each round, and adds up the time of its parts."""
+    """Records the end, the samples and the accuracy of each round, and adds up the time of its parts."""
 
+    device: torch.device
+    stop_after: int | None = None
     moments: list[float] = field(default_factory=lambda: [time.perf_counter()])
     samples: list[int] = field(default_factory=list)
+    accuracies: dict[int, float] = field(default_factory=dict)
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
+    def on_round_end(self, state: RunState, record: RoundRecord) -> StopRun | None:
         self.moments.append(time.perf_counter())
         samples = [entry.numbers.get("samples") for entry in record.clients]
         self.samples.append(sum(count for count in samples if isinstance(count, int)))
+        if record.accuracy is not None and record.accuracy.global_ is not None:
+            self.accuracies[record.round] = record.accuracy.global_
         for spent in self.parts.values():
             spent.append(0.0)
+        if len(self.samples) % 10 == 0:
+            print(f"round {record.round}: {self.moments[-1] - self.moments[0]:.1f} s", flush=True)
+        return StopRun("--stop-after") if record.round == self.stop_after else None
 
     def timed(self, name: str, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         """Return a function whose time is added to a part of the round."""
@@ -69,6 +81,7 @@ class Stopwatch(Callback):
             try:
                 return function(*args, **kwargs)
             finally:
+                _synchronize(self.device)
                 spent[-1] += time.perf_counter() - started
 
         return call
@@ -111,41 +124,63 @@ def main() -> None:
     parser.add_argument("preset")
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="key=value")
     parser.add_argument("--data-dir")
+    parser.add_argument("--folder", type=Path, help="the run's folder; an interrupted run there is resumed")
+    parser.add_argument("--stop-after", type=int, metavar="ROUND")
+    parser.add_argument("--steps", action="store_true", help="also measure the clients' steps alone")
+    parser.add_argument("--json", type=Path, help="write every round's parts to this file")
     args = parser.parse_args()
-    never = "eval.every=1000000000"
-    config = load_config(args.preset, [*args.overrides, never], {"data.dir": args.data_dir} if args.data_dir else {})
-    context = open_run(config, Path(tempfile.mkdtemp()))
-    stopwatch = Stopwatch()
-    inline.run_cohort = stopwatch.timed("training", inline.run_cohort)
+    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
+    context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
+    device = context.machine.device
+    stopwatch = Stopwatch(device, args.stop_after)
+    inline.run_cohort = stopwatch.timed("clients", inline.run_cohort)
+    round_module._update_server = stopwatch.timed("server", round_module._update_server)
+    round_module._evaluate = stopwatch.timed("evaluation", round_module._evaluate)
     Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
     run_rounds(context, callbacks=[stopwatch])
     inline.run_cohort = run_cohort
 
-    rounds = [after - before for before, after in zip(stopwatch.moments, stopwatch.moments[1:], strict=False)][:-1]
-    samples = stopwatch.samples[:-1]
-    half = len(rounds) // 2
-    rate = step_rate(context)
-    device_name = torch.cuda.get_device_name() if context.machine.device.type == "cuda" else "CPU"
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"
-    print(f"{args.preset}, {config.rounds} rounds, {device_name}, {precision}, torch {torch.__version__}, ", end="")
-    print(f"Python {platform.python_version()}")
-    print(f"steps alone: {rate:,.0f} samples/s ({config.fleet.per_round} clients, {config.train.batch_size} images)")
-    for name, start in (("all rounds", 0), ("the second half", half)):
-        total = sum(rounds[start:])
-        run_rate = sum(samples[start:]) / total
-        print(
-            f"{name}: {total:.2f} s, {run_rate:,.0f} samples/s, {run_rate / rate:.1%} of steps alone; of the time",
-            end="",
-        )
-        for part, spent in stopwatch.parts.items():
-            print(f" {part} {sum(spent[start : len(rounds)]) / total:.1%}", end="")
-        print(f"; warm-up {_warm_up(context, start, len(rounds)):.2f} s", flush=True)
+    print(f"{args.preset} {' '.join(args.overrides)}, {device_name}, {precision}, torch {torch.__version__}, ", end="")
+    print(f"Python {platform.python_version()}; {context.trainer.execution_summary()}")
+    rows = round_rows(stopwatch, context)
+    print_table(rows)
+    if args.json:
+        rounds = {"rounds": rows, "accuracy": stopwatch.accuracies}
+        args.json.write_text(json.dumps(rounds, indent=1))
+    if args.steps:
+        rate = step_rate(context)
+        run_rate = sum(stopwatch.samples) / sum(row["total"] for row in rows)
+        print(f"clients' steps alone: {rate:,.0f} samples/s; the whole run: {run_rate / rate:.1%} of it")
 
 
-def _warm_up(context: RunContext, start: int, stop: int) -> float:
-    lines = (context.folder / "timings.jsonl").read_text().splitlines()
-    return sum(float(json.loads(line)["warm_up_seconds"]) for line in lines[start:stop])
+def round_rows(stopwatch: Stopwatch, context: RunContext) -> list[dict[str, float]]:
+    """Return the seconds of each round: in all, and of each part."""
+    lines = (context.folder / "timings.jsonl").read_text().splitlines()[-len(stopwatch.samples) :]
+    rows = []
+    for index, line in enumerate(lines):
+        total = stopwatch.moments[index + 1] - stopwatch.moments[index]
+        parts = {name: spent[index] for name, spent in stopwatch.parts.items()}
+        warm_up = float(json.loads(line)["warm_up_seconds"])
+        rows.append({"total": total, "warm-up": warm_up, **parts, "rest": total - sum(parts.values())})
+    return rows
+
+
+def print_table(rows: list[dict[str, float]]) -> None:
+    """Print the mean seconds per round, of all rounds and of each quarter of them."""
+    quarter = max(1, len(rows) // 4)
+    spans = [("all", rows)] + [
+        (f"{start + 1} … {min(start + quarter, len(rows))}", rows[start : start + quarter])
+        for start in range(0, len(rows), quarter)
+    ]
+    print(f"total {sum(row['total'] for row in rows):.1f} s; mean seconds per round (trainings include warm-up):")
+    print("| rounds | " + " | ".join(rows[0]) + " |")
+    print("|---" * (len(rows[0]) + 1) + "|")
+    for name, span in spans:
+        means = [sum(row[part] for row in span) / len(span) for part in rows[0]]
+        print(f"| {name} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |", flush=True)
 
 
 if __name__ == "__main__":
