@@ -67,8 +67,9 @@ class Stopwatch(Callback):
             self.accuracies[record.round] = record.accuracy.global_
         for spent in self.parts.values():
             spent.append(0.0)
-        if len(self.samples) % 10 == 0:
-            print(f"round {record.round}: {self.moments[-1] - self.moments[0]:.1f} s", flush=True)
+        if len(self.samples) % 10 == 0 or record.round in self.accuracies:
+            accuracy = self.accuracies.get(record.round)
+            print(f"round {record.round}: {self.moments[-1] - self.moments[0]:.1f} s, accuracy {accuracy}", flush=True)
         return StopRun("--stop-after") if record.round == self.stop_after else None
 
     def timed(self, name: str, function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
