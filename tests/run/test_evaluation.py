@@ -294,8 +294,3 @@ def test_other_families_are_evaluated_one_after_the_other(evaluator: FleetEvalua
         expected = other.evaluate(weights, evaluator.test)
         assert torch.equal(correct[index], expected[0])
         assert torch.equal(losses[index], expected[1])
-
-
-def test_compiled_models_are_not_stacked(evaluator: FleetEvaluator, tiny_net: Net) -> None:
-    machine = replace(evaluator.machine, cohort=8, compile=True)
-    assert Evaluator(tiny_net, evaluator.preprocess, machine, batch_size=16).models_at_once == 1

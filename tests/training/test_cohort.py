@@ -297,18 +297,13 @@ def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: Image
         shard = Shard(tiny_images, torch.arange(size))
         return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs), shard, RngContext(0, 1, 0))
 
-    def grouped(*fits: ClientFit, batch: int = 8, compile: bool = False) -> list[list[int]]:
-        trainer = make_trainer(batch_size=batch)
-        grouped_fits = group_fits(
-            list(enumerate(fits)), replace(trainer, machine=replace(trainer.machine, compile=compile))
-        )
+    def grouped(*fits: ClientFit, batch: int = 8) -> list[list[int]]:
+        grouped_fits = group_fits(list(enumerate(fits)), make_trainer(batch_size=batch))
         return sorted(sorted(index for index, _ in group) for group in grouped_fits)
 
     assert grouped(client(40), client(30), client(20)) == [[0, 1, 2]]
     unequal = client(40), client(10), client(30), client(9)
     assert grouped(*unequal, batch=1) == [[0, 1, 2, 3]]  # smaller clients are left out of the last steps
-    assert grouped(*unequal, batch=1, compile=True) == [[0, 2], [1, 3]]  # too much padding together
-    assert grouped(*unequal, batch=8, compile=True) == [[0, 1, 2, 3]]  # a few steps more or less
     assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # one step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # clients without samples are not stacked

@@ -220,13 +220,10 @@ def test_captured_steps_leave_out_clients_that_have_none(
 
 def test_clients_per_step() -> None:
     active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
-    assert clients_per_step(active, captured=False, compiled=False) == active
-    assert clients_per_step(active, captured=False, compiled=True) == [20] * 19
+    assert clients_per_step(active, captured=False) == active
     expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 9, 2, 1]
-    assert clients_per_step(active, captured=True, compiled=False) == expected
-    assert clients_per_step([5, 5, 4], captured=True, compiled=False) == [5, 5, 5], (
-        "too few steps to capture fewer clients"
-    )
+    assert clients_per_step(active, captured=True) == expected
+    assert clients_per_step([5, 5, 4], captured=True) == [5, 5, 5], "too few steps to capture fewer clients"
 
 
 @pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)

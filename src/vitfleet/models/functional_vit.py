@@ -47,10 +47,10 @@ class FunctionalViT:
         # All blocks of a plain ViT have the same structure, so one compiled block serves them all: compiling it takes
         # seconds, compiling the whole model would take minutes.
         self.first_block = vit.blocks[0]
-        self.block_weight_names = [name for name, _ in self.first_block.named_parameters()]
         modules = self.first_block.named_modules()
         self.low_rank = {path: module for path, module in modules if isinstance(module, LowRankLinear)}
-        self.run_block = torch.compile(self._run_block, dynamic=False) if compile_blocks else self._run_block
+        self.block_weight_dims = {name: weight.dim() for name, weight in self.first_block.named_parameters()}
+        self._compiled_block: Any = torch.compile(self._run_block, dynamic=False) if compile_blocks else None
         self.prefix_names = [
             name for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
         ]
@@ -119,7 +119,23 @@ class FunctionalViT:
 
     def block(self, weights: Tensors, index: int, tokens: Tensor) -> Tensor:
         """Run one transformer block."""
-        return self.run_block({name: weights[f"blocks.{index}.{name}"] for name in self.block_weight_names}, tokens)
+        block_weights = {name: weights[f"blocks.{index}.{name}"] for name in self.block_weight_dims}
+        run = self._run_block if self._compiled_block is None else self._run_compiled
+        return run(block_weights, tokens)
+
+    def _run_compiled(self, weights: Tensors, tokens: Tensor) -> Tensor:
+        """Run the compiled block, which is compiled once for any number of clients.
+
+        It is compiled anew only where the computation differs: whether its weights train, and whether clients share
+        them. Clients that share all of them are one batch.
+        """
+        stacked = [weight for name, weight in weights.items() if weight.dim() > self.block_weight_dims[name]]
+        inputs = tokens if stacked else tokens.flatten(0, -3)
+        for tensor in (inputs, *stacked):
+            if tensor.shape[0] > 1:  # torch always compiles a size of 1 by itself
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        outputs: Tensor = self._compiled_block(weights, inputs)
+        return outputs.reshape(tokens.shape)
 
     def _run_block(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Run a block whose weights have names relative to it."""

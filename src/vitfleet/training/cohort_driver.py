@@ -14,11 +14,6 @@ from vitfleet.training.trainer import Trainer
 Outcome = TypeVar("Outcome")
 IndexedFit: TypeAlias = tuple[int, ClientFit]
 
-# A compiled step is computed for all clients of a group. There a client may join if it has at least this fraction of
-# the largest client's steps per epoch (the rest is padding), or at most a few steps less.
-MIN_STEP_RATIO = 0.5
-MAX_MISSING_STEPS = 8
-
 
 @dataclass
 class Participant(Generic[Outcome]):
@@ -91,7 +86,6 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
     return (
         trainer.net.stackable
         and len(candidate) > 0
-        and (not trainer.machine.compile or _similar_steps(largest, candidate, trainer.config.batch_size))
         and first.features is None
         and second.features is None
         and largest.shard.images is candidate.shard.images
@@ -102,9 +96,3 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and (first.reference_weights is None) == (second.reference_weights is None)
         and (first.memory is None) == (second.memory is None)
     )
-
-
-def _similar_steps(largest: ClientFit, candidate: ClientFit, batch_size: int) -> bool:
-    """Whether a client has nearly as many steps per epoch as the largest one."""
-    most, steps = -(-len(largest) // batch_size), -(-len(candidate) // batch_size)
-    return steps >= min(MIN_STEP_RATIO * most, most - MAX_MISSING_STEPS)

@@ -42,11 +42,9 @@ class Evaluator:
     def models_at_once(self) -> int:
         """How many models to evaluate at once; 1 where stacking is not possible or gains nothing.
 
-        Models are stacked where clients are (``machine.cohort``), but not if the model is compiled: each number of
-        models would be compiled anew.
+        Models are stacked where clients are (``machine.cohort``).
         """
-        stacks = self.net.stackable and not self.machine.compile
-        return min(self.machine.cohort, MAX_STACKED_MODELS) if stacks else 1
+        return min(self.machine.cohort, MAX_STACKED_MODELS) if self.net.stackable else 1
 
     @torch.inference_mode()
     def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> tuple[Tensor, Tensor]:

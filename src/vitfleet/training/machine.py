@@ -17,6 +17,7 @@ from vitfleet.errors import ConfigError
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
+MAX_COMPILED_BLOCKS = 64
 MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many cores, memory is scarcer than cores
 
 
@@ -67,6 +68,9 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         memory together. 0: unknown.
     """
     device = _find_device(config.device)
+    if config.compile:
+        # One block is compiled for each combination of what trains and what clients share: more than torch's 8.
+        torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.deterministic:

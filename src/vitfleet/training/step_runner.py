@@ -56,7 +56,7 @@ class StepKind:
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
     """Return the kind of each step of an epoch."""
     selector = cohort.objective.selector
-    num_clients = clients_per_step(epoch_batches.active_clients, captured, cohort.engine.compiled)
+    num_clients = clients_per_step(epoch_batches.active_clients, captured)
     return [
         # Counted within the epoch, so that the result does not depend on which clients are trained together.
         StepKind(selector is None or step % selector.every == 0, count)
@@ -64,12 +64,11 @@ def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> l
     ]
 
 
-def clients_per_step(active_clients: Sequence[int], captured: bool, compiled: bool) -> list[int]:
+def clients_per_step(active_clients: Sequence[int], captured: bool) -> list[int]:
     """Return how many clients compute each step of an epoch.
 
     Eagerly, it is the number of clients that have the step. A captured step needs a capture per number of clients: so
-    the number is rounded up to one of a few, and a short epoch is computed for all clients. A compiled step is always
-    computed for all clients, because compiling it again takes too long.
+    the number is rounded up to one of a few, and a short epoch is computed for all clients.
 
     Parameters
     ----------
@@ -77,9 +76,9 @@ def clients_per_step(active_clients: Sequence[int], captured: bool, compiled: bo
         How many clients have each step; it never grows from step to step.
     """
     all_clients = active_clients[0]
-    if captured and not compiled and len(active_clients) >= LONG_EPOCH:
+    if captured and len(active_clients) >= LONG_EPOCH:
         return [min(all_clients, _round_up(count)) for count in active_clients]
-    return [all_clients] * len(active_clients) if captured or compiled else list(active_clients)
+    return [all_clients] * len(active_clients) if captured else list(active_clients)
 
 
 def _round_up(count: int) -> int:
@@ -116,10 +115,10 @@ class EagerRunner:
                 self._active_cohort.take_step(batch, epoch_number, kind.refresh, all_active)
 
     def _time_compilation(self, batch: Batch) -> AbstractContextManager[None]:
-        """Time a step if it is the first of its shape: then it compiles the model."""
+        """Time a step if it is the first of its kind: then it compiles the model."""
         objective = self.cohort.objective
-        shape = objective.trainable, objective.depth, objective.split, batch.image_indices.shape
-        return self.warmup.time_first("compiling the model", shape)
+        kind = objective.trainable, objective.depth, objective.split, batch.image_indices.dim()
+        return self.warmup.time_first("compiling the model", kind)
 
 
 class CudaGraphRunner:

@@ -1,0 +1,103 @@
+"""Compiled training: one compilation for any number of clients, with the results of the uncompiled one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import MakeShard, MakeTrainer
+from vitfleet.data.features import Features, FeatureSet
+from vitfleet.models.anatomy import Selection
+from vitfleet.models.net import Net
+from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.machine import set_up_machine
+from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.trainer import Trainer
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Compile without a C++ compiler; return the list to which every compilation appends its number of operations."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
+    torch._dynamo.reset()
+    yield graphs
+    torch._dynamo.reset()
+
+
+def local_and_head(net: Net) -> Selection:
+    return net.anatomy.union(net.anatomy.embed, net.anatomy.blocks[0], net.anatomy.head)
+
+
+def fit_clients(trainer: Trainer, net: Net, trainable: Selection, make_shard: MakeShard, sizes: list[int]) -> list[Any]:
+    weights = net.initial_weights()
+    fits = [
+        ClientFit(
+            Fit(
+                {name: tensor + 0.01 * client if name in trainable else tensor for name, tensor in weights.items()},
+                Objective(trainable),
+                1,
+            ),
+            make_shard(0, size),
+            RngContext(0, 1, client),
+        )
+        for client, size in enumerate(sizes)
+    ]
+    # What clients share must be one object.
+    shared = {name: weights[name] for name in weights if name not in trainable}
+    fits = [replace(fit, fit=replace(fit.fit, weights={**fit.fit.weights, **shared})) for fit in fits]
+    return trainer.fit_cohort(fits)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all layers train", "some are frozen and shared"])
+def test_a_block_is_compiled_once_for_any_number_of_clients(
+    whole: bool, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, compilations: list[int]
+) -> None:
+    trainer = make_trainer(batch_size=8, optimizer="sgd")
+    compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
+    trainable = tiny_net.anatomy.whole if whole else local_and_head(tiny_net)
+    for sizes in ([16, 16], [24, 16, 8], [16] * 5, [40, 32, 16, 16, 8, 8, 8]):
+        expected = fit_clients(trainer, tiny_net, trainable, make_shard, sizes)
+        results = fit_clients(compiled, tiny_net, trainable, make_shard, sizes)
+        for left, right in zip(results, expected, strict=True):
+            for name, tensor in right.weights.items():
+                torch.testing.assert_close(left.weights[name], tensor, rtol=1e-4, atol=1e-5)
+    # One for blocks that train and one for those that do not; the last client of a group, alone, is another of each.
+    assert len(compilations) <= (2 if whole else 4)
+
+
+def test_server_and_clients_compile_once_each(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, compilations: list[int]
+) -> None:
+    trainer = make_trainer(batch_size=8)
+    compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
+    server = tiny_net.anatomy.union(*tiny_net.anatomy.blocks[1:], tiny_net.anatomy.norm, tiny_net.anatomy.head)
+    tokens = tiny_net.num_patches + tiny_net.num_prefix_tokens
+    for samples in (16, 24, 40):
+        fit_clients(compiled, tiny_net, local_and_head(tiny_net), make_shard, [16, 16])
+        part = Features(torch.randn(samples, tokens, tiny_net.embed_dim), torch.zeros(samples, dtype=torch.int16))
+        features = FeatureSet([part], on_device=True)
+        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 1, features=features)
+        compiled.fit(fit, make_shard(0, 0), RngContext(0, 1, -2))
+    assert len(compilations) <= 4
+
+
+def test_compiling_allows_a_block_for_each_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitfleet.config.schema import MachineConfig
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    set_up_machine(MachineConfig(device="cpu"))
+    assert torch._dynamo.config.recompile_limit == 8
+    set_up_machine(MachineConfig(device="cpu", compile=True))
+    assert torch._dynamo.config.recompile_limit > 8
