@@ -1,0 +1,97 @@
+"""Training on features: captured once whatever their number, and reported in the summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from conftest import MakeShard, MakeTrainer
+from vitfleet.config.schema import MachineConfig
+from vitfleet.data.features import Features, FeatureSet
+from vitfleet.message import Tensors
+from vitfleet.models.net import Net
+from vitfleet.training.cohort_inputs import SERVER_CLIENT, ClientFit, RngContext
+from vitfleet.training.machine import normalize_device, resolve_machine_config, set_up_machine
+from vitfleet.training.objective import Fit, Objective, Step
+from vitfleet.training.step_runner import CudaGraphRunner
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_servers_step_is_captured_once_whatever_the_number_of_features(
+    on_device: bool,
+    dropout: float,
+    tiny_net: Net,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
+    tokens = tiny_net.num_patches + tiny_net.num_prefix_tokens
+    server = tiny_net.anatomy.union(*tiny_net.anatomy.blocks[1:], tiny_net.anatomy.norm, tiny_net.anatomy.head)
+    parts: list[Features] = []
+    for round in range(1, 6):
+        values = torch.randn(7 * round, tokens, tiny_net.embed_dim).bfloat16()
+        parts = [*parts, Features(values, torch.randint(0, 5, (len(values),)).to(torch.int16))]
+        features = FeatureSet(parts, on_device, equal_clients=True)
+        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 2, features=features, token_dropout=dropout)
+        rng = RngContext(0, round, SERVER_CLIENT)
+        result, expected = (trainer.fit(fit, make_shard(0, 0), rng) for trainer in (graphed, eager))
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(result.weights[name], tensor)
+        torch.testing.assert_close(result.loss, expected.loss)
+    assert len(captured) == 1
+    summary = replace(graphed).execution_summary()
+    assert (summary.clients, summary.server) == ("none", "mixed"), "both trainers share the cache"
+    assert str(summary).startswith("clients none, server mixed")
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records which samples were seen, in a state that is as large as the client's recording."""
+
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        rows = torch.where(step.sample_weight > 0, step.positions, observer_state["seen"].shape[0] - 1)
+        observer_state["seen"].index_put_((rows,), torch.ones_like(rows, dtype=torch.float32))
+        return observer_state
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_captured_step_serves_smaller_observer_states(
+    clients: int, tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.whole, observer=Recorder())
+
+    def train(rows: int) -> int:
+        fit = Fit(tiny_net.initial_weights(), objective, 1, observer_state={"seen": torch.zeros(rows)})
+        group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
+        for result in graphed.fit_cohort(group):
+            assert result.observed["seen"].shape == (rows,)
+            assert result.observed["seen"][:20].all()
+            assert not result.observed["seen"][20:-1].any(), "nothing is left of the training before"
+        return len(captured)
+
+    assert train(64) == 1
+    assert train(30) == 1
+    assert train(64) == 1
+    assert train(65) == 2
+    assert train(40) == 2
+
+
+def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert normalize_device(torch.device("cuda")) == torch.device("cuda:3")
+    assert normalize_device(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert normalize_device(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_a_device_that_was_chosen_without_an_index_is_recorded_without_it() -> None:
+    machine = set_up_machine(MachineConfig(device="cpu"))
+    gpu = replace(machine, device=torch.device("cuda:0"))
+    for device, recorded in (("auto", "cuda"), ("cuda", "cuda"), ("cuda:0", "cuda:0")):
+        assert resolve_machine_config(MachineConfig(device=device), gpu).device == recorded
