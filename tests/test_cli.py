@@ -284,7 +284,7 @@ def test_run_without_a_configuration_compares_three_methods_on_one_partition(vit
     assert (tmp_path / "both" / "report.html").exists()
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4
-    assert rows[0].startswith("name,method,seed,rounds,accuracy.global")
+    assert rows[0].startswith("name,method,seed,rounds,eval_split,accuracy.global")
 
     again = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert again.returncode == 2

@@ -19,9 +19,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
-from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.config.schema import Config
 from vitfleet.data.features import FeatureSet
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
@@ -40,6 +39,7 @@ from vitfleet.methods.feature_recorder import FEATURE_DTYPES, FeatureRecorder, b
 from vitfleet.methods.feature_store import FeatureStoreUpdate, features_of, stored_in
 from vitfleet.methods.median_sampling import draw_sampling_plan
 from vitfleet.methods.param_checks import check_layers, check_views
+from vitfleet.methods.server_training import ServerTrainingParams, server_settings
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import Fit, Objective
@@ -47,7 +47,7 @@ from vitfleet.training.objective import Fit, Objective
 LAST = "last."  # prefix of the server's weights as they were last trained, where it sends their moving average
 
 
-class EftVitParams(MethodParams):
+class EftVitParams(ServerTrainingParams):
     """Masked images on the client, features instead of weights (EFTViT). The mask ratio is ``train.mask_ratio``."""
 
     local_layers: int = Field(2, ge=1, description="layers M of a client's local module, 1 … the model's layers − 1")
@@ -58,37 +58,8 @@ class EftVitParams(MethodParams):
     feature_dtype: Literal["fp32", "bf16", "fp16", "int8"] = Field(
         "bf16", description="data type in which features are sent and stored"
     )
-    server_epochs: int = Field(2, ge=1, description="the server's epochs over its stored features per round")
-    server_lr: float | None = Field(
-        None, gt=0, description="largest learning rate of the server's training; default: train.lr"
-    )
-    server_batch_size: int | None = Field(
-        None, ge=1, description="samples per step of the server's training; default: train.batch_size"
-    )
-    server_weight_decay: float | None = Field(
-        None, ge=0, description="weight decay of the server's training; default: train.weight_decay"
-    )
-    store: Literal["all", "latest-round"] = Field("all", description="every client's latest features, or this round's")
-    store_on: Literal["device", "host", "disk"] = Field(
-        "device", description="where the server stores features; disk: memory-mapped from the checkpoint's files"
-    )
-    balance: Literal["clients", "samples"] = Field(
-        "clients", description="whether every client or every sample has the same weight in the server's training"
-    )
     # Ours
     views: int = Field(1, ge=1, description="differently masked views sent per image; the upload grows as much")
-    max_age: int | None = Field(
-        None, ge=1, description="the server trains only on features of the last so many rounds; default: on all"
-    )
-    token_dropout: float = Field(
-        0.0, ge=0, lt=1, description="fraction of a stored sample's patches that the server drops at every step"
-    )
-    server_ema: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="decay per round of a moving average of the weights the server sends and evaluates; 0: none",
-    )
     average_local: int | None = Field(
         None, ge=1, description="rounds between averages of the local modules, which clients then send; default: never"
     )
@@ -188,18 +159,9 @@ class EftVit(Method[EftVitParams]):
             params.server_epochs,
             features=features,
             token_dropout=params.token_dropout,
-            train=self._server_training(),
+            train=server_settings(params, self.context.train),
         )
         return replace(server_state, tensors={**tensors, **self._averaged(tensors, result.weights, round)})
-
-    def _server_training(self) -> TrainConfig:
-        """Return the settings of the server's training."""
-        own = {
-            "lr": self.params.server_lr,
-            "batch_size": self.params.server_batch_size,
-            "weight_decay": self.params.server_weight_decay,
-        }
-        return self.context.train.model_copy(update={key: value for key, value in own.items() if value is not None})
 
     def _averaged(self, previous: Tensors, trained: Tensors, round: int) -> Tensors:
         """Return the weights to send: as trained, or their moving average together with those as trained."""
