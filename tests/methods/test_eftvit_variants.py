@@ -176,6 +176,20 @@ def test_local_modules_are_averaged_every_few_rounds(eftvit_config: MakeConfig, 
     assert all(torch.equal(model[name], state.server.tensors[name]) for name in model)
 
 
+def test_local_modules_that_never_train_are_shared_and_not_stored(eftvit_config: MakeConfig, tmp_path: Path) -> None:
+    context = open_run(eftvit_config("method.local_rounds=0", "rounds=2"), tmp_path)
+    method, state = method_of(context), run_to(context, 2)
+    assert all(context.fleet.client_state(client) is None for client in state.last_seen)
+    for name in method.local_module:
+        assert torch.equal(state.server.tensors[name], context.base.tensors[name])
+    assert set(method.client_message(state.server, 3, 0, 2).tensors) == set(method.server_module)
+    after, record = run_round(context, state, 3)
+    assert record.accuracy is not None
+    assert record.accuracy.models == 1
+    correct, _ = context.evaluator.evaluate(after.server.tensors)
+    assert record.accuracy.global_ == pytest.approx(float(correct.mean()))
+
+
 def test_frozen_local_modules_do_not_change(eftvit_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(eftvit_config("method.local_rounds=1", "fleet.clients=4", "fleet.per_round=4"), tmp_path)
     state, names = load_state(context), list(method_of(context).local_module)

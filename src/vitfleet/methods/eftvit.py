@@ -92,8 +92,8 @@ class EftVit(Method[EftVitParams]):
         global_module = self.anatomy.union(*blocks[params.local_layers :], self.anatomy.norm)
         self.global_module = global_module
         self.server_module = self.anatomy.union(global_module, self.anatomy.head)
-        # Where local modules are averaged, the server has a whole model.
-        self.has_global_model = params.average_local is not None
+        # Where local modules are averaged or never trained, the server has a whole model.
+        self.has_global_model = params.average_local is not None or params.local_rounds == 0
 
     @property
     def trainable(self) -> Selection:
@@ -114,7 +114,7 @@ class EftVit(Method[EftVitParams]):
         return Message(self.local_module.take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
-        """Return the initial global module and head, without features; with the local module if it is averaged."""
+        """Return the initial global module and head, without features; with the local module if all share it."""
         server = self.anatomy.whole if self.has_global_model else self.server_module
         return State(server.take(initial_weights))
 
@@ -193,10 +193,11 @@ class EftVit(Method[EftVitParams]):
         local_module = self.local_module.take(model)
         sent = local_module if self._averages_local_modules(job.round) else {}
         message = Message({**balanced_features(plan, result.observed), **sent}, train_metrics(result))
-        return ClientUpdate(message, model, State(local_module))
+        never_trained = params.local_rounds == 0
+        return ClientUpdate(message, model, None if never_trained else State(local_module))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
-        """Return the client's local module, or the mean one, with the server's global module and head."""
+        """Return the client's local module, or the one that all share, with the server's global module and head."""
         local_weights = base_weights if client_state is None else client_state.tensors
         server = self.anatomy.whole if self.has_global_model else self.server_module
         return {**local_weights, **server.take(server_state.tensors)}
