@@ -50,6 +50,19 @@ def test_classes_have_few_fields() -> None:
     assert not too_many
 
 
+def test_no_module_compares_the_devices_of_tensors() -> None:
+    """``cuda`` and ``cuda:0`` are not equal: such a comparison holds on a CPU and fails on a GPU."""
+    compared = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, node in nodes()
+        if isinstance(node, ast.Compare)
+        if any(isinstance(operator, ast.Eq | ast.NotEq) for operator in node.ops)
+        if any(isinstance(side, ast.Attribute) and side.attr == "device" for side in (node.left, *node.comparators))
+        if "config.device" not in ast.unparse(node)  # the key, which is a text
+    ]
+    assert not compared
+
+
 def test_no_module_names_a_method_that_is_not_its_own() -> None:
     """No generic module knows a method by its name."""
     from vitfleet.config.registry import METHODS
