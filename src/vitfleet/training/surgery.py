@@ -80,9 +80,10 @@ def project_gradient(
     # v = lower_bound + u with u ≥ 0 is the same problem with another slack.
     solution = solve_dual(gram, slack + gram @ lower_bound, squared_norm)
     v = torch.where(violated, solution.v + lower_bound, torch.zeros_like(lower_bound))
-    projected_squared_norm = squared_norm + 2 * (v @ slack) + v @ gram @ v
-    vanished = violated & (projected_squared_norm <= VANISHING_RATIO**2 * squared_norm)
-    projected = torch.where(violated, torch.where(vanished, 0, gradient + v[None, None, :] @ rows), gradient)
+    shifted = gradient + v[None, None, :] @ rows
+    # Its length from its own numbers: ‖g‖² + 2vᵀGg + vᵀGGᵀv would cancel, down to rounding errors of ‖g‖².
+    vanished = violated & ((shifted * shifted).sum() <= VANISHING_RATIO**2 * squared_norm)
+    projected = torch.where(violated, torch.where(vanished, 0, shifted), gradient)
     zero_reference = (present & (lengths == 0)).any()
     degenerate = zero_reference | (squared_norm == 0) | (violated & solution.dependent) | vanished
     unsolved = violated & ~solution.solved
