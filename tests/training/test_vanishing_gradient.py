@@ -47,7 +47,7 @@ def test_a_gradient_of_which_nothing_remains_is_exactly_zero(dtype: torch.dtype)
         projected, degenerate = torch.vmap(project)(gradients, rows)
         for case in range(CASES):
             applied, g, constraints = (one[case].double().numpy() for one in (projected, gradients, rows))
-            expected, length = by_nnls(g, constraints), np.linalg.norm(g)
+            expected, length = by_nnls(g, constraints), float(np.linalg.norm(g))
             if np.linalg.norm(expected) < 1e-9 * length:
                 vanished += 1
                 assert not applied.any(), (k, width, case)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import MODELS, validate_params
+
+#: The body with which a client's model is evaluated: as the client trained it, or as it would receive it now.
+EvaluatedBody: TypeAlias = Literal["own", "aggregated"]
 
 
 class ModelConfig(Table):
@@ -65,6 +68,11 @@ class EvalConfig(Table):
         ge=0,
         description="for methods without a global model: client models that are averaged, drawn anew "
         "each time; null: all",
+    )
+    body: EvaluatedBody = Field(
+        "own",
+        description="for methods that share a body: a client's model has the body as it last trained it (own) or the "
+        "server's current one (aggregated)",
     )
 
 

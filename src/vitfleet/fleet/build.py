@@ -47,7 +47,15 @@ def build_components(
         # On a CPU the fused kernel's backward pass takes three to five times as long in bfloat16.
         net = net.with_unfused_attention()
     context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, classes, machine.device, num_tasks, config.aggregate
+        net,
+        config.train,
+        config.rounds,
+        config.seed,
+        classes,
+        machine.device,
+        num_tasks,
+        config.aggregate,
+        config.eval.body,
     )
     preprocess = preprocess_for(net, machine.device)
     trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)

@@ -135,6 +135,8 @@ class Method(ABC, Generic[Params]):
     usual_mask_ratio: ClassVar[float] = 0.0
     #: Whether the server has a complete model. If not, the clients' models are evaluated in its place.
     has_global_model: bool = True
+    #: Whether clients have models whose body the server averages: ``eval.body`` chooses between theirs and its own.
+    shares_body: ClassVar[bool] = False
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
     #: Names of the figures that a report shows for this method: see ``vitfleet.report.method_figures``.
@@ -165,6 +167,10 @@ class Method(ABC, Generic[Params]):
                 params.name,
                 "learns task after task; add a table data.tasks, for example "
                 "-o data.tasks.count=5 -o data.tasks.classes=2",
+            )
+        if config.eval.body == "aggregated" and not cls.shares_body:
+            raise ConfigError(
+                "eval.body", config.eval.body, f"must be own: with {params.name} no client has a shared body of its own"
             )
 
     @classmethod

@@ -8,6 +8,7 @@ import torch
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.schema import TrainConfig
+from vitfleet.config.train import EvaluatedBody
 from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.models.anatomy import Anatomy
 from vitfleet.models.net import Net
@@ -37,6 +38,8 @@ class MethodContext:
         Number of tasks that every client learns one after the other; 1 without tasks.
     aggregation
         The table ``[aggregate]``: the aggregation rule with its parameters.
+    evaluated_body
+        ``eval.body``: the body of the model that a client is evaluated with, where the body is shared.
     """
 
     anatomy: Anatomy
@@ -49,6 +52,7 @@ class MethodContext:
     device: torch.device
     num_tasks: int = 1
     aggregation: AggregationParams = field(default_factory=MeanParams)
+    evaluated_body: EvaluatedBody = "own"
 
     @classmethod
     def from_net(
@@ -61,6 +65,7 @@ class MethodContext:
         device: torch.device,
         num_tasks: int = 1,
         aggregation: AggregationParams | None = None,
+        evaluated_body: EvaluatedBody = "own",
     ) -> MethodContext:
         """Return the context of a model in a run."""
         return cls(
@@ -74,4 +79,5 @@ class MethodContext:
             device=device,
             num_tasks=num_tasks,
             aggregation=aggregation or MeanParams(),
+            evaluated_body=evaluated_body,
         )

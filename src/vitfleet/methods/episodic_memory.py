@@ -15,17 +15,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.base import MethodParams
 from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Tensors
+from vitfleet.methods.shared_body import HeadsParams
 from vitfleet.training.objective import EpisodicMemory
 
 _PREFIX = "memory."
 
 
-class MemoryParams(MethodParams):
+class MemoryParams(HeadsParams):
     """Parameters of all methods that store samples of learned tasks."""
 
     rho: float = Field(0.1, gt=0, le=1, description="fraction ρ of a task's samples, of every class, that is stored")

@@ -3,17 +3,22 @@
 Clients learn one task after the other. The body is federated, the heads are local. A round of a client has three parts:
 
 1. Fine-tuning, for a client that has taken part before: one epoch on the aggregated body. Each step follows the
-gradient
-   g_b of the body before the aggregation, rotated to an acute angle with the gradient g_a of the aggregated body,
-   against negative transfer from other clients.
+   gradient g_b of the body before the aggregation, rotated to an acute angle with the gradient g_a of the aggregated
+   body, against negative transfer from other clients.
 2. Training of the head with the body frozen.
 3. Training of the body with the head frozen. The gradient of each step is integrated with those of the k stored tasks
    that are most dissimilar to it (gradient restorer, gradient integrator), against forgetting.
 
 The knowledge extractor then stores the fraction ρ of the task's samples that have the lowest loss.
+
+The defaults are the paper's text. Keys that leave it: ``margin``, ``integrate``, ``chooser``, ``tune_first_round``,
+``tune_integrated`` and ``heads``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,19 +31,42 @@ from vitfleet.methods.memory_method import MemoryMethod
 from vitfleet.methods.param_checks import check_head_epochs
 from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
 from vitfleet.methods.shared_body import LocalTraining
-from vitfleet.training.objective import EpisodicMemory, Fit, Objective
-from vitfleet.training.surgery import GradientIntegrator, GradientRotation, MostDissimilar
+from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceSelector
+from vitfleet.training.surgery import GradientIntegrator, GradientRotation, LargestAngle, MostDissimilar
 
 FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
+
+
+SELECTORS: Mapping[str, Callable[[int, int], ReferenceSelector]] = {
+    "wasserstein": MostDissimilar,
+    "angle": LargestAngle,
+}
 
 
 class FedVitParams(MemoryParams):
     """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
 
-    head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
+    head_epochs: int = Field(
+        1, ge=0, description="of train.epochs, those that train the head alone, first; the rest are integrated"
+    )
+    integrate: Literal["body", "all"] = Field(
+        "body", description="what the integrated epochs train: the body, as in the paper, or head and body together"
+    )
     k: int = Field(10, ge=1, description="stored tasks that are integrated: the most dissimilar ones")
+    chooser: Literal["wasserstein", "angle"] = Field(
+        "wasserstein", description="how the k tasks are chosen: largest Wasserstein distance or largest included angle"
+    )
     rank_every: int = Field(1, ge=1, description="steps between two rankings of the stored tasks")
+    margin: float = Field(
+        0.0, ge=0, description="least multiplier of each stored task once one is violated (the paper: 0; GEM: 0.5)"
+    )
     tune_epochs: int = Field(1, ge=0, description="epochs of fine-tuning after an aggregation")
+    tune_first_round: bool = Field(
+        True, description="fine-tune also in a client's first round of a task, when its head is not trained on it yet"
+    )
+    tune_integrated: bool = Field(
+        False, description="in fine-tuning, allow no obtuse angle to the gradients of stored tasks either"
+    )
 
 
 @register_method("fedvit", FedVitParams)
@@ -54,22 +82,20 @@ class FedVit(MemoryMethod[FedVitParams]):
         check_head_epochs(params.head_epochs, config.train.epochs)
 
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
-        """Fine-tune after the aggregation, train the head, train the body with integration, extract knowledge."""
+        """Fine-tune after the aggregation, train the head, train with integration, extract knowledge."""
         params, anatomy = self.params, self.anatomy
+        memory = replay_memory(self.stored_tasks(job), job.task_index)
         numbers: Numbers = {}
-        if job.client_state is not None and params.tune_epochs:
-            rotation = Objective(anatomy.body, transform=GradientRotation(params.check))
-            before_aggregation = anatomy.trainable(anatomy.body).take(job.client_state.tensors)
-            tuned = yield Fit(weights, rotation, params.tune_epochs, reference_weights=before_aggregation)
+        if self.tunes(job):
+            tuned = yield self.fine_tuning(job, weights, memory if params.tune_integrated else None)
             weights = {**weights, **tuned.weights}
             numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
         if params.head_epochs:
             head_result = yield Fit(weights, Objective(anatomy.head), params.head_epochs)
             weights = {**weights, **head_result.weights}
-        memory = replay_memory(self.stored_tasks(job), job.task_index)
         result = yield Fit(
             weights,
-            self.body_objective(memory),
+            self.integrated_objective(memory),
             self.context.train.epochs - params.head_epochs,
             memory=memory,
             score_samples=True,
@@ -77,12 +103,34 @@ class FedVit(MemoryMethod[FedVitParams]):
         numbers = {**numbers, **projection_counts(result)}
         return self.with_memory(job, weights, result, result.sample_losses, numbers)
 
-    def body_objective(self, memory: EpisodicMemory | None) -> Objective:
-        """Return the objective of the body's training: with stored tasks, their gradients are integrated."""
-        if memory is None:
-            return Objective(self.anatomy.body)
-        return Objective(
-            self.anatomy.body,
-            transform=GradientIntegrator(self.params.check),
-            selector=MostDissimilar(self.params.k, self.params.rank_every),
+    def tunes(self, job: ClientJob) -> bool:
+        """Return whether the client's round begins with fine-tuning: it has taken part before, in this task if need be.
+
+        A client that has taken part in a task has stored samples of it.
+        """
+        has_body = job.client_state is not None and self.params.tune_epochs > 0
+        return has_body and (self.params.tune_first_round or job.task_index in self.stored_tasks(job))
+
+    def fine_tuning(self, job: ClientJob, weights: Tensors, memory: EpisodicMemory | None) -> Fit:
+        """Return the fine-tuning of the aggregated body, with or without the stored tasks as constraints."""
+        assert job.client_state is not None
+        body = self.anatomy.body
+        objective = Objective(
+            body,
+            transform=GradientRotation(self.params.check, self.params.margin if memory else 0.0),
+            selector=self.selector() if memory else None,
         )
+        before_aggregation = self.anatomy.trainable(body).take(job.client_state.tensors)
+        return Fit(weights, objective, self.params.tune_epochs, memory=memory, reference_weights=before_aggregation)
+
+    def integrated_objective(self, memory: EpisodicMemory | None) -> Objective:
+        """Return the objective of the last epochs: with stored tasks, their gradients are integrated."""
+        trained = self.anatomy.body if self.params.integrate == "body" else self.anatomy.whole
+        if memory is None:
+            return Objective(trained)
+        transform = GradientIntegrator(self.params.check, self.params.margin)
+        return Objective(trained, transform=transform, selector=self.selector())
+
+    def selector(self) -> ReferenceSelector:
+        """Return the gradient restorer's choice of k stored tasks."""
+        return SELECTORS[self.params.chooser](self.params.k, self.params.rank_every)

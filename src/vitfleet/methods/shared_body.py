@@ -1,8 +1,11 @@
 """Base class of methods that share the body and keep the head local.
 
 The server averages the body (all weights except the head). The head, and whatever else a method keeps, never leaves its
-client. A client's model is the one that it trained last: the body of its last round with its own head. FedPer, FedRep,
-GEM, A-GEM and FedViT differ only in the local training.
+client. FedPer, FedRep, GEM, A-GEM and FedViT differ only in the local training.
+
+Methods that are not defined by a local head have the key ``method.heads`` (:class:`HeadsParams`): with ``shared`` heads
+are sent and averaged with the body. A client's model is the one that it trained last; with ``eval.body = "aggregated"``
+what is shared is the server's instead.
 """
 
 from __future__ import annotations
@@ -10,16 +13,27 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
+
+from pydantic import Field
 
 from vitfleet.config.base import MethodParams
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
+from vitfleet.methods.context import MethodContext
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.objective import Fit, FitResult
 
 Params = TypeVar("Params", bound=MethodParams)
+
+
+class HeadsParams(MethodParams):
+    """Parameters of methods that work with local and with shared heads."""
+
+    heads: Literal["local", "shared"] = Field(
+        "local", description="local: every client keeps its own head; shared: heads are averaged with the body"
+    )
 
 
 @dataclass(frozen=True)
@@ -48,9 +62,23 @@ LocalTraining: TypeAlias = Generator[Fit, FitResult, LocalTrainingResult]
 
 
 class SharedBody(Method[Params]):
-    """Shared body, local heads. A subclass defines the local training."""
+    """Shared body, local heads unless :class:`HeadsParams` says otherwise. A subclass defines the local training."""
 
-    has_global_model = False
+    shares_body = True
+
+    def __init__(self, params: Params, context: MethodContext) -> None:
+        super().__init__(params, context)
+        self.has_global_model = self.shares_heads
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether heads are sent and averaged with the body."""
+        return isinstance(self.params, HeadsParams) and self.params.heads == "shared"
+
+    @property
+    def shared(self) -> Selection:
+        """The weights that are sent and averaged: the body, with shared heads the whole model."""
+        return self.anatomy.whole if self.shares_heads else self.anatomy.body
 
     @property
     def trainable(self) -> Selection:
@@ -64,39 +92,43 @@ class SharedBody(Method[Params]):
         Parameters
         ----------
         weights
-            The received body with the client's head.
+            The received body with the client's head, or the received model.
         """
 
     # Server
 
     def base_message(self, initial_weights: Tensors) -> Message:
-        """Return the initial head: all clients start from the same one."""
-        return Message(self.anatomy.head.take(initial_weights))
+        """Return the initial head: all clients start from the same one. Shared heads come with every message."""
+        return Message({} if self.shares_heads else self.anatomy.head.take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
-        """Return the initial body."""
-        return State(self.anatomy.body.take(initial_weights))
+        """Return the initial weights that are shared."""
+        return State(self.shared.take(initial_weights))
 
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the body."""
+        """Return the shared weights."""
         return Message(server_state.tensors)
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
-        """Return the sample-weighted mean of the bodies, or the configured aggregation rule."""
+        """Return the sample-weighted mean of the shared weights, or the configured aggregation rule."""
         return WeightedMean(server_state, self.context.aggregation)
 
     # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
-        """Train the received body with the client's head; send the body, keep the model."""
+        """Train the received weights with the client's head, unless one was received; send what is shared."""
         head = job.base_weights if job.client_state is None else self.anatomy.head.take(job.client_state.tensors)
         local = yield from self.local_training(job, {**head, **job.message.tensors})
-        body = self.anatomy.body.take(local.model_weights) if local.fit_result.samples else {}
-        message = Message(body, {**train_metrics(local.fit_result), **local.numbers})
+        sent = self.shared.take(local.model_weights) if local.fit_result.samples else {}
+        message = Message(sent, {**train_metrics(local.fit_result), **local.numbers})
         return ClientUpdate(message, local.model_weights, State({**local.model_weights, **local.extra_state}))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
-        """Return the model that the client trained last; before its first round, the server's body."""
+        """Return the model that the client trained last, or the server's shared weights with the client's head.
+
+        Before its first round, a client has the server's weights.
+        """
         if client_state is None:
             return {**base_weights, **server_state.tensors}
-        return self.anatomy.whole.take(client_state.tensors)
+        own = self.anatomy.whole.take(client_state.tensors)
+        return {**own, **server_state.tensors} if self.context.evaluated_body == "aggregated" else own

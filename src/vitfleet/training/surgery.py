@@ -56,7 +56,7 @@ class ProjectedGradient:
 
 
 def project_gradient(
-    gradients: Tensors, references: Tensors, present: Tensor, margin: float = 0.0
+    gradients: Tensors, references: Tensors, present: Tensor, margin: float | Tensor = 0.0
 ) -> ProjectedGradient:
     """Return the nearest gradient that has no obtuse angle with any reference.
 
@@ -67,7 +67,7 @@ def project_gradient(
     present
         Which references exist, ``[k]``.
     margin
-        GEM's γ: the lower bound of every multiplier, once any constraint is violated.
+        GEM's γ: the lower bound of every multiplier, or of each, ``[k]``, once any constraint is violated.
     """
     gradient = to_chunks({name: tensor[None] for name, tensor in gradients.items()})
     rows = to_chunks(references, gradients)
@@ -173,15 +173,20 @@ class GradientRotation:
     """FedViT's fine tuning after an aggregation: rotates the gradient before it to an acute angle with that after it.
 
     The weights that train are the aggregated ones. The last reference is the gradient of the same batch at the client's
-    weights before the aggregation: g' = g_b − min(0, g_b·g_a) / ‖g_a‖² · g_a.
+    weights before the aggregation: g' = g_b − min(0, g_b·g_a) / ‖g_a‖² · g_a. With a memory there are references before
+    it, the gradients of stored tasks: then g' is the gradient nearest to g_b that has no obtuse angle with g_a nor with
+    any of them.
 
     Attributes
     ----------
     check
         Whether to verify the applied gradient at every step.
+    margin
+        GEM's γ for the stored tasks: see :func:`project_gradient`. That of g_a is 0.
     """
 
     check: bool = False
+    margin: float = 0.0
 
     @property
     def counts(self) -> tuple[str, ...]:
@@ -194,10 +199,16 @@ class GradientRotation:
         """Return the rotated gradient."""
         assert references is not None
         before = {name: rows[-1] for name, rows in references.gradients.items()}
-        after = {name: gradient[None] for name, gradient in gradients.items()}
-        present = torch.ones_like(references.present[-1:])
-        projected = project_gradient(before, after, present)
-        return projected.gradients, _step_counts(projected, ReferenceGradients(after, present), self.check)
+        # The gradient at the aggregated weights takes the place of the one before: stored tasks, then g_a.
+        constraints = {
+            name: torch.cat([rows[:-1], gradients[name][None]]) for name, rows in references.gradients.items()
+        }
+        is_stored = (
+            torch.arange(len(references.present), device=references.present.device) < len(references.present) - 1
+        )
+        projected = project_gradient(before, constraints, references.present, self.margin * is_stored)
+        counts = _step_counts(projected, ReferenceGradients(constraints, references.present), self.check)
+        return projected.gradients, counts
 
 
 def _step_counts(projected: ProjectedGradient, references: ReferenceGradients, check: bool) -> dict[str, Tensor]:
@@ -230,6 +241,27 @@ class MostDissimilar:
         return ranked.topk(self.k).indices.sort().values
 
 
+@dataclass(frozen=True)
+class LargestAngle:
+    """A selector of the gradient restorer: the k references with the largest included angle with the gradient.
+
+    Attributes
+    ----------
+    k
+        How many references are selected.
+    every
+        The number of steps after which references are selected again.
+    """
+
+    k: int
+    every: int = 1
+
+    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
+        """Return the indices of the selected references, in ascending order. Absent references are selected last."""
+        ranked = torch.where(references.present, -cosines(gradients, references.gradients), -2)
+        return ranked.topk(self.k).indices.sort().values
+
+
 def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
     """Return the 1-D Wasserstein distance of a gradient to each reference, ``[references]``.
 
@@ -244,3 +276,19 @@ def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
         reference = torch.cat([references[name][index].flatten() for name in gradients]).sort().values
         distances.append((gradient - reference).abs().mean(dtype=torch.float64))
     return torch.stack(distances)
+
+
+def cosines(gradients: Tensors, references: Tensors) -> Tensor:
+    """Return the cosine of the angle between a gradient and each reference, ``[references]``; 1 where one is zero.
+
+    References are converted to float64 one by one, as those in :func:`wasserstein_distances` are sorted.
+    """
+    gradient = torch.cat([tensor.flatten() for tensor in gradients.values()]).double()
+    norm = torch.linalg.vector_norm(gradient)
+    num_references = next(iter(references.values())).shape[0]
+    values = []
+    for index in range(num_references):
+        reference = torch.cat([references[name][index].flatten() for name in gradients]).double()
+        lengths = norm * torch.linalg.vector_norm(reference)
+        values.append(torch.where(lengths > 0, (gradient * reference).sum() / torch.where(lengths > 0, lengths, 1), 1))
+    return torch.stack(values)
