@@ -14,6 +14,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.flower.fleet import fleet_factory
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 
@@ -77,6 +78,21 @@ def test_flower_fleet_equals_inline_fleet_on_tasks(
         ),
         tmp_path,
     )
+
+
+@pytest.mark.parametrize("heads", ["local", "shared"])
+def test_flower_fleet_evaluates_clients_with_the_servers_body(
+    heads: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The request to evaluate carries the server's weights; a client has its own head, unless heads are shared."""
+    keys = "method.name=gem", f"method.heads={heads}", *TASKS, "data.tasks.count=2", "rounds=4", "eval.clients=0"
+    config = tiny_config(*keys, "eval.body=aggregated")
+    assert_equals_inline(config, tmp_path)
+    run_rounds(open_run(tiny_config(*keys), tmp_path / "own"))
+    own, aggregated = (
+        [record.task.matrix for record in read_records(tmp_path / name) if record.task] for name in ("own", "flower")
+    )
+    assert own != aggregated
 
 
 def assert_equals_inline(config: Config, tmp_path: Path) -> None:

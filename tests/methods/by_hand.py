@@ -84,13 +84,13 @@ class Hand:
         return now
 
 
-def integrated(gradient: Tensor, rows: list[Tensor]) -> Tensor:
-    """Solve GEM's dual with quadprog."""
+def integrated(gradient: Tensor, rows: list[Tensor], margin: float | list[float] = 0.0) -> Tensor:
+    """Solve GEM's dual with quadprog, as its paper has it: min ½ vᵀGGᵀv + gᵀGᵀv subject to v ≥ margin."""
     g, stacked = gradient.double().numpy(), torch.stack(rows).double().numpy()
     if (stacked @ g >= 0).all():
         return gradient
     gram = stacked @ stacked.T
-    v = quadprog.solve_qp(gram, -(stacked @ g), np.eye(len(rows)), np.zeros(len(rows)))[0]
+    v = quadprog.solve_qp(gram, -(stacked @ g), np.eye(len(rows)), np.broadcast_to(margin, len(rows)).astype(float))[0]
     return torch.from_numpy(g + stacked.T @ v).float()
 
 
@@ -98,6 +98,12 @@ def farthest(gradient: Tensor, rows: list[Tensor], k: int) -> list[Tensor]:
     """Return the k rows of largest Wasserstein distance."""
     distances = [wasserstein_distance(gradient.numpy(), row.numpy()) for row in rows]
     return [rows[i] for i in sorted(np.argsort(distances)[-k:])]
+
+
+def most_obtuse(gradient: Tensor, rows: list[Tensor], k: int) -> list[Tensor]:
+    """Return the k rows of smallest cosine."""
+    cosines = [float(gradient.double() @ row.double() / row.double().norm()) for row in rows]
+    return [rows[i] for i in sorted(np.argsort(cosines)[:k])]
 
 
 def memory_of(state: State | None, num_tasks: int) -> list[Samples]:

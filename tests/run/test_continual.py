@@ -39,6 +39,18 @@ TINY = (
     "fleet.per_round=3",
     "machine.device=cpu",
 )
+#: Every key of FedViT, of heads and of evaluation at another value than its default.
+OTHER_KEYS = (
+    "method.k=2",
+    "method.rank_every=2",
+    "method.margin=0.5",
+    "method.integrate=all",
+    "method.chooser=angle",
+    "method.tune_first_round=false",
+    "method.tune_integrated=true",
+    "method.heads=shared",
+    "eval.body=aggregated",
+)
 WITHOUT_HEAD_EPOCHS = tuple(key for key in TINY if not key.startswith("method."))
 
 
@@ -238,9 +250,10 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
     assert rates[0] > rates[1] > rates[2]
 
 
-def test_a_stacked_cohort_trains_like_single_clients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [(), OTHER_KEYS, ("method.chooser=angle",)], ids=["paper", "other keys", "angle"])
+def test_a_stacked_cohort_trains_like_single_clients(other: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
-    keys = "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
+    keys = *other, "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
@@ -281,12 +294,18 @@ def test_members_of_a_comparison_have_the_same_task_streams(tmp_path: Path) -> N
     assert not partitions_differ(path)
 
 
-@pytest.mark.parametrize("method", ["fedvit", "a-gem"])
-def test_a_run_interrupted_within_a_task_resumes_bit_for_bit(method: str, fedvit: Finished, tmp_path: Path) -> None:
-    overrides = () if method == "fedvit" else (f"method.name={method}",)
-    keys = TINY if method == "fedvit" else WITHOUT_HEAD_EPOCHS
-    config = load_config("fedvit-digits", [*keys, *overrides])
-    if method == "fedvit":
+RESUMED = {
+    "fedvit": TINY,
+    "fedvit, other keys": (*TINY, *OTHER_KEYS),
+    "a-gem": (*WITHOUT_HEAD_EPOCHS, "method.name=a-gem"),
+    "gem, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=gem", "method.heads=shared"),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_interrupted_within_a_task_resumes_bit_for_bit(case: str, fedvit: Finished, tmp_path: Path) -> None:
+    config = load_config("fedvit-digits", RESUMED[case])
+    if case == "fedvit":
         undisturbed = fedvit.context.folder
     else:
         undisturbed = tmp_path / "undisturbed"

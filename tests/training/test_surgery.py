@@ -19,7 +19,9 @@ from vitfleet.training.surgery import (
     OBTUSE,
     GradientIntegrator,
     GradientRotation,
+    LargestAngle,
     MostDissimilar,
+    cosines,
     has_obtuse_angle,
     inner_products,
     project_gradient,
@@ -187,18 +189,39 @@ def test_margin_is_the_lower_bound_of_every_multiplier() -> None:
     assert torch.equal(kept.gradients["w"], free), "the margin counts only if a constraint is violated"
 
 
+def test_margin_equals_gems_own_problem_on_100_random_problems() -> None:
+    """GEM's equation 11 with its margin, as its paper and quadprog state it; one margin for all, or one for each."""
+    rotated = 0
+    for seed in range(100):
+        k = 1 + seed % 8
+        gradient, rows = problem(500 + seed, k, size=40)
+        random = np.random.default_rng(seed)
+        margins = torch.from_numpy(random.uniform(0, 1, size=k)) if seed % 2 else torch.full((k,), 0.5).double()
+        projected = project_gradient(
+            {"w": gradient}, {"w": rows}, all_present(rows), margins if seed % 2 else float(margins[0])
+        )
+        gram, slack = (rows @ rows.T).numpy(), (rows @ gradient).numpy()
+        v = quadprog.solve_qp(gram, -slack, np.eye(k), margins.numpy())[0] if (slack < 0).any() else np.zeros(k)
+        np.testing.assert_allclose(
+            projected.gradients["w"].numpy(), gradient.numpy() + rows.numpy().T @ v, rtol=1e-9, atol=1e-9
+        )
+        assert projected.unsolved == 0
+        rotated += int(projected.rotated)
+    assert 40 < rotated < 100
+
+
 @pytest.mark.parametrize("k", [1, 3, 10])
 def test_projection_and_selection_are_the_same_lifted_over_clients(k: int) -> None:
     problems = [problem(seed, k, size=30, dtype=torch.float32) for seed in range(16)]
     gradients, rows = (torch.stack(column) for column in zip(*problems, strict=True))
     present = torch.rand(16, k, generator=torch.Generator().manual_seed(0)) < 0.8
-    selector = MostDissimilar(k=min(2, k))
+    selectors = MostDissimilar(k=min(2, k)), LargestAngle(k=min(2, k))
 
     def project_and_select(gradient: Tensor, row: Tensor, present: Tensor) -> tuple[Tensor, ...]:
         projected = project_gradient({"w": gradient}, {"w": row}, present)
         obtuse = has_obtuse_angle(projected.gradients, {"w": row}, present)
-        selected = selector({"w": gradient}, ReferenceGradients({"w": row}, present))
-        return projected.gradients["w"], projected.rotated, projected.degenerate, projected.unsolved, obtuse, selected
+        selected = [selector({"w": gradient}, ReferenceGradients({"w": row}, present)) for selector in selectors]
+        return projected.gradients["w"], projected.rotated, projected.degenerate, projected.unsolved, obtuse, *selected
 
     lifted = torch.vmap(project_and_select)(gradients, rows, present)
     alone = [project_and_select(*arguments) for arguments in zip(gradients, rows, present, strict=True)]
@@ -263,6 +286,22 @@ def test_gradient_rotation_rotates_the_gradient_before_aggregation_towards_the_o
     assert torch.equal(unchanged["w"], -before)
 
 
+@pytest.mark.parametrize("margin", [0.0, 0.5])
+def test_gradient_rotation_with_stored_tasks_is_the_projection_against_all_of_them(margin: float) -> None:
+    for seed in range(20):
+        before, constraints = problem(seed, k=5, size=30)
+        stored, after = constraints[:-1], constraints[-1]
+        references = ReferenceGradients({"w": torch.cat([stored, before[None]])}, all_present(constraints))
+        applied, counts = GradientRotation(check=True, margin=margin)({"w": after}, references, empty_step())
+        gram, slack = (constraints @ constraints.T).numpy(), (constraints @ before).numpy()
+        if (slack >= 0).all():
+            assert torch.equal(applied["w"], before)
+            continue
+        v = quadprog.solve_qp(gram, -slack, np.eye(5), np.array([margin] * 4 + [0.0]))[0]
+        np.testing.assert_allclose(applied["w"].numpy(), before.numpy() + constraints.numpy().T @ v, atol=1e-9)
+        assert as_floats(counts["rotated"], counts[OBTUSE]) == [1, 0]
+
+
 # Selection of references
 
 
@@ -283,3 +322,42 @@ def test_most_dissimilar_selects_the_farthest_and_absent_references_last() -> No
     assert MostDissimilar(3)(gradient, ReferenceGradients(rows, all_five)).tolist() == [1, 2, 3]
     some_absent = torch.tensor([True, False, False, True, True])
     assert MostDissimilar(3)(gradient, ReferenceGradients(rows, some_absent)).tolist() == [0, 3, 4]
+
+
+def test_largest_angle_selects_the_smallest_cosines() -> None:
+    for seed in range(50):
+        gradient, rows = problem(seed, k=7, size=24, dtype=torch.float32)
+        parts = {"a": gradient[:6].reshape(2, 3), "b": gradient[6:]}
+        references = {"a": rows[:, :6].reshape(7, 2, 3), "b": rows[:, 6:]}
+        angles = [float(torch.rad2deg(torch.arccos(torch.cosine_similarity(gradient, row, dim=0)))) for row in rows]
+        np.testing.assert_allclose(cosines(parts, references).numpy(), np.cos(np.deg2rad(angles)), atol=1e-5)
+        for k in (1, 3):
+            selected = LargestAngle(k)(parts, ReferenceGradients(references, all_present(rows))).tolist()
+            assert selected == sorted(np.argsort(angles)[-k:].tolist())
+
+
+def test_largest_angle_selects_zero_and_absent_references_last() -> None:
+    gradient = {"w": torch.tensor([1.0, 0.0])}
+    rows = {"w": torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])}
+    everything = torch.ones(4, dtype=torch.bool)
+    assert LargestAngle(2)(gradient, ReferenceGradients(rows, everything)).tolist() == [2, 3]
+    without_opposite = torch.tensor([True, True, False, True])
+    assert LargestAngle(1)(gradient, ReferenceGradients(rows, without_opposite)).tolist() == [3]
+    assert LargestAngle(3)(gradient, ReferenceGradients(rows, without_opposite)).tolist() == [0, 1, 3]
+
+
+def test_wasserstein_ranks_by_norm_where_the_angle_does_not() -> None:
+    """A long reference in the gradient's direction against a short one that opposes it, and random references."""
+    random = torch.Generator().manual_seed(0)
+    gradient = torch.randn(20_000, generator=random)
+    rows = torch.stack([5 * gradient, -0.9 * gradient])
+    references = ReferenceGradients({"w": rows}, all_present(rows))
+    assert MostDissimilar(1)({"w": gradient}, references).tolist() == [0]
+    assert LargestAngle(1)({"w": gradient}, references).tolist() == [1]
+    norms = torch.tensor([1.5, 8.0, 3.0, 5.0, 2.0, 13.0])
+    mixed = torch.randn(6, 20_000, generator=random) + torch.linspace(2, -2, 6)[:, None] * gradient
+    mixed = mixed / mixed.norm(dim=1, keepdim=True) * norms[:, None] * gradient.norm()
+    by_distance = wasserstein_distances({"w": gradient}, {"w": mixed}).argsort()
+    assert by_distance.tolist() == norms.argsort().tolist()
+    by_angle = cosines({"w": gradient}, {"w": mixed}).argsort(descending=True)
+    assert by_angle.tolist() == [0, 1, 2, 3, 4, 5]
