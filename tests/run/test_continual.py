@@ -250,10 +250,10 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
     assert rates[0] > rates[1] > rates[2]
 
 
-@pytest.mark.parametrize("other", [(), OTHER_KEYS, ("method.chooser=angle",)], ids=["paper", "other keys", "angle"])
-def test_a_stacked_cohort_trains_like_single_clients(other: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.chooser=angle",)], ids=["paper", "other keys", "angle"])
+def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
-    keys = *other, "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
+    keys = *more, "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
