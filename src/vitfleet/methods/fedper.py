@@ -1,7 +1,6 @@
 """FedPer: Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 
-FedAvg of the body. Body and head are trained together; the head stays local. FedViT's comparison uses it as FedAvg with
-shared body and local heads.
+FedAvg of the body. Body and head are trained together; the head stays local. On tasks it is FedAvg with local heads.
 """
 
 from __future__ import annotations

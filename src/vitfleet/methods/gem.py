@@ -3,8 +3,8 @@
 GEM: Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual Learning", 2017. Each stored task gives one
 reference gradient g_k. A gradient g with ⟨g, g_k⟩ < 0 for any k is projected (equation 11). A-GEM: Chaudhry et al.,
 "Efficient Lifelong Learning with A-GEM", 2019. All stored samples give one reference gradient g_ref (equation 11
-there). Both train body and head together and store random samples, as in their papers. Here the body is shared and the
-heads are local.
+there). Both train body and head together and store random samples, as in their papers. Here the body is shared; the
+heads are local or shared (``method.heads``).
 """
 
 from __future__ import annotations

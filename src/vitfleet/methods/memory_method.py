@@ -33,7 +33,7 @@ MEMORY_METRICS = (
 
 
 class MemoryMethod(SharedBody[Params]):
-    """Shared body, local heads; every client has an episodic memory."""
+    """Shared body, local or shared heads; every client has an episodic memory."""
 
     needs_tasks = True
     client_metrics = (*projection_metrics(), *MEMORY_METRICS)
