@@ -21,7 +21,8 @@ from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.gradient_magnitude import GradientMagnitude, head_magnitudes
-from vitfleet.methods.transfl import TransFL, TransFLParams, top_k
+from vitfleet.methods.layer_sharing import top_k
+from vitfleet.methods.transfl import TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
@@ -164,7 +165,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
     make_shard: MakeShard,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vitfleet.methods.transfl.top_k", lambda magnitudes, k: [0])
+    monkeypatch.setattr("vitfleet.methods.layer_sharing.top_k", lambda magnitudes, k: [0])
     method = TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
     server, (first, second) = _play(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
@@ -200,7 +201,7 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
 
 def test_what_always_travels_is_a_choice(make_context: MakeContext, tiny_net: Net) -> None:
     method = TransFL(TransFLParams(k=1, always_send=("norm",)), make_context())
-    assert method.always_sent == tiny_net.anatomy.norm
+    assert method.sharing.always_sent == tiny_net.anatomy.norm
 
 
 def test_a_client_without_images_sends_nothing(

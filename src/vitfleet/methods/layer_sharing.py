@@ -1,0 +1,121 @@
+"""Sharing of some layers: a client sends those with the largest gradients, and receives what has changed (TransFL).
+
+During training a client measures the mean absolute gradient G_ℓ of each transformer layer ℓ. It sends the k layers with
+the largest G_ℓ, and some weights outside the layers always. The server averages each layer over the clients that sent
+it. A client receives only the layers that have changed since its last round; its other layers stay as it trained them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitfleet.config.base import AggregationParams
+from vitfleet.message import Message, Numbers, State
+from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.gradient_magnitude import GradientMagnitude
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.training.objective import FitResult
+
+LAYER_FIGURES = ("sent-layers", "head-gradients")
+LAYER_METRICS = (
+    ClientMetric("layers", "layers sent"),
+    ClientMetric("gradients", "mean |gradient| of each layer"),
+    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer"),
+)
+
+
+@dataclass(frozen=True)
+class LayerSharing:
+    """Which weights are sent: the k layers with the largest gradients, and always some others.
+
+    Attributes
+    ----------
+    k
+        How many layers a client sends.
+    always_sent
+        The weights outside the layers that are sent in every round, in both directions.
+    statistic
+        What ranks a layer: see :class:`GradientMagnitude`.
+    """
+
+    anatomy: Anatomy
+    k: int
+    always_sent: Selection
+    statistic: str = "mean-abs"
+
+    @property
+    def observer(self) -> GradientMagnitude:
+        """The observer that measures the gradients in a client's training."""
+        return GradientMagnitude(self.anatomy, self.statistic)
+
+    # Server
+
+    def initial_numbers(self) -> Numbers:
+        """Return what the server's state records besides weights: the last round in which each layer changed."""
+        return {"updated": [0] * self.anatomy.depth}
+
+    def client_message(self, server_state: State, last_round: int | None) -> Message:
+        """Return what has changed since the client's last round; for a new client, all of the server's weights."""
+        if last_round is None:
+            return Message(server_state.tensors)
+        return Message(self.updated_since(server_state, last_round).take(server_state.tensors))
+
+    def updated_since(self, server_state: State, last_round: int) -> Selection:
+        """Return the layers that changed in a round or later, and the weights that are always sent."""
+        updated = server_state.numbers["updated"]
+        assert isinstance(updated, list)
+        changed = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
+        return self.anatomy.union(self.always_sent, *changed)
+
+    # Client
+
+    def select(self, result: FitResult) -> tuple[Selection, Numbers]:
+        """Return the weights that a client sends after a training of at least one step, and the numbers to report."""
+        magnitudes = (result.observed["layers"] / result.steps).tolist()
+        layers = top_k(magnitudes, self.k)
+        sent = self.anatomy.union(self.always_sent, *(self.anatomy.blocks[layer] for layer in layers))
+        numbers: Numbers = {"layers": layers, "gradients": magnitudes}
+        if not self.anatomy.attention:
+            return sent, numbers
+        return sent, {**numbers, "head_gradients": (result.observed["heads"] / result.steps).flatten().tolist()}
+
+
+def top_k(magnitudes: list[float], k: int) -> list[int]:
+    """Return the k layers with the largest magnitudes, in the model's order; of equal ones, the earlier."""
+    ranked = sorted(range(len(magnitudes)), key=lambda layer: -magnitudes[layer])
+    return sorted(ranked[:k])
+
+
+class LayerwiseMean(WeightedMean):
+    """The weighted mean of each layer. The new state records which layers changed."""
+
+    def __init__(self, server_state: State, config: AggregationParams, anatomy: Anatomy, round: int) -> None:
+        super().__init__(server_state, config)
+        self.anatomy = anatomy
+        self.round = round
+
+    def add(self, client: int, message: Message) -> None:
+        """Add one client's layers. The reported numbers are checked, because they are written to the records."""
+        depth = self.anatomy.depth
+        heads = self.anatomy.attention[0].heads if self.anatomy.attention else 0
+        for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
+            values = message.numbers.get(name)
+            if values is not None and not (isinstance(values, list) and len(values) == length):
+                raise RejectedUpdateError(f"its number {name!r} is not a list of {length} values")
+        layers = message.numbers.get("layers", [])
+        if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
+            raise RejectedUpdateError(f"its layers {layers} are not all between 0 and {depth - 1}")
+        super().add(client, message)
+
+    def finish(self) -> State:
+        """Return the server's state with the means; ``updated`` is this round for the layers that changed."""
+        weights = super().finish().tensors
+        previous = self.server_state.numbers["updated"]
+        assert isinstance(previous, list)
+        updated = [
+            self.round if any(name in self.updated_names for name in block) else int(last)
+            for block, last in zip(self.anatomy.blocks, previous, strict=True)
+        ]
+        return State(weights, {"updated": updated})
