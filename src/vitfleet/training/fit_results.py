@@ -60,7 +60,8 @@ def _sample_losses(cohort: Cohort, group: Sequence[ClientFit]) -> list[Tensor]:
     padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
     indices = padded if cohort.stacked else padded[0]
     chunks = []
-    for chunk in torch.split(indices, SCORING_BATCH, dim=-1):
+    # A client without samples has no chunk; torch.split would return an empty one.
+    for chunk in torch.split(indices, SCORING_BATCH, dim=-1) if indices.shape[-1] else ():
         logits, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
         chunks.append(engine.sample_losses(logits, images.labels[chunk]))
     losses = torch.cat(chunks, dim=-1) if chunks else cohort.loss_sum.new_empty(indices.shape)
