@@ -34,6 +34,7 @@ class Purpose(StrEnum):
     TASK_CLASSES = "task-classes"
     TASK_SAMPLES = "task-samples"
     MEMORY = "memory"
+    MEMORY_MASK = "memory-mask"
     HARDWARE_PROFILES = "devices"
     UNSEEN_CLIENTS = "unseen-clients"
     METRIC_CLIENTS = "metric-clients"

@@ -155,6 +155,7 @@ TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1
         {"name": "fedvit", "rho": 0.5},
         {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2},
         {"name": "fedvit", "rho": 1.0, "memory_bytes": 1500},
+        {"name": "fedvit", "rho": 0.5, "body_mask_ratio": 0.75, "send_layers": 1},
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
-from vitfleet.config.schema import AugmentConfig, ModelConfig
+from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
@@ -193,9 +193,11 @@ def make_memory(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
 @pytest.mark.parametrize("parts_at_once", [1, 2, None])
 @pytest.mark.parametrize("selector", [None, LongestReferences(k=2, every=1), LongestReferences(k=2, every=3)], ids=str)
 @pytest.mark.parametrize("reference_weights", [False, True])
+@pytest.mark.parametrize("mask_ratio", [0.0, 0.5])
 def test_cohort_computes_the_reference_gradients_of_each_client(
     selector: LongestReferences | None,
     reference_weights: bool,
+    mask_ratio: float,
     parts_at_once: int | None,
     tiny_net: Net,
     tiny_images: ImageSet,
@@ -203,7 +205,9 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
     make_shard: MakeShard,
 ) -> None:
     trainer = replace(
-        make_trainer(batch_size=8), class_tasks=torch.tensor([0, 0, 1, 1, 1]), parts_at_once=parts_at_once
+        make_trainer(batch_size=8, mask_ratio=mask_ratio),
+        class_tasks=torch.tensor([0, 0, 1, 1, 1]),
+        parts_at_once=parts_at_once,
     )
     weights = random_weights(tiny_net)
     objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=selector)
@@ -213,6 +217,7 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
             objective,
             2,
             memory=make_memory(tiny_images, client, 4),
+            mask_memory=True,
             reference_weights=weights[-1 - client] if reference_weights else None,
         )
         for client, start in enumerate(weights)
@@ -306,6 +311,9 @@ def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: Image
     assert grouped(*unequal, batch=1) == [[0, 1, 2, 3]]  # smaller clients are left out of the last steps
     assert grouped(client(40), client(10), client(30), batch=64) == [[0, 1, 2]]  # one step each
     assert grouped(client(40), client(40, epochs=2), client(40, depth=1)) == [[0], [1], [2]]
+    masked = client(40)
+    masked = replace(masked, fit=replace(masked.fit, train=TrainConfig(mask_ratio=0.5)))
+    assert grouped(client(40), masked) == [[0], [1]]  # other settings
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # clients without samples are not stacked
 
 

@@ -207,17 +207,17 @@ class CostModel:
         stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
         return State({**self._first_round_state.tensors, **stored}, self._first_round_state.numbers)
 
-    def flops(self, objective: Objective, weights: Tensors, masked: bool = True) -> Flops:
-        """Count the operations per sample under an objective; without ``masked``, those of an unmasked image."""
-        ratio = self.train.mask_ratio if masked else 0.0
+    def flops(self, fit: Fit, masked: bool = True) -> Flops:
+        """Count the operations per sample of a training; without ``masked``, those of an unmasked image."""
+        objective, ratio = fit.objective, (fit.train or self.train).mask_ratio if masked else 0.0
         key = (objective.trainable, objective.depth, objective.split, ratio)
         if key not in self._flops_cache:
-            self._flops_cache[key] = count_flops(self.net, objective, weights, ratio)
+            self._flops_cache[key] = count_flops(self.net, objective, fit.weights, ratio)
         return self._flops_cache[key]
 
     def average(self, dry_run_result: DryRun) -> Flops:
         """Return the operations per sample, averaged over the epochs of all trainings of a round."""
-        per_fit = [(self.flops(fit.objective, fit.weights), fit.epochs) for fit in dry_run_result.fits]
+        per_fit = [(self.flops(fit), fit.epochs) for fit in dry_run_result.fits]
         epochs = sum(fit_epochs for _, fit_epochs in per_fit)
         return Flops(
             sum(flops.forward * fit_epochs for flops, fit_epochs in per_fit) // epochs,
@@ -231,14 +231,14 @@ class CostModel:
         weights, and score every sample at its end.
         """
         total = 0
-        steps = -(-samples // self.train.batch_size)
         for fit in dry_run_result.fits:
+            steps = -(-samples // (fit.train or self.train).batch_size)
             passes = fit.epochs * samples * (1 if fit.reference_weights is None else 2)
-            total += passes * self.flops(fit.objective, fit.weights).training
-            stored = fit.epochs * stored_passes(fit, steps)
-            if stored or fit.score_samples:  # neither uses masked images
-                whole = self.flops(fit.objective, fit.weights, masked=False)
-                total += stored * whole.training + (samples * whole.forward if fit.score_samples else 0)
+            total += passes * self.flops(fit).training
+            if stored := fit.epochs * stored_passes(fit, steps):
+                total += stored * self.flops(fit, masked=fit.mask_memory).training
+            if fit.score_samples:  # on whole images
+                total += samples * self.flops(fit, masked=False).forward
         return total
 
     def up_bytes(self, dry_run_result: DryRun) -> int:

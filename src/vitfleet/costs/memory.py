@@ -128,6 +128,7 @@ def training_memory(
     parts_at_once
         Number of stored tasks whose gradients are computed together; 1 needs the least memory.
     """
+    train = fit.train or train
     trainable = net.anatomy.trainable(fit.objective.trainable)
     received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
     trained = _total_bytes([fit.weights[name] for name in trainable])
@@ -153,7 +154,7 @@ def training_memory(
         tracker.ignore([*_fit_tensors(fit), images, *batch.tensors()])
         with tracker:
             group = [ClientFit(fit, shard, RngContext(0, 1, 0))]
-            inputs = stack_inputs(group, cpu_net)
+            inputs = stack_inputs(group, cpu_net, train.mask_ratio)
             copied = tracker.live
             cohort = Cohort(trainer.engine, group, inputs)
             cohort.restart(None, train.lr)

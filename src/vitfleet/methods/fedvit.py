@@ -12,23 +12,29 @@ Clients learn one task after the other. The body is federated, the heads are loc
 The knowledge extractor then stores the fraction ρ of the task's samples that have the lowest loss.
 
 The defaults are the paper's text. Keys that leave it: ``margin``, ``integrate``, ``chooser``, ``tune_first_round``,
-``tune_integrated`` and ``heads``.
+``tune_integrated`` and ``heads``. The parameters under "Ours" combine FedViT with the other systems; by default they are
+off. With ``send_layers`` a client sends only the layers of the body with the largest gradients, as in TransFL. With
+``body_mask_ratio`` the body is trained on masked images, as in EFTViT.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
 from vitfleet.config.registry import register_method
-from vitfleet.config.schema import Config
-from vitfleet.message import Numbers, Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.errors import ConfigError
+from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.methods.base import Aggregator, ClientJob
+from vitfleet.methods.context import MethodContext
 from vitfleet.methods.episodic_memory import MemoryParams, replay_memory
+from vitfleet.methods.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
 from vitfleet.methods.memory_method import MemoryMethod
-from vitfleet.methods.param_checks import check_head_epochs
+from vitfleet.methods.param_checks import check_head_epochs, check_layers
 from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
 from vitfleet.methods.shared_body import LocalTraining
 from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceSelector
@@ -67,19 +73,71 @@ class FedVitParams(MemoryParams):
     tune_integrated: bool = Field(
         False, description="in fine-tuning, allow no obtuse angle to the gradients of stored tasks either"
     )
+    # Ours
+    send_layers: int | None = Field(
+        None, ge=1, description="layers of the body sent: those with the largest mean absolute gradient; default: all"
+    )
+    body_mask_ratio: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="fraction of the patches, of stored samples too, dropped where the body trains; "
+        "default: train.mask_ratio, and stored samples are whole",
+    )
 
 
 @register_method("fedvit", FedVitParams)
 class FedVit(MemoryMethod[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 
-    client_metrics = (*projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"), *MemoryMethod.client_metrics)
+    figures = LAYER_FIGURES
+    client_metrics = (
+        *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
+        *MemoryMethod.client_metrics,
+        *LAYER_METRICS,
+    )
 
     @classmethod
     def check_config(cls, params: FedVitParams, config: Config) -> None:
-        """Check that at least one epoch remains for the body."""
+        """Check the epochs that remain for the body, and the layers sent against the model and the evaluation."""
         super().check_config(params, config)
         check_head_epochs(params.head_epochs, config.train.epochs)
+        if params.send_layers is None:
+            return
+        check_layers("send_layers", params.send_layers, config.model.depth)
+        if config.eval.body == "aggregated":
+            remedy = "must be own with method.send_layers: the server never has some clients' layers"
+            raise ConfigError("eval.body", config.eval.body, remedy)
+
+    def __init__(self, params: FedVitParams, context: MethodContext) -> None:
+        super().__init__(params, context)
+        self.sharing: LayerSharing | None = None
+        if params.send_layers is not None:
+            check_layers("send_layers", params.send_layers, self.anatomy.depth)
+            layers = set(self.anatomy.union(*self.anatomy.blocks))
+            others = self.anatomy.select(name for name in self.shared if name not in layers)
+            self.sharing = LayerSharing(self.anatomy, params.send_layers, others)
+
+    # Server, where only some layers are sent
+
+    def initial_state(self, initial_weights: Tensors) -> State:
+        """Return the initial weights that are shared."""
+        state = super().initial_state(initial_weights)
+        return state if self.sharing is None else replace(state, numbers=self.sharing.initial_numbers())
+
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return the body; where only some layers are sent, what of it has changed since the client's last round."""
+        if self.sharing is None:
+            return super().client_message(server_state, round, client, last_round)
+        return self.sharing.client_message(server_state, last_round)
+
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return the mean of the bodies; where only some layers are sent, of each over the clients that sent it."""
+        if self.sharing is None:
+            return super().aggregator(server_state, round)
+        return LayerwiseMean(server_state, self.context.aggregation, self.anatomy, round)
+
+    # Client
 
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
         """Fine-tune after the aggregation, train the head, train with integration, extract knowledge."""
@@ -97,11 +155,23 @@ class FedVit(MemoryMethod[FedVitParams]):
             weights,
             self.integrated_objective(memory),
             self.context.train.epochs - params.head_epochs,
+            observer_state={} if self.sharing is None else self.sharing.observer.initial_state(self.context.device),
             memory=memory,
+            mask_memory=params.body_mask_ratio is not None,
             score_samples=True,
+            train=self.body_training(),
         )
         numbers = {**numbers, **projection_counts(result)}
-        return self.with_memory(job, weights, result, result.sample_losses, numbers)
+        sent = None
+        if self.sharing is not None and result.samples:
+            sent, layer_numbers = self.sharing.select(result)
+            numbers = {**numbers, **layer_numbers}
+        return self.with_memory(job, weights, result, result.sample_losses, numbers, sent)
+
+    def body_training(self) -> TrainConfig | None:
+        """Return the settings of the trainings of the body, where they differ from the table ``[train]``."""
+        ratio = self.params.body_mask_ratio
+        return None if ratio is None else self.context.train.model_copy(update={"mask_ratio": ratio})
 
     def tunes(self, job: ClientJob) -> bool:
         """Return whether the client's round begins with fine-tuning: it has taken part before, in this task if need be.
@@ -120,16 +190,24 @@ class FedVit(MemoryMethod[FedVitParams]):
             transform=GradientRotation(self.params.check, self.params.margin if memory else 0.0),
             selector=self.selector() if memory else None,
         )
-        before_aggregation = self.anatomy.trainable(body).take(job.client_state.tensors)
-        return Fit(weights, objective, self.params.tune_epochs, memory=memory, reference_weights=before_aggregation)
+        return Fit(
+            weights,
+            objective,
+            self.params.tune_epochs,
+            memory=memory,
+            mask_memory=memory is not None and self.params.body_mask_ratio is not None,
+            reference_weights=self.anatomy.trainable(body).take(job.client_state.tensors),
+            train=self.body_training(),
+        )
 
     def integrated_objective(self, memory: EpisodicMemory | None) -> Objective:
         """Return the objective of the last epochs: with stored tasks, their gradients are integrated."""
         trained = self.anatomy.body if self.params.integrate == "body" else self.anatomy.whole
+        objective = Objective(trained, observer=None if self.sharing is None else self.sharing.observer)
         if memory is None:
-            return Objective(trained)
+            return objective
         transform = GradientIntegrator(self.params.check, self.params.margin)
-        return Objective(trained, transform=transform, selector=self.selector())
+        return replace(objective, transform=transform, selector=self.selector())
 
     def selector(self) -> ReferenceSelector:
         """Return the gradient restorer's choice of k stored tasks."""

@@ -21,6 +21,7 @@ from vitfleet.methods.episodic_memory import (
 )
 from vitfleet.methods.projection_metrics import projection_metrics
 from vitfleet.methods.shared_body import LocalTrainingResult, SharedBody
+from vitfleet.models.anatomy import Selection
 from vitfleet.training.objective import FitResult
 
 Params = TypeVar("Params", bound=MemoryParams)
@@ -43,7 +44,13 @@ class MemoryMethod(SharedBody[Params]):
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
 
     def with_memory(
-        self, job: ClientJob, weights: Tensors, result: FitResult, scores: Tensor, numbers: Numbers
+        self,
+        job: ClientJob,
+        weights: Tensors,
+        result: FitResult,
+        scores: Tensor,
+        numbers: Numbers,
+        sent: Selection | None = None,
     ) -> LocalTrainingResult:
         """Store the current task's samples with the lowest scores; return the local training's result with the memory.
 
@@ -53,12 +60,14 @@ class MemoryMethod(SharedBody[Params]):
             One per sample of the client's shard.
         numbers
             Further numbers to report.
+        sent
+            The weights of the body that the client sends; ``None``: all of them.
         """
         stored = store_task(
             self.stored_tasks(job), job.task_index, job.shard, scores, self.params, self.context.num_tasks
         )
         numbers = {**numbers, **memory_numbers(stored)}
-        return LocalTrainingResult({**weights, **result.weights}, result, numbers, memory_tensors(stored))
+        return LocalTrainingResult({**weights, **result.weights}, result, numbers, memory_tensors(stored), sent)
 
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of the stored samples; implausible counts are reduced to the limit."""

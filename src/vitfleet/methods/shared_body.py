@@ -50,12 +50,15 @@ class LocalTrainingResult:
         Further numbers to report.
     extra_state
         Tensors that the client keeps besides its model.
+    sent
+        The weights of the body that the client sends; ``None``: all of them.
     """
 
     model_weights: Tensors
     fit_result: FitResult
     numbers: Numbers = field(default_factory=dict)
     extra_state: Tensors = field(default_factory=dict)
+    sent: Selection | None = None
 
 
 LocalTraining: TypeAlias = Generator[Fit, FitResult, LocalTrainingResult]
@@ -116,10 +119,11 @@ class SharedBody(Method[Params]):
     # Client
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
-        """Train the received weights with the client's head, unless one was received; send what is shared."""
-        head = job.base_weights if job.client_state is None else self.anatomy.head.take(job.client_state.tensors)
-        local = yield from self.local_training(job, {**head, **job.message.tensors})
-        sent = self.shared.take(local.model_weights) if local.fit_result.samples else {}
+        """Train the received weights with the client's own; send what is shared, keep the model."""
+        own = job.base_weights if job.client_state is None else self.anatomy.whole.take(job.client_state.tensors)
+        local = yield from self.local_training(job, {**own, **job.message.tensors})
+        selection = local.sent or self.shared
+        sent = selection.take(local.model_weights) if local.fit_result.samples else {}
         message = Message(sent, {**train_metrics(local.fit_result), **local.numbers})
         return ClientUpdate(message, local.model_weights, State({**local.model_weights, **local.extra_state}))
 

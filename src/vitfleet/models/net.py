@@ -140,7 +140,9 @@ class Net:
             return self.num_patches
         if not self.num_patches:
             family = type(self.module.vit).__name__
-            raise UserError(f"train.mask_ratio = {mask_ratio}: must be 0, a {family} has no tokens that can be dropped")
+            raise UserError(
+                f"a mask ratio of {mask_ratio} is not possible: a {family} has no tokens that can be dropped"
+            )
         return num_kept(self.num_patches, mask_ratio)
 
 

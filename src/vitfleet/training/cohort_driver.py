@@ -95,4 +95,6 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and first.constants.keys() == second.constants.keys()
         and (first.reference_weights is None) == (second.reference_weights is None)
         and (first.memory is None) == (second.memory is None)
+        and first.mask_memory == second.mask_memory
+        and first.train == second.train
     )

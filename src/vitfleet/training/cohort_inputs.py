@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
+from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import EpisodicMemory, Fit
 from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
@@ -135,11 +137,18 @@ class CohortInputs:
         return self.weights, self.constants, self.reference_weights, self.memory
 
 
-def stack_inputs(group: Sequence[ClientFit], net: Net) -> CohortInputs:
-    """Stack the tensors of a group. The tensors of a single client get no axis of clients."""
+def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> CohortInputs:
+    """Stack the tensors of a group. The tensors of a single client get no axis of clients.
+
+    Parameters
+    ----------
+    mask_ratio
+        Fraction of the patches that are dropped, for memories that are masked.
+    """
     fits = [client_fit.fit for client_fit in group]
     widths = memory_widths([fit.memory for fit in fits if fit.memory is not None])
-    memories = [{} if fit.memory is None else _pad_memory(fit.memory, widths) for fit in fits]
+    num_kept = net.num_kept_patches(mask_ratio)
+    memories = [_memory_tensors(client_fit, widths, net.num_patches, num_kept) for client_fit in group]
     if len(fits) == 1:
         return _single_inputs(fits[0], net, memories[0], widths)
     trainable = net.anatomy.trainable(fits[0].objective.trainable)
@@ -186,11 +195,23 @@ def memory_widths(memories: Sequence[EpisodicMemory]) -> tuple[int, ...]:
     return tuple(max(1, -(-max(sizes) // PART_WIDTH_MULTIPLE)) * PART_WIDTH_MULTIPLE for sizes in sizes_per_part)
 
 
-def _pad_memory(memory: EpisodicMemory, widths: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return the tensors of a memory, padded to the largest width."""
+def _memory_tensors(
+    client_fit: ClientFit, widths: tuple[int, ...], num_patches: int, num_kept: int
+) -> dict[str, Tensor]:
+    """Return the tensors of a client's memory, padded to the largest width; if it is masked, with the kept patches."""
+    memory = client_fit.fit.memory
+    if memory is None:
+        return {}
     missing = max(widths, default=0) - memory.sample_weight.shape[1]
-    return {
+    tensors = {
         "images": F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),
         "labels": F.pad(memory.labels, (0, missing)),
         "sample_weight": F.pad(memory.sample_weight, (0, missing)),
     }
+    if client_fit.fit.mask_memory and num_kept < num_patches:
+        rng = client_fit.rng
+        address = Address(rng.seed, Purpose.MEMORY_MASK, rng.round, rng.client)
+        noise = address.generator().random((*memory.sample_weight.shape, num_patches), dtype=np.float32)
+        keep = torch.from_numpy(noise.argsort(axis=-1, kind="stable")[..., :num_kept].copy())
+        tensors["keep"] = F.pad(keep, (0, 0, 0, missing)).to(memory.images.device)
+    return tensors

@@ -62,7 +62,13 @@ class StepEngine:
         )
 
     def forward(
-        self, weights: Tensors, images: Tensor, batch: Batch | None, split: int | None, depth: int | None
+        self,
+        weights: Tensors,
+        images: Tensor,
+        batch: Batch | None,
+        split: int | None,
+        depth: int | None,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits of stored images, and the features at the split if there is one.
 
@@ -74,8 +80,10 @@ class StepEngine:
             The block whose input tokens are returned as features.
         depth
             Number of blocks of the client's model; ``None``: all.
+        keep
+            Without a batch: positions of the patches that are kept, ``[…, batch, kept]``; ``None``: all.
         """
-        keep = None if batch is None else batch.keep
+        keep = keep if batch is None else batch.keep
         net = self._training_net
         with self.machine.autocast():
             inputs = self.preprocess(images, batch)

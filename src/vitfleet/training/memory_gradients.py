@@ -143,7 +143,7 @@ class MemoryGradients:
         }
 
     def _of_part(self, weights: Tensors, leaves: Mapping[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
-        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth)
+        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, memory.get("keep"))
         losses = self.engine.sample_losses(logits, memory["labels"])
         return client_gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
 

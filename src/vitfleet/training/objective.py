@@ -220,6 +220,8 @@ class Fit:
         The training settings, where they differ from the table ``[train]``.
     memory
         Stored samples. Their gradients at the current weights are references of the transform.
+    mask_memory
+        Whether images of the memory are masked as those of a step are, each in one way during the whole training.
     reference_weights
         Other values of the weights that train. The gradient of the step's loss at these values is the last reference
         of the transform.
@@ -234,6 +236,7 @@ class Fit:
     observer_state: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
     memory: EpisodicMemory | None = None
+    mask_memory: bool = False
     reference_weights: Tensors | None = None
     score_samples: bool = False
     token_dropout: float = 0.0

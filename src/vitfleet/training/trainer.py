@@ -112,7 +112,7 @@ class Trainer:
         config = fit.train or self.config
         engine = self.engine.with_config(config)
         lr = learning_rate(config, group[0].rng.round, self.rounds)
-        inputs = stack_inputs(group, self.net)
+        inputs = stack_inputs(group, self.net, config.mask_ratio)
         if not len(group[0]):
             runner = self.runners.eager_runner(engine, group, inputs, lr)
             return fit_results(runner.cohort, group, [0], tensors_reused=False)
