@@ -60,6 +60,9 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--parts-at-once", type=int, help="stored tasks in one backward pass; default: as in a run")
+    parser.add_argument("--restore-every", type=int, default=1, help="steps between two computations of the gradients")
+    parser.add_argument("--reference-dtype", choices=("fp32", "bf16"), default="fp32", help="type of stored gradients")
     args = parser.parse_args()
 
     machine = replace(set_up_machine(MachineConfig(device=args.device)), cohort=args.clients)
@@ -67,7 +70,9 @@ def main() -> None:
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
     tasks = (torch.arange(CLASSES) // 10).to(machine.device)
-    trainer = Trainer(net, preprocess_for(net, machine.device), config, AugmentConfig(), 10, machine, tasks)
+    trainer = Trainer(
+        net, preprocess_for(net, machine.device), config, AugmentConfig(), 10, machine, tasks, args.parts_at_once
+    )
     weights = [to_device(net.initial_weights(), machine.device) for _ in range(args.clients)]
     longest = (args.steps + 1) * args.batch
     random = torch.Generator().manual_seed(0)
@@ -92,14 +97,14 @@ def main() -> None:
         return time.perf_counter() - started
 
     body = net.anatomy.body
+    dtype = torch.bfloat16 if args.reference_dtype == "bf16" else None
+    restoring = Objective(body, transform=IgnoreReferences(), restore_every=args.restore_every, reference_dtype=dtype)
+    integrating = replace(restoring, transform=GradientIntegrator())
     trainings = {
         "plain": (Objective(body), 0),
-        "k gradients restored": (Objective(body, transform=IgnoreReferences()), args.k),
-        "and integrated": (Objective(body, transform=GradientIntegrator()), args.k),
-        "k + 2 ranked and integrated": (
-            Objective(body, transform=GradientIntegrator(), selector=MostDissimilar(args.k)),
-            args.k + 2,
-        ),
+        "k gradients restored": (restoring, args.k),
+        "and integrated": (integrating, args.k),
+        "k + 2 ranked and integrated": (replace(integrating, selector=MostDissimilar(args.k)), args.k + 2),
     }
     memories = {
         name: [make_memory(parts) if parts else None for _ in range(args.clients)]
@@ -121,7 +126,8 @@ def main() -> None:
     gradient = (steps["k gradients restored"] - plain) / args.k
     print(
         f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
-        f"samples per stored task; {machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
+        f"samples per stored task, restored every {args.restore_every} steps, in {args.reference_dtype}; "
+        f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
         f"Python {platform.python_version()}\n"
     )
     print("| step | ms | × plain |")

@@ -155,6 +155,8 @@ TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1
         {"name": "fedvit", "rho": 0.5},
         {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2},
         {"name": "fedvit", "rho": 1.0, "memory_bytes": 1500},
+        {"name": "fedvit", "rho": 0.5, "restore_every": 2},
+        {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2, "restore_every": 2},
         {"name": "fedvit", "rho": 0.5, "body_mask_ratio": 0.75, "send_layers": 1},
     ],
     ids=str,
@@ -186,8 +188,10 @@ def test_round_flops_match_torch_flop_counter_during_training(
         torch_flops.clear()
         state, record = run_round(context, state, round)
         counted = sum(entry.gflops or 0.0 for entry in record.clients)
-        # Not counted: selection and projection of gradients, which scale with the weights, not with the samples.
-        assert counted == pytest.approx(sum(torch_flops) / 1e9, rel=0.02)
+        # Not counted: selection and projection of gradients, which scale with the weights, not with the samples. They
+        # are a larger part of a step on masked images, and of one that computes no reference gradients.
+        uncounted = 0.05 if {"body_mask_ratio", "restore_every"} & table.keys() else 0.02
+        assert counted == pytest.approx(sum(torch_flops) / 1e9, rel=uncounted)
         for entry in record.clients:
             per_sample = (entry.gflops or 0.0) / int(str(entry.numbers["samples"]))
             first.setdefault(entry.client, per_sample)

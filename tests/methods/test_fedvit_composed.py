@@ -46,6 +46,7 @@ TINY = (
     "machine.device=cpu",
 )
 BOTH = ("method.send_layers=1", "method.body_mask_ratio=0.75")
+FASTER = ("method.restore_every=2", "method.reference_dtype=bf16")
 
 
 def open_tiny(folder: Path, *overrides: str) -> RunContext:
@@ -295,10 +296,11 @@ def test_stacked_clients_end_as_each_alone(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     undisturbed, interrupted = tmp_path / "undisturbed", tmp_path / "interrupted"
-    finish(undisturbed, *BOTH)
+    keys = (*BOTH, *FASTER)
+    finish(undisturbed, *keys)
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(open_tiny(interrupted, *BOTH), callbacks=[InterruptAfter(4)])
-    resumed = open_tiny(interrupted, *BOTH)
+        run_rounds(open_tiny(interrupted, *keys), callbacks=[InterruptAfter(4)])
+    resumed = open_tiny(interrupted, *keys)
     state = load_state(resumed)
     assert state.round == 3
     run_rounds(resumed, state)

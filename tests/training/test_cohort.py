@@ -21,8 +21,9 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
+from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_driver import group_fits
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.objective import (
     EpisodicMemory,
     Fit,
@@ -193,11 +194,12 @@ def make_memory(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
 @pytest.mark.parametrize("parts_at_once", [1, 2, None])
 @pytest.mark.parametrize("selector", [None, LongestReferences(k=2, every=1), LongestReferences(k=2, every=3)], ids=str)
 @pytest.mark.parametrize("reference_weights", [False, True])
-@pytest.mark.parametrize("mask_ratio", [0.0, 0.5])
+@pytest.mark.parametrize(("mask_ratio", "restore_every"), [(0.0, 1), (0.5, 1), (0.0, 2)])
 def test_cohort_computes_the_reference_gradients_of_each_client(
     selector: LongestReferences | None,
     reference_weights: bool,
     mask_ratio: float,
+    restore_every: int,
     parts_at_once: int | None,
     tiny_net: Net,
     tiny_images: ImageSet,
@@ -210,7 +212,9 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
         parts_at_once=parts_at_once,
     )
     weights = random_weights(tiny_net)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=selector)
+    objective = Objective(
+        tiny_net.anatomy.whole, transform=AddReferences(), selector=selector, restore_every=restore_every
+    )
     fits = [
         Fit(
             start,
@@ -250,6 +254,42 @@ def test_reference_gradient_is_the_gradient_of_its_memory_part(
     ]
     total = torch.autograd.grad(batch_loss + part_losses[0] + part_losses[1], list(leaves.values()))
     assert_close(result.weights, {n: weights[n] - 0.1 * g for n, g in zip(leaves, total, strict=True)}, 1e-6)
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_gradients_of_parts_together_are_those_of_each_part(
+    clients: int, tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """Parts that share a client's weights in one backward pass, against autograd part by part."""
+    trainer = replace(make_trainer(), parts_at_once=9)
+    objective, sizes = Objective(tiny_net.anatomy.body), (8, 7, 5)
+    group = []
+    for client, weights in enumerate(random_weights(tiny_net, clients)):
+        memory = make_memory(tiny_images, client, 3)
+        sample_weight = torch.stack([(torch.arange(8) < size) / size for size in sizes])
+        memory = EpisodicMemory(memory.images[:, :8], memory.labels[:, :8], sample_weight, sizes)
+        weights = {name: tensor.float() for name, tensor in weights.items()}
+        group.append(ClientFit(Fit(weights, objective, 1, memory=memory), make_shard(0, 8), RngContext(0, 1, client)))
+    cohort = Cohort(trainer.engine, group, stack_inputs(group, tiny_net, 0.0))
+    references = cohort.memory_gradients.compute({}, refresh=True, restore=True)
+    assert references is not None
+    for client, client_fit in enumerate(group):
+        fit = client_fit.fit
+        assert fit.memory is not None
+        leaves = {name: fit.weights[name].clone().requires_grad_() for name in objective.trainable}
+        for part, size in enumerate(sizes):
+            images = trainer.preprocess(fit.memory.images[part, :size])
+            logits = tiny_net({**fit.weights, **leaves}, images)
+            loss = torch.nn.functional.cross_entropy(logits, fit.memory.labels[part, :size])
+            expected = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            rows = references.gradients
+            mine = {name: rows[name][client, part] if clients > 1 else rows[name][part] for name in leaves}
+            # The gradient of a key's bias is all rounding errors.
+            assert_close(
+                {n: t for n, t in mine.items() if "qkv.bias" not in n},
+                {n: t for n, t in expected.items() if "qkv.bias" not in n},
+            )
+            assert all(torch.allclose(mine[name], expected[name], atol=1e-6) for name in mine)
 
 
 METHODS = {

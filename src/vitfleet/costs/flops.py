@@ -259,16 +259,17 @@ def stored_passes(fit: Fit, steps: int) -> int:
     """Count the forward and backward passes of stored samples per epoch, for the reference gradients of a training.
 
     In a step in which the selector selects, it needs the gradients of all stored tasks; in the other steps only those
-    of the k selected tasks are computed.
+    of the k selected tasks are computed, or none where gradients are reused.
     """
     if fit.memory is None or not len(fit.memory):
         return 0
     stored_tasks, selector = len(fit.memory), fit.objective.selector
     widths = memory_widths([fit.memory])
+    work = [fit.objective.reference_work(step) for step in range(steps)]
+    selections, restorations = sum(select for select, _ in work), sum(restore for _, restore in work)
     if selector is None or stored_tasks <= selector.k:
-        return steps * sum(widths)
-    selections = -(-steps // selector.every)
-    return selections * sum(widths) + (steps - selections) * selector.k * widths[0]
+        return restorations * sum(widths)
+    return selections * sum(widths) + (restorations - selections) * selector.k * widths[0]
 
 
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:

@@ -160,7 +160,7 @@ def training_memory(
             cohort.restart(None, train.lr)
             ready = tracker.live
             for _ in range(2):
-                cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, all_active=True)
+                cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, restore=True, all_active=True)
     return MemoryUsage(received + copied, trained, ready - copied, max(0, tracker.peak - ready - trained))
 
 

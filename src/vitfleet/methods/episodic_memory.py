@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from pydantic import Field
@@ -31,6 +31,14 @@ class MemoryParams(HeadsParams):
     rho: float = Field(0.1, gt=0, le=1, description="fraction ρ of a task's samples, of every class, that is stored")
     memory_bytes: int | None = Field(
         None, ge=1, description="most bytes stored per client; all tasks are cut to a common size; null: no limit"
+    )
+    restore_every: int = Field(
+        1,
+        ge=1,
+        description="steps after which gradients of stored samples are computed again; between, they are reused",
+    )
+    reference_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="data type in which gradients of stored samples are held; inner products are in float64"
     )
     check: bool = Field(False, description="verify at every step that the angle to no stored task is obtuse")
 

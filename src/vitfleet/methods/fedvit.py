@@ -192,7 +192,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         )
         return Fit(
             weights,
-            objective,
+            self.with_reference_settings(objective) if memory else objective,
             self.params.tune_epochs,
             memory=memory,
             mask_memory=memory is not None and self.params.body_mask_ratio is not None,
@@ -207,7 +207,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         if memory is None:
             return objective
         transform = GradientIntegrator(self.params.check, self.params.margin)
-        return replace(objective, transform=transform, selector=self.selector())
+        return self.with_reference_settings(replace(objective, transform=transform, selector=self.selector()))
 
     def selector(self) -> ReferenceSelector:
         """Return the gradient restorer's choice of k stored tasks."""

@@ -9,6 +9,7 @@ heads are local or shared (``method.heads``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -41,7 +42,9 @@ class GradientEpisodicMemory(MemoryMethod[Params]):
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
         """Train body and head with projected gradients; store random samples of the task."""
         memory = replay_memory(self.stored_tasks(job), job.task_index, self.merges_tasks)
-        objective = Objective(self.trainable, transform=self.projection() if memory else None)
+        objective = Objective(self.trainable)
+        if memory:
+            objective = self.with_reference_settings(replace(objective, transform=self.projection()))
         result = yield Fit(weights, objective, self.context.train.epochs, memory=memory)
         # The same draw in every round of a task: the stored samples stay the same.
         rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from vitfleet.methods.episodic_memory import (
 from vitfleet.methods.projection_metrics import projection_metrics
 from vitfleet.methods.shared_body import LocalTrainingResult, SharedBody
 from vitfleet.models.anatomy import Selection
-from vitfleet.training.objective import FitResult
+from vitfleet.training.objective import FitResult, Objective
 
 Params = TypeVar("Params", bound=MemoryParams)
 
@@ -42,6 +43,11 @@ class MemoryMethod(SharedBody[Params]):
     def stored_tasks(self, job: ClientJob) -> StoredTasks:
         """Return the samples that the client has stored so far."""
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
+
+    def with_reference_settings(self, objective: Objective) -> Objective:
+        """Return an objective with the configured period and data type of the reference gradients."""
+        dtype = torch.bfloat16 if self.params.reference_dtype == "bf16" else None
+        return replace(objective, restore_every=self.params.restore_every, reference_dtype=dtype)
 
     def with_memory(
         self,

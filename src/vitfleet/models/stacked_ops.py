@@ -1,7 +1,8 @@
 """Tensor operations whose weights are shared by all clients or have a leading axis of clients.
 
 With a shared weight the inputs of all clients pass through it as one batch. With one weight per client the operation
-is one batched product.
+is one batched product. A matrix may also have a second axis of parts: the parts of a client share its weight, and
+only their gradients differ.
 """
 
 from __future__ import annotations
@@ -14,17 +15,28 @@ from torch.nn import functional as F
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``inputs · weightᵀ + bias``; weight and bias are shared or per client, independently."""
+    """Return ``inputs · weightᵀ + bias``; weight and bias are shared or per client, independently.
+
+    Parameters
+    ----------
+    weight
+        ``[out, in]``, ``[clients, out, in]``, or ``[clients, parts, out, in]`` where the parts of a client have the
+        same weight: an expanded tensor. The inputs then have a leading axis of clients times parts.
+    """
     if weight.dim() == 2:
         if bias is None or bias.dim() == 1:
             return F.linear(inputs, weight, bias)
         outputs = F.linear(inputs, weight)
     else:
         rows = inputs.flatten(1, -2)
-        if torch.is_autocast_enabled(rows.device.type):
-            dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, weight = rows.to(dtype), weight.to(dtype)
-        product: Tensor = _BatchedProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
+        autocast = torch.is_autocast_enabled(rows.device.type)
+        dtype = torch.get_autocast_dtype(rows.device.type) if autocast else rows.dtype
+        product: Tensor
+        if weight.dim() == 4:
+            product = _ProductPerPart.apply(rows.to(dtype), weight)  # type: ignore[no-untyped-call]
+        else:
+            weight = weight.to(dtype) if autocast else weight
+            product = _BatchedProduct.apply(rows.to(dtype), weight)  # type: ignore[no-untyped-call]
         outputs = product.reshape(*inputs.shape[:-1], weight.shape[-2])
     return outputs if bias is None else outputs + broadcast_channels(bias, outputs).to(outputs.dtype)
 
@@ -48,6 +60,36 @@ class _BatchedProduct(torch.autograd.Function):
             torch.bmm(grad_output, weight) if needs_rows else None,
             torch.bmm(grad_output.mT, rows) if needs_weight else None,
         )
+
+
+class _ProductPerPart(torch.autograd.Function):
+    """``rows · weightᵀ``, where parts share the weight of their client, with a weight gradient for each part.
+
+    The weight is read once per client, and converted once. As one weight per part it would be copied as often as there
+    are parts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        shared = weight[:, 0].to(rows.dtype)
+        ctx.save_for_backward(rows, shared)
+        return torch.bmm(_join_parts(rows, shared), shared.mT).view(*rows.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, shared = ctx.saved_tensors
+        needs_rows, needs_weight = ctx.needs_input_grad
+        grad_rows = grad_weight = None
+        if needs_rows:
+            grad_rows = torch.bmm(_join_parts(grad_output, shared), shared).view(rows.shape)
+        if needs_weight:
+            grad_weight = torch.bmm(grad_output.mT, rows).view(len(shared), -1, *shared.shape[1:])
+        return grad_rows, grad_weight
+
+
+def _join_parts(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return ``[clients · parts, rows, …]`` as ``[clients, parts · rows, …]``."""
+    return rows.reshape(len(weight), -1, rows.shape[-1])
 
 
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

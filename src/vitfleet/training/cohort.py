@@ -82,7 +82,7 @@ class Cohort:
         self.optimizer.restart(learning_rate)
         torch._foreach_zero_([self.loss_sum, *self.counts.values()])
 
-    def take_step(self, batch: Batch, epoch: Tensor, refresh: bool, all_active: bool) -> None:
+    def take_step(self, batch: Batch, epoch: Tensor, refresh: bool, restore: bool, all_active: bool) -> None:
         """Take one optimisation step.
 
         Parameters
@@ -91,13 +91,16 @@ class Cohort:
             The number of the epoch, from 0, a scalar on the device.
         refresh
             Whether to select again among the memory's parts.
+        restore
+            Whether to compute the gradients of the memory again.
         all_active
             Whether all clients are known to have this step. If not, the batch says which have it, on the device.
         """
         step = self._forward(self.weights, self.leaves, batch, epoch)
         losses = lift(self.objective.loss, self.stacked, self.inputs.constants)(step)
         gradients = client_gradients(losses, self.leaves)
-        references = self._reference_gradients(gradients, batch, epoch, refresh)
+        of_memory = self.memory_gradients.compute(gradients, refresh, restore)
+        references = self._reference_gradients(of_memory, batch, epoch)
         with torch.no_grad():
             self._observe(gradients, step)
             applied = self._transform(gradients, references, step, batch)
@@ -124,10 +127,9 @@ class Cohort:
         return Step(logits, labels, sample_weight, leaves, constants, batch.shard_positions, epoch, features)
 
     def _reference_gradients(
-        self, gradients: Tensors, batch: Batch, epoch: Tensor, refresh: bool
+        self, of_memory: ReferenceGradients | None, batch: Batch, epoch: Tensor
     ) -> ReferenceGradients | None:
         """Return the gradients of the memory, then the gradient at the reference weights; ``None`` without either."""
-        of_memory = self.memory_gradients.compute(gradients, refresh)
         at_reference = self._gradients_at_reference_weights(batch, epoch)
         if of_memory is None or at_reference is None:
             return of_memory or at_reference

@@ -27,6 +27,8 @@ class MemoryGradients:
         Whether tensors have a leading axis of clients.
     selected
         Where the objective's selector has a choice: the parts that it selected last. Empty elsewhere.
+    restored
+        Where gradients are reused: those computed last, by name of the weight. Empty elsewhere.
     """
 
     engine: StepEngine
@@ -35,6 +37,7 @@ class MemoryGradients:
     leaves: Mapping[str, Tensor]
     stacked: bool
     selected: dict[str, Tensor]
+    restored: dict[str, Tensor]
 
     @classmethod
     def create(
@@ -45,12 +48,17 @@ class MemoryGradients:
         leaves: Mapping[str, Tensor],
         stacked: bool,
     ) -> MemoryGradients:
-        """Allocate the tensors of the selected parts."""
-        selector, axis = objective.selector, 1 if stacked else 0
-        k = selector.k if selector is not None and len(inputs.part_widths) > selector.k else 0
+        """Allocate the tensors of the selected parts and of the gradients that are reused."""
+        selector, axis, parts = objective.selector, 1 if stacked else 0, len(inputs.part_widths)
+        k = selector.k if selector is not None and parts > selector.k else 0
         memory = inputs.memory.tensors.items() if k else ()
         selected = {name: tensor.narrow(axis, 0, k).clone() for name, tensor in memory}
-        return cls(engine, objective, inputs, leaves, stacked, selected)
+        restored: dict[str, Tensor] = {}
+        if objective.restore_every > 1 and parts:
+            for name, leaf in leaves.items():
+                shape = (*leaf.shape[:axis], k or parts, *leaf.shape[axis:])
+                restored[name] = leaf.new_zeros(shape, dtype=objective.reference_dtype or leaf.dtype)
+        return cls(engine, objective, inputs, leaves, stacked, selected, restored)
 
     @property
     def part_axis(self) -> int:
@@ -60,9 +68,10 @@ class MemoryGradients:
     def first(self, count: int, inputs: CohortInputs, leaves: Mapping[str, Tensor]) -> MemoryGradients:
         """Return the same for the first ``count`` clients, whose inputs and weights are given."""
         selected = {name: tensor[:count] for name, tensor in self.selected.items()}
-        return replace(self, inputs=inputs, leaves=leaves, selected=selected)
+        restored = {name: tensor[:count] for name, tensor in self.restored.items()}
+        return replace(self, inputs=inputs, leaves=leaves, selected=selected, restored=restored)
 
-    def compute(self, gradients: Tensors, refresh: bool) -> ReferenceGradients | None:
+    def compute(self, gradients: Tensors, refresh: bool, restore: bool) -> ReferenceGradients | None:
         """Return the gradients of all parts, or of the selected ones; ``None`` where there is no memory.
 
         Parameters
@@ -71,10 +80,24 @@ class MemoryGradients:
             The gradients of the step, which a selector may compare with those of the memory.
         refresh
             Whether to select parts again. If not, those selected last are used.
+        restore
+            Whether to compute the gradients at the current weights. If not, those computed last are returned.
         """
-        selector, memory, widths = self.objective.selector, self.inputs.memory.tensors, self.inputs.part_widths
+        memory = self.inputs.memory.tensors
         if not memory or not memory["sample_weight"].shape[-2]:
             return None
+        if not restore:
+            weight = (self.selected or memory)["sample_weight"]
+            return ReferenceGradients(self.restored, weight.sum(dim=-1) > 0)
+        references = self._restore(gradients, refresh)
+        if self.restored:
+            rows = [references.gradients[name] for name in self.restored]
+            torch._foreach_copy_(list(self.restored.values()), rows)
+        return references
+
+    def _restore(self, gradients: Tensors, refresh: bool) -> ReferenceGradients:
+        """Compute the gradients at the current weights."""
+        selector, memory, widths = self.objective.selector, self.inputs.memory.tensors, self.inputs.part_widths
         if selector is None or len(widths) <= selector.k:
             return self._of_parts(memory, widths)
         if not refresh:
@@ -101,14 +124,14 @@ class MemoryGradients:
 
     def _of_parts(self, memory: Tensors, widths: tuple[int, ...]) -> ReferenceGradients:
         """Return the gradient of each part, of several parts of one width at once."""
-        axis = self.part_axis
+        axis, dtype = self.part_axis, self.objective.reference_dtype
         chunks: list[dict[str, Tensor]] = []
         for start, count in _runs_of_equal_width(widths, self.engine.parts_at_once if self.engine.net.stackable else 1):
             chunk = {
                 name: tensor.narrow(axis, start, count).narrow(axis + 1, 0, widths[start])
                 for name, tensor in memory.items()
             }
-            chunks.append(self._of_chunk(chunk))
+            chunks.append({name: rows.to(dtype or rows.dtype) for name, rows in self._of_chunk(chunk).items()})
         # A single chunk is not copied: gradients are hundreds of megabytes.
         gradients = chunks[0] if len(chunks) == 1 else concatenate(chunks, axis)
         return ReferenceGradients(gradients, memory["sample_weight"].sum(dim=-1) > 0)
@@ -129,7 +152,14 @@ class MemoryGradients:
             repeated = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
             return repeated.flatten(0, 1) if stacked else repeated
 
-        leaves = {name: repeat(name, leaf.detach()).contiguous().requires_grad_() for name, leaf in self.leaves.items()}
+        def repeat_leaf(name: str, leaf: Tensor) -> Tensor:
+            """Repeat a weight that trains. A matrix is not copied: see :func:`vitfleet.models.stacked_ops.linear`."""
+            if leaf.dim() - axis == 2 and not self.engine.compiled:
+                matrices = leaf if stacked else leaf.unsqueeze(0)
+                return self._matrices(matrices).unsqueeze(1).expand(-1, parts, -1, -1)
+            return repeat(name, leaf).contiguous()
+
+        leaves = {name: repeat_leaf(name, leaf.detach()).requires_grad_() for name, leaf in self.leaves.items()}
         frozen = {
             name: repeat(name, tensor) if stacked else tensor
             for name, tensor in weights.tensors.items()
@@ -138,9 +168,18 @@ class MemoryGradients:
         flat_memory = {name: tensor.flatten(0, 1) if stacked else tensor for name, tensor in memory.items()}
         gradients = self._of_part({**frozen, **leaves}, leaves, flat_memory)
         return {
-            name: gradient.reshape(*self.leaves[name].shape[:axis], parts, *gradient.shape[1:])
-            for name, gradient in gradients.items()
+            name: gradient.reshape(*leaf.shape[:axis], parts, *leaf.shape[axis:])
+            for (name, leaf), gradient in zip(self.leaves.items(), gradients.values(), strict=True)
         }
+
+    def _matrices(self, leaf: Tensor) -> Tensor:
+        """Return matrices in the type in which their products are computed, if their gradients are stored in it.
+
+        Products convert them to it anyway, and then the gradients need no conversion.
+        """
+        dtype = self.objective.reference_dtype
+        computed_in_it = dtype == torch.bfloat16 and self.engine.machine.bf16 and leaf.dtype == torch.float32
+        return leaf.to(dtype) if computed_in_it else leaf
 
     def _of_part(self, weights: Tensors, leaves: Mapping[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
         logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, memory.get("keep"))

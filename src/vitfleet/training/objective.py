@@ -182,6 +182,11 @@ class Objective:
         Turns the gradients of a step into those that are applied; ``None``: they are applied as they are.
     selector
         Selects the parts of the memory that the transform sees; ``None``: all parts.
+    restore_every
+        The number of steps of an epoch after which the gradients of the memory are computed again. Between them those
+        computed last are used, and no parts are selected.
+    reference_dtype
+        The type in which the gradients of the memory are stored; ``None``: that of the weights.
     observer
         Accumulates statistics of the gradients, before they are transformed.
     depth
@@ -194,9 +199,16 @@ class Objective:
     loss: Loss = cross_entropy
     transform: GradientTransform | None = None
     selector: ReferenceSelector | None = None
+    restore_every: int = 1
+    reference_dtype: torch.dtype | None = None
     observer: Observer | None = None
     depth: int | None = None
     split: int | None = None
+
+    def reference_work(self, step: int) -> tuple[bool, bool]:
+        """Return whether a step of an epoch selects parts of the memory, and whether it computes their gradients."""
+        restore = step % self.restore_every == 0
+        return restore and (self.selector is None or step % self.selector.every == 0), restore
 
 
 @dataclass(frozen=True)

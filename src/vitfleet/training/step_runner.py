@@ -45,23 +45,23 @@ class StepKind:
     ----------
     refresh
         Whether the step selects its references again.
+    restore
+        Whether the step computes its references again; one that selects does.
     num_clients
         How many clients compute the step. They are always the first ones.
     """
 
     refresh: bool
+    restore: bool
     num_clients: int
 
 
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
     """Return the kind of each step of an epoch."""
-    selector = cohort.objective.selector
+    objective = cohort.objective
     num_clients = clients_per_step(epoch_batches.active_clients, captured)
-    return [
-        # Counted within the epoch, so that the result does not depend on which clients are trained together.
-        StepKind(selector is None or step % selector.every == 0, count)
-        for step, count in enumerate(num_clients)
-    ]
+    # Counted within the epoch, so that the result does not depend on which clients are trained together.
+    return [StepKind(*objective.reference_work(step), count) for step, count in enumerate(num_clients)]
 
 
 def clients_per_step(active_clients: Sequence[int], captured: bool) -> list[int]:
@@ -112,7 +112,7 @@ class EagerRunner:
             batch = epoch_batches.batch(step, kind.num_clients if cohort.stacked else None)
             all_active = kind.num_clients == epoch_batches.active_clients[step]
             with self._time_compilation(batch) if cohort.engine.compiled else nullcontext():
-                self._active_cohort.take_step(batch, epoch_number, kind.refresh, all_active)
+                self._active_cohort.take_step(batch, epoch_number, kind.refresh, kind.restore, all_active)
 
     def _time_compilation(self, batch: Batch) -> AbstractContextManager[None]:
         """Time a step if it is the first of its kind: then it compiles the model."""
@@ -216,5 +216,6 @@ class CudaGraphRunner:
         batch = self.tables.map(lambda table: table.index_select(0, self.position).squeeze(0))
         if self.cohort.stacked:
             batch = batch.map(lambda tensor: tensor[: kind.num_clients])
-        self.cohort.first(kind.num_clients).take_step(batch, self.epoch_number, kind.refresh, all_active=False)
+        cohort = self.cohort.first(kind.num_clients)
+        cohort.take_step(batch, self.epoch_number, kind.refresh, kind.restore, all_active=False)
         self.position += 1
