@@ -151,7 +151,7 @@ def test_gradients_are_ranked_before_they_are_integrated(tmp_path: Path) -> None
     memory = EpisodicMemory(torch.zeros(1), torch.zeros(1), torch.zeros(1), (1,))
     assert method.sharing is not None
     for stored in (None, memory):
-        assert method.body_objective(stored).observer == method.sharing.observer
+        assert method.integrated_objective(stored).observer == method.sharing.observer
 
 
 def test_a_client_without_images_sends_no_layer(
@@ -353,3 +353,8 @@ def test_gflops_of_a_masked_body_step_by_formula() -> None:
     # Without stored tasks, whose gradients take most of the memory.
     memory = [round_memory(model.net, model.dry_run(1, 0, labels), model.train) for model in models.values()]
     assert memory[1].activations < 0.5 * memory[0].activations
+
+
+def test_the_aggregated_body_cannot_be_evaluated_where_only_some_layers_are_sent() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.body = 'aggregated': must be own with method\.send_layers"):
+        load_config("fedvit-digits", ["method.send_layers=1", "eval.body=aggregated"])
