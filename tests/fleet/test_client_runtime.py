@@ -11,8 +11,9 @@ import torch
 from conftest import MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Request
 from vitfleet.fleet.client_runtime import divergence
-from vitfleet.message import Message, Number, State, Tensors
+from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods.base import train_metrics
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
@@ -99,13 +100,14 @@ FINITE, NOT_FINITE = torch.ones(3), torch.tensor([1.0, float("inf")])
     ("loss", "sent", "stored", "reason"),
     [
         (0.5, FINITE, FINITE, None),
-        (float("nan"), FINITE, FINITE, "training diverged: the loss is nan"),
-        (0.5, NOT_FINITE, FINITE, "training diverged: the weights are not finite"),
-        (0.5, FINITE, NOT_FINITE, "training diverged: the weights are not finite"),
+        (float("nan"), FINITE, FINITE, "training diverged: non-finite loss (nan) at client 7, round 3, step 5"),
+        (0.5, NOT_FINITE, FINITE, "training diverged: non-finite weights at client 7, after round 3"),
+        (0.5, FINITE, NOT_FINITE, "training diverged: non-finite weights at client 7, after round 3"),
     ],
 )
 def test_divergence_checks_loss_message_and_state(
-    loss: Number, sent: torch.Tensor, stored: torch.Tensor, reason: str | None
+    loss: float, sent: torch.Tensor, stored: torch.Tensor, reason: str | None
 ) -> None:
-    update = ClientUpdate(Message({"w": sent}, {"loss": loss}), {}, State({"w": stored}))
-    assert divergence(update) == reason
+    result = FitResult({}, torch.tensor(loss), 6, 9, {}, torch.empty(0), finite_steps=torch.tensor(4.0))
+    update = ClientUpdate(Message({"w": sent}, train_metrics(result)), {}, State({"w": stored}))
+    assert divergence(update, client=7, round=3) == reason

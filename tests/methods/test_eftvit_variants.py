@@ -130,7 +130,7 @@ def test_the_moving_average_is_sent_and_training_continues_from_the_last_weights
     fit, update = server_fit(method, state, 20)
     assert torch.equal(fit.weights[name], state.tensors["last." + name]), "as trained in the first round"
     with pytest.raises(StopIteration) as end:
-        update.send(FitResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0)))
+        update.send(FitResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0), torch.ones(())))
     after = end.value.value
     torch.testing.assert_close(after.tensors[name], 0.5 * state.tensors[name] + 0.5 * trained[name])
     assert torch.equal(after.tensors["last." + name], trained[name])

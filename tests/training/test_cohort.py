@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
+from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
@@ -128,6 +130,35 @@ def test_cohort_trains_a_model_of_fewer_blocks(tiny_net: Net, make_trainer: Make
     check_against_single_fits(
         make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in random_weights(tiny_net)], make_shard
     )
+
+
+@dataclass(frozen=True)
+class InfiniteLoss:
+    """Cross-entropy that is infinite in every step that has a certain sample."""
+
+    def __call__(self, step: Step) -> Tensor:
+        poisoned = ((step.positions == step.constants["poisoned"]) & (step.sample_weight > 0)).any()
+        return torch.where(poisoned, torch.inf, cross_entropy(step))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_before_the_first_non_finite_loss_are_counted(
+    graphs: bool, captured: list[object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    trainer = make_trainer(batch_size=4, lr=1e-6)
+    trainer = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
+    objective = Objective(tiny_net.anatomy.whole, InfiniteLoss())
+    poisoned = [5, 99, 20, 99]
+    fits = [
+        Fit(tiny_net.initial_weights(), objective, 2, {"poisoned": torch.tensor(position)}) for position in poisoned
+    ]
+    group = make_group(fits, make_shard)
+    for results in (trainer.fit_cohort(group), [trainer.fit_cohort([client_fit])[0] for client_fit in group]):
+        for client_fit, result, position in zip(group, results, poisoned, strict=True):
+            order = draw_epoch(7, 3, client_fit.rng.client, 0, len(client_fit), 8, AugmentConfig(), 4, 4).order
+            first = order.tolist().index(position) // 4 if position in order else result.steps
+            assert (int(result.finite_steps), result.steps) == (first, 2 * -(-len(client_fit) // 4))
+            assert bool(result.loss.isfinite()) == (position == 99)
 
 
 @dataclass(frozen=True)
@@ -337,10 +368,10 @@ def test_every_method_has_the_same_result_stacked(method: str, tiny_config: Make
 
 
 def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
-    def client(size: int, epochs: int = 1, depth: int | None = None) -> ClientFit:
+    def client(size: int, epochs: int = 1, depth: int | None = None, **settings: Any) -> ClientFit:
         objective = Objective(tiny_net.anatomy.head, depth=depth)
         shard = Shard(tiny_images, torch.arange(size))
-        return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs), shard, RngContext(0, 1, 0))
+        return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs, **settings), shard, RngContext(0, 1, 0))
 
     def grouped(*fits: ClientFit, batch: int = 8) -> list[list[int]]:
         grouped_fits = group_fits(list(enumerate(fits)), make_trainer(batch_size=batch))
@@ -354,6 +385,11 @@ def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: Image
     masked = client(40)
     masked = replace(masked, fit=replace(masked.fit, train=TrainConfig(mask_ratio=0.5)))
     assert grouped(client(40), masked) == [[0], [1]]  # other settings
+    assert grouped(client(40), client(40, train=TrainConfig(batch_size=1)), client(40, augment=False)) == [
+        [0],
+        [1],
+        [2],
+    ]
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # clients without samples are not stacked
 
 

@@ -139,7 +139,8 @@ def _blank_result(fit: Fit, samples: int, training: tuple[bool, int]) -> FitResu
     if objective.transform:
         observed |= {name: torch.zeros(()) for name in objective.transform.counts}
     losses = torch.zeros(samples if fit.score_samples else 0)
-    return FitResult(trained, torch.zeros(()), samples, max(1, fit.epochs), observed, losses)
+    steps = max(1, fit.epochs)
+    return FitResult(trained, torch.zeros(()), samples, steps, observed, losses, torch.tensor(float(steps)))
 
 
 class CostModel:

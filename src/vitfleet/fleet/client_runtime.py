@@ -50,7 +50,7 @@ class ClientRuntime:
 
     def reply(self, request: Request, update: ClientUpdate) -> Reply:
         """Return the reply to a request: the update's message and evaluation, or that training diverged."""
-        failure = divergence(update)
+        failure = divergence(update, request.client, request.round)
         if failure is not None:
             return Reply(request.client, None, failure=failure)
         evaluation = None
@@ -68,16 +68,18 @@ class ClientRuntime:
         return [EvalReply(client, tuple(islice(evaluations, num_tasks))) for client in clients]
 
 
-def divergence(update: ClientUpdate) -> str | None:
+def divergence(update: ClientUpdate, client: int, round: int) -> str | None:
     """Return why a client's update must not be used; ``None`` if its numbers are finite.
 
     The loss is computed before the step, so the weights are checked too: the last step may be the one that diverged.
     """
-    loss = update.message.numbers["loss"]
+    numbers = update.message.numbers
+    loss = numbers["loss"]
     if not isinstance(loss, float) or not math.isfinite(loss):
-        return f"training diverged: the loss is {loss}"
+        step = f", step {numbers['diverged_step']}" if "diverged_step" in numbers else ""
+        return f"training diverged: non-finite loss ({loss}) at client {client}, round {round}{step}"
     stored = update.client_state.tensors.values() if update.client_state else ()
     # A tensor that is both sent and stored is checked once.
     if not all_finite({id(tensor): tensor for tensor in (*update.message.tensors.values(), *stored)}.values()):
-        return "training diverged: the weights are not finite"
+        return f"training diverged: non-finite weights at client {client}, after round {round}"
     return None

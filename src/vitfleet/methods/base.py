@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -25,7 +26,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.context import MethodContext
 from vitfleet.models.anatomy import Selection
@@ -255,8 +256,13 @@ class Method(ABC, Generic[Params]):
 
 
 def train_metrics(result: FitResult) -> Numbers:
-    """Return the numbers that every update reports: the client's samples and its mean training loss."""
-    return {"samples": result.samples, "loss": float(result.loss)}
+    """Return the numbers that every update reports: the client's samples and its mean training loss.
+
+    If the loss is not finite, the update is rejected, and ``diverged_step`` says at which step, from 1, that began.
+    """
+    loss = float(result.loss)
+    numbers: dict[str, Number] = {"samples": result.samples, "loss": loss}
+    return numbers if isfinite(loss) else {**numbers, "diverged_step": int(result.finite_steps) + 1}
 
 
 def method_class(params: MethodParams) -> type[Method[Any]]:

@@ -49,6 +49,7 @@ class Cohort:
         transform, device = self.objective.transform, engine.machine.device
         self.counts = {name: torch.zeros(shape, device=device) for name in (transform.counts if transform else ())}
         self.loss_sum = torch.zeros(shape, device=device)
+        self.finite_steps = torch.zeros(shape, device=device)
 
     def _bind(self, inputs: CohortInputs) -> None:
         self.inputs = inputs
@@ -73,6 +74,7 @@ class Cohort:
         part.optimizer = self.optimizer.first(count)
         part.counts = {name: tensor[:count] for name, tensor in self.counts.items()}
         part.loss_sum = self.loss_sum[:count]
+        part.finite_steps = self.finite_steps[:count]
         return part
 
     def restart(self, inputs: CohortInputs | None, learning_rate: float) -> None:
@@ -80,7 +82,7 @@ class Cohort:
         if inputs is not None:
             self.inputs.copy_from(inputs)
         self.optimizer.restart(learning_rate)
-        torch._foreach_zero_([self.loss_sum, *self.counts.values()])
+        torch._foreach_zero_([self.loss_sum, self.finite_steps, *self.counts.values()])
 
     def take_step(self, batch: Batch, epoch: Tensor, refresh: bool, restore: bool, all_active: bool) -> None:
         """Take one optimisation step.
@@ -108,6 +110,8 @@ class Cohort:
                 applied = clip_gradients(applied, self.engine.config.clip, self.stacked)
             self.optimizer.step(applied, None if all_active else batch.active)
             self.loss_sum += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
+            # A sum that is not finite stays so: what is counted are the steps before the first such loss.
+            self.finite_steps += batch.active * self.loss_sum.isfinite()
 
     def _forward(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
         """Run the model on the batch of a step."""

@@ -42,13 +42,17 @@ def fit_results(
     weights = split({name: cohort.weights[name] for name in cohort.objective.trainable})
     observer_states, counts = split(cohort.inputs.observer_state.tensors), split(cohort.counts)
     loss_sums = cohort.loss_sum.clone().reshape(cohort.num_clients)
+    finite_steps = cohort.finite_steps.clone().reshape(cohort.num_clients)
     results: list[FitResult] = []
     for client, client_fit in enumerate(group):
         fit, samples, state = client_fit.fit, len(client_fit), observer_states[client]
         observed = {name: unpad(state[name], like) for name, like in fit.observer_state.items()}
         loss = loss_sums[client] / max(1, samples * fit.epochs)
         losses = loss.new_empty(0) if sample_losses is None else sample_losses[client]
-        results.append(FitResult(weights[client], loss, samples, num_steps[client], observed | counts[client], losses))
+        observed |= counts[client]
+        results.append(
+            FitResult(weights[client], loss, samples, num_steps[client], observed, losses, finite_steps[client])
+        )
     return results
 
 

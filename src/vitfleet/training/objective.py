@@ -239,6 +239,8 @@ class Fit:
         of the transform.
     score_samples
         Whether to compute the loss of every sample under the trained weights at the end.
+    augment
+        Whether images are augmented as configured.
     """
 
     weights: Tensors
@@ -253,6 +255,7 @@ class Fit:
     score_samples: bool = False
     token_dropout: float = 0.0
     train: TrainConfig | None = None
+    augment: bool = True
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,8 @@ class FitResult:
     sample_losses
         Cross-entropy of each of the client's samples under the trained weights, without augmentation or masking, in
         the order of the shard, ``[samples]``; empty unless it was requested.
+    finite_steps
+        Number of steps before the first whose loss was not finite, a scalar on the device; all steps if there was none.
     """
 
     weights: Tensors
@@ -280,3 +285,4 @@ class FitResult:
     steps: int
     observed: Tensors
     sample_losses: Tensor
+    finite_steps: Tensor
