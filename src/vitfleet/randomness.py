@@ -35,6 +35,7 @@ class Purpose(StrEnum):
     TASK_SAMPLES = "task-samples"
     MEMORY = "memory"
     MEMORY_MASK = "memory-mask"
+    FISHER_LABELS = "fisher-labels"
     HARDWARE_PROFILES = "devices"
     UNSEEN_CLIENTS = "unseen-clients"
     METRIC_CLIENTS = "metric-clients"

@@ -11,6 +11,8 @@ from vitfleet.methods.eftvit import EftVit  # isort: skip
 from vitfleet.methods.fedper import FedPer  # isort: skip
 from vitfleet.methods.fedrep import FedRep  # isort: skip
 from vitfleet.methods.gem import AGem, Gem  # isort: skip
+from vitfleet.methods.ewc import Ewc  # isort: skip
+from vitfleet.methods.mas import Mas  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.context import MethodContext  # isort: skip
@@ -33,6 +35,7 @@ __all__ = [
     "ClientMetric",
     "ClientUpdate",
     "EftVit",
+    "Ewc",
     "FedAvg",
     "FedBfpt",
     "FedBias",
@@ -45,6 +48,7 @@ __all__ = [
     "FedRep",
     "FedVit",
     "Gem",
+    "Mas",
     "Method",
     "MethodContext",
     "Standalone",

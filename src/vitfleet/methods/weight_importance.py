@@ -1,0 +1,87 @@
+"""How important each weight is for a client's task: the mean over its samples of a function of per-sample gradients.
+
+A gradient of a batch's mean does not tell the gradients of its samples, so this is a pass over the client's images in
+steps of one image with learning rate 0. It goes through the trainer as any training does: clients are stacked, steps
+are captured. Images are whole and not augmented. It costs as many floating-point operations as one epoch of training,
+in as many steps as the client has images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from vitfleet.config.schema import TrainConfig
+from vitfleet.message import Tensors
+from vitfleet.models.anatomy import Selection
+from vitfleet.training.objective import Fit, FitResult, Loss, Objective, Step
+
+Statistic: TypeAlias = Literal["square", "absolute"]
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Observer that sums the squares or the absolute values of the gradients of all steps.
+
+    Padding needs no care: its gradient is zero.
+    """
+
+    statistic: Statistic
+
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        """Add the gradients of one step."""
+        function = torch.square if self.statistic == "square" else torch.abs
+        return {name: total.add_(function(gradients[name])) for name, total in observer_state.items()}
+
+
+def importance_fit(
+    weights: Tensors,
+    trainable: Selection,
+    loss: Loss,
+    statistic: Statistic,
+    train: TrainConfig,
+    constants: Tensors | None = None,
+) -> Fit:
+    """Return the pass over a client's images that measures the importance of each weight.
+
+    Parameters
+    ----------
+    weights
+        All weights of the model; they stay as they are.
+    trainable
+        The weights whose importance is measured.
+    loss
+        The function of a sample's outputs whose gradient is taken.
+    statistic
+        What is averaged over the samples: squared or absolute gradients.
+    train
+        The table ``[train]``.
+    constants
+        Tensors that the loss uses.
+    """
+    objective = Objective(trainable, loss, observer=GradientSum(statistic))
+    zeros = {name: torch.zeros_like(weights[name]) for name in trainable}
+    settings = one_image_per_step(train)
+    return Fit(weights, objective, 1, constants or {}, observer_state=zeros, train=settings, augment=False)
+
+
+def one_image_per_step(train: TrainConfig) -> TrainConfig:
+    """Return settings under which every step has one whole image and changes no weight."""
+    changes = {
+        "batch_size": 1,
+        "optimizer": "sgd",
+        "lr": 0.0,
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "clip": None,
+        "mask_ratio": 0.0,
+    }
+    return train.model_copy(update=changes)
+
+
+def measured_importance(result: FitResult, device: torch.device) -> dict[str, Tensor]:
+    """Return the mean over the samples from the result of :func:`importance_fit`; zeros without samples."""
+    return {name: (total / max(1, result.samples)).to(device) for name, total in result.observed.items()}
