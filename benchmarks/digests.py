@@ -48,7 +48,13 @@ WITHOUT_TASKS = {
     "fedper": "",
     "fedrep": "",
 }
-WITH_TASKS = {"gem": "method.margin=0.5", "a-gem": "", "fedvit": "method.k=1 method.head_epochs=1"}
+WITH_TASKS = {
+    "gem": "method.margin=0.5",
+    "a-gem": "",
+    "ewc": "",
+    "mas": "",
+    "fedvit": "method.k=1 method.head_epochs=1",
+}
 MORE = {
     "fedavg, stacked": ("digits", f"{COMMON} method.name=fedavg machine.cohort=3"),
     "transfl, stacked": ("digits", f"{COMMON} method.name=transfl method.k=2 machine.cohort=3"),

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.flops import CostModel
 from vitfleet.costs.memory import AllocationTracker, MemoryUsage, round_memory
@@ -29,7 +30,7 @@ def memory_of(
     """Return the memory of a first round, or of a round with stored samples of earlier tasks."""
     train = {"batch_size": batch, "mask_ratio": mask_ratio, "optimizer": optimizer, "epochs": epochs}
     tree: dict[str, object] = {"method": table, "train": train}
-    if table["name"] in {"gem", "a-gem", "fedvit"}:
+    if METHODS[str(table["name"])].target.needs_tasks:
         tree["data"] = {"tasks": {"count": 5, "classes": 2, "per_client": [2, 2]}}
     config = Config.model_validate(tree)
     net = build_model(MODEL, 10, 3, 32, 0, partial(adapt_model, config.method))

@@ -27,7 +27,7 @@ OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "fedvit": ("train.epochs=2", "method.head_epochs=1"),
 }
 TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
-CONTINUAL_METHODS = {"gem", "a-gem", "fedvit"}  # they need tasks
+CONTINUAL_METHODS = {entry.name for entry in METHODS if entry.target.needs_tasks}
 
 
 def flower(config: Config) -> Config:

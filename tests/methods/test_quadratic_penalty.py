@@ -111,10 +111,10 @@ def test_importance_is_the_mean_over_single_images(
     groups = [group] if "stacked" in execution else [[client_fit] for client_fit in group]
     results = [result for part in groups for result in trainer.fit_cohort(part)]
     for client_fit, result in zip(group, results, strict=True):
-        weights = client_fit.fit.weights
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in result.weights.items())
+        start = client_fit.fit.weights
+        assert all(torch.equal(tensor, start[name]) for name, tensor in result.weights.items())
         assert result.steps == result.samples == len(client_fit.shard)
-        expected = ByHand(kind, tiny_net, ROUND, client_fit.rng.client).importance(weights, client_fit.shard)
+        expected = ByHand(kind, tiny_net, ROUND, client_fit.rng.client).importance(start, client_fit.shard)
         found = measured_importance(result, torch.device("cpu"))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():

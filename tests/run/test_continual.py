@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,7 +216,9 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
             assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedper", "gem", "a-gem", "standalone", "transfl", "eftvit"])
+@pytest.mark.parametrize(
+    "method", ["fedavg", "fedper", "gem", "a-gem", "ewc", "mas", "standalone", "transfl", "eftvit"]
+)
 def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
@@ -266,7 +269,59 @@ def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_
         torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "fedvit"])
+@pytest.mark.parametrize("method", ["ewc", "mas"])
+def test_stacked_penalties_and_importances_are_those_of_single_clients(method: str, tmp_path: Path) -> None:
+    """Clients with and without a penalty in one round, images of unequal number, augmented and masked."""
+    keys = (
+        f"method.name={method}",
+        f"method.penalty_weight={dict(ewc=10, mas=0.2)[method]}",
+        "train.optimizer=sgd",
+        "train.lr=0.05",
+        "train.mask_ratio=0.25",
+        "data.augment.flip=true",
+    )
+    alone, together = (
+        open_run(load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, *keys, f"machine.cohort={size}"]), tmp_path / size)
+        for size in ("1", "3")
+    )
+    state, other = load_state(alone), load_state(together)
+    for round in range(1, 7):
+        state, record = run_round(alone, state, round)
+        other, other_record = run_round(together, other, round)
+        assert not [entry.failure for entry in (*record.clients, *other_record.clients) if entry.failure]
+    assert any(entry.numbers["penalized"] for entry in record.clients)
+    for name, tensor in state.server.tensors.items():
+        torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
+    for client in range(4):
+        mine, theirs = alone.fleet.client_state(client), together.fleet.client_state(client)
+        assert mine is not None
+        assert theirs is not None
+        for name, tensor in mine.tensors.items():
+            assert float((theirs.tensors[name] - tensor).norm()) <= 1e-3 * float(tensor.norm()) + 1e-4, name
+
+
+@pytest.mark.parametrize("method", ["ewc", "mas"])
+def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: str, tmp_path: Path) -> None:
+    keys = f"method.name={method}", "method.penalty_weight=1e30", "train.optimizer=sgd", "data.tasks.count=2"
+    run_rounds(open_run(load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, *keys]), tmp_path))
+    records = list(read_records(tmp_path))
+    assert not [entry.failure for record in records[:2] for entry in record.clients if entry.failure]
+    failures = {
+        (record.round, entry.client): entry.failure
+        for record in records[2:]
+        for entry in record.clients
+        if entry.failure
+    }
+    assert failures
+    for (round, client), failure in failures.items():
+        message = rf"training diverged: non-finite loss \((nan|inf)\) at client {client}, round {round}, step (\d+)"
+        match = re.fullmatch(message, failure)
+        assert match, failure
+        assert int(match[2]) <= 4
+    assert all(record.loss is None or np.isfinite(record.loss) for record in records)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit"])
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
@@ -299,6 +354,8 @@ RESUMED = {
     "fedvit, other keys": (*TINY, *OTHER_KEYS),
     "a-gem": (*WITHOUT_HEAD_EPOCHS, "method.name=a-gem"),
     "gem, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=gem", "method.heads=shared"),
+    "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
+    "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
 }
 
 

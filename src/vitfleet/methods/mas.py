@@ -7,7 +7,7 @@ anchor, not one per task.
 
 f are the logits of the task's own classes where the task of an image is known, else all logits.
 
-The body is shared, the heads are local. When the importance is computed: :mod:`.quadratic_penalty`.
+The body is shared; heads are local unless ``heads = "shared"``. When Ω is computed: :mod:`.quadratic_penalty`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.base import MethodParams
 from vitfleet.message import Numbers, Tensors
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.client_metrics import ClientMetric
-from vitfleet.methods.shared_body import LocalTraining, LocalTrainingResult, SharedBody
+from vitfleet.methods.shared_body import HeadsParams, LocalTraining, LocalTrainingResult, SharedBody
 from vitfleet.methods.weight_importance import measured_importance
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
@@ -37,7 +36,7 @@ _IMPORTANCE, _ANCHOR, _OFFSET = "importance.", "anchor.", "offset"
 _PENALTY, _LATEST = "penalty.", "latest_importance."
 
 
-class PenaltyParams(MethodParams):
+class PenaltyParams(HeadsParams):
     """Parameters of all methods with a quadratic penalty. Subclasses set the default."""
 
     penalty_weight: float = Field(1.0, ge=0, description="weight λ of the penalty")
@@ -131,7 +130,7 @@ Params = TypeVar("Params", bound=PenaltyParams)
 
 
 class QuadraticPenalty(SharedBody[Params]):
-    """Shared body, local heads; every client has its own penalty. A subclass defines importance and consolidation."""
+    """Shared body; every client has its own penalty. A subclass defines importance and consolidation."""
 
     needs_tasks = True
     client_metrics = (
