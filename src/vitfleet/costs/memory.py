@@ -103,7 +103,7 @@ def round_memory(
 ) -> MemoryUsage:
     """Return the memory of the largest training in a client's round; see :func:`training_memory`."""
     usages = [
-        training_memory(net, fit, fit.train or train, bf16, dry_run_result.held_tensors, parts_at_once)
+        training_memory(net, fit, train, bf16, dry_run_result.held_tensors, parts_at_once)
         for fit in dry_run_result.fits
     ]
     return max(usages, key=lambda usage: usage.total)

@@ -62,10 +62,10 @@ def importance_fit(
     constants
         Tensors that the loss uses.
     """
-    objective = Objective(trainable, loss, observer=GradientSum(statistic))
+    objective = Objective(trainable, loss, observer=GradientSum(statistic), augment=False)
     zeros = {name: torch.zeros_like(weights[name]) for name in trainable}
     settings = one_image_per_step(train)
-    return Fit(weights, objective, 1, constants or {}, observer_state=zeros, train=settings, augment=False)
+    return Fit(weights, objective, 1, constants or {}, observer_state=zeros, train=settings)
 
 
 def one_image_per_step(train: TrainConfig) -> TrainConfig:

@@ -91,8 +91,6 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and largest.shard.images is candidate.shard.images
         and first.epochs == second.epochs
         and first.score_samples == second.score_samples
-        and first.train == second.train
-        and first.augment == second.augment
         and first.objective == second.objective
         and first.constants.keys() == second.constants.keys()
         and (first.reference_weights is None) == (second.reference_weights is None)

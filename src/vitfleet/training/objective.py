@@ -193,6 +193,8 @@ class Objective:
         Number of blocks of the client's model; ``None``: all blocks.
     split
         The block before which the model is split: its input tokens are the step's features.
+    augment
+        Whether images are augmented as configured.
     """
 
     trainable: Selection
@@ -204,6 +206,7 @@ class Objective:
     observer: Observer | None = None
     depth: int | None = None
     split: int | None = None
+    augment: bool = True
 
     def reference_work(self, step: int) -> tuple[bool, bool]:
         """Return whether a step of an epoch selects parts of the memory, and whether it computes their gradients."""
@@ -239,8 +242,6 @@ class Fit:
         of the transform.
     score_samples
         Whether to compute the loss of every sample under the trained weights at the end.
-    augment
-        Whether images are augmented as configured.
     """
 
     weights: Tensors
@@ -255,7 +256,6 @@ class Fit:
     score_samples: bool = False
     token_dropout: float = 0.0
     train: TrainConfig | None = None
-    augment: bool = True
 
 
 @dataclass(frozen=True)

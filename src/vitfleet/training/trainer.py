@@ -161,7 +161,7 @@ class Trainer:
                 samples=len(client_fit),
                 image_size=client_fit.shard.images.image_size,
                 # Features were computed from images that were already augmented and masked.
-                augment=self.augment if uses_images and fit.augment else AugmentConfig(),
+                augment=self.augment if uses_images and fit.objective.augment else AugmentConfig(),
                 num_patches=num_patches,
                 num_kept=num_tokens_kept,
             )
