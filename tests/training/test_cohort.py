@@ -243,7 +243,11 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
     )
     weights = random_weights(tiny_net)
     objective = Objective(
-        tiny_net.anatomy.whole, transform=AddReferences(), selector=selector, restore_every=restore_every
+        tiny_net.anatomy.whole,
+        transform=AddReferences(),
+        selector=selector,
+        restore_every=restore_every,
+        mask_memory=True,
     )
     fits = [
         Fit(
@@ -251,7 +255,6 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
             objective,
             2,
             memory=make_memory(tiny_images, client, 4),
-            mask_memory=True,
             reference_weights=weights[-1 - client] if reference_weights else None,
         )
         for client, start in enumerate(weights)

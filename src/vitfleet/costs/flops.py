@@ -110,7 +110,8 @@ def dry_run(
         fit = next(fit_requests)
         while True:
             fits.append(fit)
-            fit = fit_requests.send(_blank_result(fit, len(targets), (client_state is None, len(fits))))
+            num_classes, training = method.context.num_classes, (client_state is None, len(fits))
+            fit = fit_requests.send(_blank_result(fit, len(targets), num_classes, training))
     except StopIteration as end:
         update: ClientUpdate = end.value
         return DryRun(fits, update, held_tensors)
@@ -131,16 +132,17 @@ def _blank_weight(name: str, shape: torch.Size, training: tuple[bool, int]) -> T
     return torch.empty(shape, device="meta")
 
 
-def _blank_result(fit: Fit, samples: int, training: tuple[bool, int]) -> FitResult:
+def _blank_result(fit: Fit, samples: int, num_classes: int, training: tuple[bool, int]) -> FitResult:
     objective = fit.objective
     trained = {name: _blank_weight(name, fit.weights[name].shape, training) for name in objective.trainable}
     # Methods read the observer state on the host, so it needs values: zeros.
     observed = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in fit.observer_state.items()}
     if objective.transform:
         observed |= {name: torch.zeros(()) for name in objective.transform.counts}
-    losses = torch.zeros(samples if fit.score_samples else 0)
-    steps = max(1, fit.epochs)
-    return FitResult(trained, torch.zeros(()), samples, steps, observed, losses, torch.tensor(float(steps)))
+    scored, steps = samples if fit.score_samples else 0, max(1, fit.epochs)
+    losses, logits = torch.zeros(scored), torch.empty(scored, num_classes, device="meta")
+    finite_steps = torch.tensor(float(steps))
+    return FitResult(trained, torch.zeros(()), samples, steps, observed, losses, finite_steps, logits)
 
 
 class CostModel:
@@ -191,8 +193,10 @@ class CostModel:
             Labels of the client's images in each task.
         """
         client_metrics: Numbers | None = None
-        for position, task_labels in enumerate([*labels, labels[-1]]):
+        for position in range(len(labels) + 1):
             task_index = min(position, len(labels) - 1)
+            first_task = 0 if self.method.accumulates_tasks else task_index
+            task_labels = np.concatenate(labels[first_task : task_index + 1])
             dry_run_result = self.dry_run(self.method.cost_round, 0, task_labels, task_index, client_metrics)
             client_metrics = dry_run_result.update.message.numbers
         return dry_run_result
@@ -228,16 +232,17 @@ class CostModel:
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round.
 
-        A training may also process stored samples for reference gradients, compute a second gradient at the reference
-        weights, and score every sample at its end.
+        A training may also replay stored samples in its steps, process them for reference gradients, compute a second
+        gradient at the reference weights, and score every sample at its end.
         """
         total = 0
         for fit in dry_run_result.fits:
             steps = -(-samples // (fit.train or self.train).batch_size)
-            passes = fit.epochs * samples * (1 if fit.reference_weights is None else 2)
+            per_sample = 1 if fit.replay is None else 1 + fit.replay.replays
+            passes = fit.epochs * samples * per_sample * (1 if fit.reference_weights is None else 2)
             total += passes * self.flops(fit).training
             if stored := fit.epochs * stored_passes(fit, steps):
-                total += stored * self.flops(fit, masked=fit.mask_memory).training
+                total += stored * self.flops(fit, masked=fit.objective.mask_memory).training
             if fit.score_samples:  # on whole images
                 total += samples * self.flops(fit, masked=False).forward
         return total

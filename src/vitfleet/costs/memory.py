@@ -149,7 +149,7 @@ def training_memory(
         indices = torch.empty(train.batch_size, dtype=torch.long)
         shard = Shard(ImageSet(images, indices), indices)
         fit = _with_empty_tensors(fit)
-        batch = _empty_batch(net, train)
+        batch = _empty_batch(net, train, 0 if fit.replay is None else fit.replay.replays)
         tracker = AllocationTracker()
         tracker.ignore([*_fit_tensors(fit), images, *batch.tensors()])
         with tracker:
@@ -166,12 +166,14 @@ def training_memory(
 
 def _fit_tensors(fit: Fit) -> list[Tensor]:
     memory = () if fit.memory is None else fit.memory.tensors().values()
+    replay = () if fit.replay is None else fit.replay.tensors().values()
     return [
         *fit.weights.values(),
         *fit.constants.values(),
         *fit.observer_state.values(),
         *(fit.reference_weights or {}).values(),
         *memory,
+        *replay,
     ]
 
 
@@ -185,7 +187,7 @@ def _with_empty_tensors(fit: Fit) -> Fit:
             for name, tensor in tensors.items()
         }
 
-    stored = fit.memory
+    stored, replay = fit.memory, fit.replay
     return replace(
         fit,
         weights=empty_like(fit.weights),
@@ -193,26 +195,25 @@ def _with_empty_tensors(fit: Fit) -> Fit:
         observer_state=empty_like(fit.observer_state),
         reference_weights=None if fit.reference_weights is None else empty_like(fit.reference_weights),
         memory=None if stored is None else EpisodicMemory(**empty_like(stored.tensors()), sizes=stored.sizes),
+        replay=None if replay is None else replay.with_tensors(empty_like(replay.tensors())),
     )
 
 
-def _empty_batch(net: Net, train: TrainConfig) -> Batch:
-    indices = torch.empty(train.batch_size, dtype=torch.long)
-    keep = (
-        torch.empty(train.batch_size, net.num_kept_patches(train.mask_ratio), dtype=torch.long)
-        if train.mask_ratio
-        else None
-    )
-    return Batch(
-        image_indices=indices,
-        shard_positions=indices,
-        sample_weight=torch.empty(train.batch_size),
-        active=torch.empty(()),
-        shift=None,
-        flip=None,
-        brightness=None,
-        keep=keep,
-    )
+def _empty_batch(net: Net, train: TrainConfig, replays: int) -> Batch:
+    kept = net.num_kept_patches(train.mask_ratio)
+
+    def empty(*shape: int) -> Batch:
+        indices = torch.empty(shape, dtype=torch.long)
+        return Batch(
+            image_indices=indices,
+            shard_positions=indices,
+            sample_weight=torch.empty(shape),
+            active=torch.empty(()),
+            keep=torch.empty(*shape, kept, dtype=torch.long) if train.mask_ratio else None,
+        )
+
+    batch = empty(train.batch_size)
+    return replace(batch, replay=empty(train.batch_size, replays)) if replays else batch
 
 
 def _total_bytes(tensors: Iterable[Tensor]) -> int:

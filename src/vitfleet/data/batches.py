@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ class Batch:
     features, scales, labels
         In a training on features instead of images: the tokens of each sample as they are stored, their quantisation
         scales if they have any, and the samples' labels.
+    replay
+        The stored samples that are replayed with the batch, ``[…, batch, replays]`` in all tables. Their indices are
+        positions in the client's buffer.
     """
 
     image_indices: Tensor
@@ -46,10 +49,12 @@ class Batch:
     features: Tensor | None = None
     scales: Tensor | None = None
     labels: Tensor | None = None
+    replay: Batch | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
-        return Batch(**{name: function(tensor) for name, tensor in self.named_tensors()})
+        replay = None if self.replay is None else self.replay.map(function)
+        return Batch(**{name: function(tensor) for name, tensor in self._own_tensors()}, replay=replay)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are set, in the order of the fields."""
@@ -57,8 +62,33 @@ class Batch:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that are set, with the names of their fields."""
-        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        replayed = [] if self.replay is None else self.replay.named_tensors()
+        return [*self._own_tensors(), *((f"replay.{name}", tensor) for name, tensor in replayed)]
+
+    def _own_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the batch without those of its replayed samples."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "replay"]
         return [(name, tensor) for name, tensor in values if tensor is not None]
+
+    def flat_replay(self, axis: int) -> Batch | None:
+        """Return the replayed samples on one axis, ``[…, batch × replays]``; ``None`` if there are none.
+
+        Parameters
+        ----------
+        axis
+            The axis of the batch.
+        """
+        if self.replay is None:
+            return None
+        return self.replay.map(lambda table: table.flatten(axis, axis + 1) if table.dim() > axis else table)
+
+    def append(self, other: Batch, axis: int) -> Batch:
+        """Return the samples of this batch, then those of another one, which sets the same tensors."""
+        both = {
+            name: tensor if name == "active" else torch.cat([tensor, getattr(other, name)], dim=axis)
+            for name, tensor in self._own_tensors()
+        }
+        return Batch(**both, replay=None)
 
 
 @dataclass(frozen=True)
@@ -136,33 +166,55 @@ def make_epoch_batches(
     width = min(batch_size, -(-max(sizes) // width_multiple) * width_multiple)
     steps = -(-max(sizes) // width)
 
-    def to_device(table: Array) -> Tensor:
-        return _to_device(np.ascontiguousarray(table if stacked else table[:, 0]), device)
-
-    def tabulate(rows: Sequence[Array]) -> Tensor:
-        return to_device(_pad_and_split(rows, steps, width))
-
-    def tabulate_optional(rows: Sequence[Array | None]) -> Tensor | None:
-        drawn = [row for row in rows if row is not None]
-        return tabulate(drawn) if drawn else None
-
     counts = np.array([[min(width, max(0, size - step * width)) for size in sizes] for step in range(steps)])
     is_sample = np.arange(width) < counts[..., None]
     sample_weight = (is_sample / np.maximum(counts, 1)[..., None]).astype(np.float32)
     active = counts > 0
-    mask_noise = tabulate_optional([draw.mask_noise for draw in draws])
-    positions = tabulate([draw.order for draw in draws])
-    batch = Batch(
-        image_indices=positions,
-        shard_positions=positions,
-        sample_weight=to_device(sample_weight),
-        active=to_device(active.astype(np.float32)),
-        shift=tabulate_optional([draw.shift for draw in draws]),
-        flip=tabulate_optional([draw.flip for draw in draws]),
-        brightness=tabulate_optional([draw.brightness for draw in draws]),
-        keep=None if mask_noise is None else mask_noise.argsort(dim=-1, stable=True)[..., :num_kept].contiguous(),
-    )
+    layout = _Layout(steps, width, num_kept, stacked, device)
+    weights, active_table = layout.to_device(sample_weight), layout.to_device(active.astype(np.float32))
+    batch = layout.make_batch(draws, weights, active_table)
+    replayed = [draw.replay for draw in draws if draw.replay is not None]
+    if replayed:
+        replays = replayed[0].order.shape[1]
+        replay_weights = (weights / replays).unsqueeze(-1).expand(*weights.shape, replays).contiguous()
+        batch = replace(batch, replay=layout.make_batch(replayed, replay_weights, active_table))
     return EpochBatches(batch, counts.max(axis=1).tolist(), active.sum(axis=1).tolist())
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the samples of an epoch are arranged: so many steps of so many samples, with or without clients' axis."""
+
+    steps: int
+    width: int
+    num_kept: int
+    stacked: bool
+    device: torch.device
+
+    def make_batch(self, draws: Sequence[EpochDraws], sample_weight: Tensor, active: Tensor) -> Batch:
+        """Return the tables of all steps."""
+        mask_noise = self._tabulate([draw.mask_noise for draw in draws])
+        positions = self._tabulate([draw.order for draw in draws])
+        assert positions is not None
+        keep = None if mask_noise is None else mask_noise.argsort(dim=-1, stable=True)[..., : self.num_kept]
+        return Batch(
+            image_indices=positions,
+            shard_positions=positions,
+            sample_weight=sample_weight,
+            active=active,
+            shift=self._tabulate([draw.shift for draw in draws]),
+            flip=self._tabulate([draw.flip for draw in draws]),
+            brightness=self._tabulate([draw.brightness for draw in draws]),
+            keep=None if keep is None else keep.contiguous(),
+        )
+
+    def to_device(self, table: Array) -> Tensor:
+        """Copy a table ``[steps, clients, …]`` to the device."""
+        return _to_device(np.ascontiguousarray(table if self.stacked else table[:, 0]), self.device)
+
+    def _tabulate(self, rows: Sequence[Array | None]) -> Tensor | None:
+        drawn = [row for row in rows if row is not None]
+        return self.to_device(_pad_and_split(drawn, self.steps, self.width)) if drawn else None
 
 
 def _pad_and_split(rows: Sequence[Array], steps: int, width: int) -> Array:

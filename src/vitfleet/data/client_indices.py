@@ -71,6 +71,12 @@ class ClientIndices:
         position = client * self.num_tasks + task_index
         return self.indices[self.offsets[position] : self.offsets[position + 1]]
 
+    def up_to_task(self, client: int, task_index: int) -> Ints:
+        """Return the sample indices of one client's tasks up to this one, task by task, as a view."""
+        last = self.for_client(client, task_index)
+        start = self.offsets[client * self.num_tasks]
+        return self.indices[start : self.offsets[client * self.num_tasks + task_index] + len(last)]
+
     def all_tasks(self) -> ClientIndices:
         """Return the samples of each client over all its tasks, as if they were one task."""
         return ClientIndices(self.indices, self.offsets[:: self.num_tasks])

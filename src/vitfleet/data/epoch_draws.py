@@ -29,6 +29,9 @@ class EpochDraws:
         Whether each image is mirrored, and the factor of its brightness.
     mask_noise
         One number per patch, ``[samples, patches]``: the patches with the smallest numbers are kept.
+    replay
+        The stored samples that are replayed with each visited sample, ``[samples, replays, …]``: ``order`` holds their
+        positions in the client's buffer. ``None``: nothing is replayed.
     """
 
     order: Array
@@ -36,6 +39,7 @@ class EpochDraws:
     flip: Array | None = None
     brightness: Array | None = None
     mask_noise: Array | None = None
+    replay: EpochDraws | None = None
 
 
 def draw_epoch(
@@ -48,6 +52,8 @@ def draw_epoch(
     augment: AugmentConfig,
     num_patches: int,
     num_kept: int,
+    num_stored: int = 0,
+    replays: int = 0,
 ) -> EpochDraws:
     """Draw one client's epoch from its random addresses.
 
@@ -57,27 +63,34 @@ def draw_epoch(
         Number of the client's images, and their height and width in pixels.
     num_patches, num_kept
         Patches per image, and how many of them are kept. They are equal if nothing is masked.
+    num_stored, replays
+        Number of the client's stored samples, and how many of them are replayed with each image: uniformly, with
+        replacement, with an augmentation and a mask of their own.
     """
 
     def generator(purpose: Purpose) -> np.random.Generator:
         return Address(seed, purpose, round, client, epoch).generator()
 
-    order = generator(Purpose.ORDER).permutation(samples)
-    shift = flip = brightness = mask_noise = None
-    if augment.active:
-        rng = generator(Purpose.AUGMENT)
-        # All three are always drawn, the shift last (an empty range consumes nothing), so that switching one of them
-        # on does not change the numbers of the others.
-        max_shift = round_half_up(augment.crop * image_size)
-        drawn_flip = rng.random(samples, dtype=np.float32) < 0.5
-        drawn_brightness = 1 + augment.brightness * (2 * rng.random(samples, dtype=np.float32) - 1)
-        drawn_shift = rng.integers(-max_shift, max_shift + 1, size=(samples, 2))
-        if max_shift:
-            shift = drawn_shift
-        if augment.flip:
-            flip = drawn_flip
-        if augment.brightness:
-            brightness = drawn_brightness
-    if num_kept < num_patches:
-        mask_noise = generator(Purpose.MASK).random((samples, num_patches), dtype=np.float32)
-    return EpochDraws(order, shift, flip, brightness, mask_noise)
+    def draw(order: Array, augment_by: Purpose, mask_by: Purpose, replay: EpochDraws | None = None) -> EpochDraws:
+        """Draw the augmentation and the mask of every sample of an order."""
+        shift = flip = brightness = mask_noise = None
+        if augment.active:
+            rng = generator(augment_by)
+            # All three are always drawn, the shift last (an empty range consumes nothing), so that switching one of
+            # them on does not change the numbers of the others.
+            max_shift = round_half_up(augment.crop * image_size)
+            drawn_flip = rng.random(order.shape, dtype=np.float32) < 0.5
+            drawn_brightness = 1 + augment.brightness * (2 * rng.random(order.shape, dtype=np.float32) - 1)
+            drawn_shift = rng.integers(-max_shift, max_shift + 1, size=(*order.shape, 2))
+            shift = drawn_shift if max_shift else None
+            flip = drawn_flip if augment.flip else None
+            brightness = drawn_brightness if augment.brightness else None
+        if num_kept < num_patches:
+            mask_noise = generator(mask_by).random((*order.shape, num_patches), dtype=np.float32)
+        return EpochDraws(order, shift, flip, brightness, mask_noise, replay)
+
+    replay = None
+    if replays:
+        positions = generator(Purpose.REPLAY).integers(num_stored, size=(samples, replays))
+        replay = draw(positions, Purpose.REPLAY_AUGMENT, Purpose.REPLAY_MASK)
+    return draw(generator(Purpose.ORDER).permutation(samples), Purpose.AUGMENT, Purpose.MASK, replay)

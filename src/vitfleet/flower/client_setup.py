@@ -49,14 +49,23 @@ def client_task_stream(config: Config, classes: int, client: int, device: torch.
 
 @dataclass(frozen=True)
 class LocalTasks:
-    """A client's images on its training device, selected by task."""
+    """A client's images on its training device, selected by task.
+
+    Attributes
+    ----------
+    accumulate
+        Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``.
+    """
 
     data: DataSet
     stream: ClientTaskStream | None
+    accumulate: bool = False
 
     def train_shard(self, task_index: int) -> Shard:
-        """Return the training images of a task."""
-        return Shard(self.data.train, self._indices(self.data.train, task_index))
+        """Return the images to train on in a task."""
+        first = 0 if self.accumulate else task_index
+        indices = [self._indices(self.data.train, index) for index in range(first, task_index + 1)]
+        return Shard(self.data.train, torch.cat(indices))
 
     def evaluate(self, evaluator: Evaluator, weights: Tensors, task_index: int) -> EvalResult:
         """Evaluate a model on the test images of a task, of which there may be none."""
@@ -98,7 +107,7 @@ def set_up_client(
     components = build_components(config, net, classes, machine, config.num_tasks, class_tasks)
     net.drop_weights()  # the server sends all weights that a client uses
     evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, class_tasks)
-    tasks = LocalTasks(data.to(machine.device), stream)
+    tasks = LocalTasks(data.to(machine.device), stream, components.method.accumulates_tasks)
 
     def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
         return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]

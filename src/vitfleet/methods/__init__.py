@@ -14,6 +14,9 @@ from vitfleet.methods.gem import AGem, Gem  # isort: skip
 from vitfleet.methods.ewc import Ewc  # isort: skip
 from vitfleet.methods.mas import Mas  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
+from vitfleet.methods.er import ExperienceReplay  # isort: skip
+from vitfleet.methods.derpp import DerPlusPlus  # isort: skip
+from vitfleet.methods.joint import Joint  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.context import MethodContext  # isort: skip
 from vitfleet.methods.base import (  # isort: skip
@@ -34,8 +37,10 @@ __all__ = [
     "ClientJob",
     "ClientMetric",
     "ClientUpdate",
+    "DerPlusPlus",
     "EftVit",
     "Ewc",
+    "ExperienceReplay",
     "FedAvg",
     "FedBfpt",
     "FedBias",
@@ -48,6 +53,7 @@ __all__ = [
     "FedRep",
     "FedVit",
     "Gem",
+    "Joint",
     "Mas",
     "Method",
     "MethodContext",

@@ -46,7 +46,8 @@ class ClientJob:
     client_state
         The client's state after its last round; ``None`` before its first round.
     shard
-        The client's training images; in continual learning, those of its current task.
+        The client's training images; in continual learning, those of its current task, or of all its tasks so far: see
+        :attr:`Method.accumulates_tasks`.
     task_index
         Index of the client's current task, from 0; 0 without tasks.
     """
@@ -132,6 +133,8 @@ class Method(ABC, Generic[Params]):
 
     #: Whether clients must learn a sequence of tasks (``data.tasks``).
     needs_tasks: ClassVar[bool] = False
+    #: Whether a client trains on its images of all tasks up to the current one, instead of the current one alone.
+    accumulates_tasks: ClassVar[bool] = False
     #: The mask ratio that the method is designed for: `vitfleet cost` assumes it if the configuration sets none.
     usual_mask_ratio: ClassVar[float] = 0.0
     #: Whether the server has a complete model. If not, the clients' models are evaluated in its place.

@@ -1,4 +1,4 @@
-"""The samples that a client stores of the tasks it has learned, and their use as reference gradients.
+"""The samples that a client stores of the tasks it has learned, and their use: as reference gradients or to replay.
 
 FedViT's knowledge extractor (section 3.2) stores, of every class of a task, the fraction ρ of the samples that have the
 lowest loss under the trained model. The client's last round of a task is not known in advance, so the samples are
@@ -8,7 +8,7 @@ selected anew after every round. What remains is the selection under the last mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Tensors
 from vitfleet.methods.shared_body import HeadsParams
-from vitfleet.training.objective import EpisodicMemory
+from vitfleet.training.objective import EpisodicMemory, Objective, ReplayBuffer
 
 _PREFIX = "memory."
 
@@ -32,6 +32,11 @@ class MemoryParams(HeadsParams):
     memory_bytes: int | None = Field(
         None, ge=1, description="most bytes stored per client; all tasks are cut to a common size; null: no limit"
     )
+
+
+class ReferenceGradientParams(MemoryParams):
+    """Parameters of all methods that compare the gradient with those of the stored samples."""
+
     restore_every: int = Field(
         1,
         ge=1,
@@ -43,6 +48,12 @@ class MemoryParams(HeadsParams):
     check: bool = Field(False, description="verify at every step that the angle to no stored task is obtuse")
 
 
+def with_reference_settings(objective: Objective, params: ReferenceGradientParams) -> Objective:
+    """Return an objective with the configured period and data type of the reference gradients."""
+    dtype = torch.bfloat16 if params.reference_dtype == "bf16" else None
+    return replace(objective, restore_every=params.restore_every, reference_dtype=dtype)
+
+
 @dataclass(frozen=True)
 class StoredSamples:
     """Stored samples of one task, in descending priority.
@@ -51,10 +62,13 @@ class StoredSamples:
     ----------
     images, labels
         uint8 ``[samples, channels, side, side]`` and int16 ``[samples]``.
+    logits
+        The model's outputs when the samples were stored, float32 ``[samples, classes]``; ``None``: not stored.
     """
 
     images: Tensor
     labels: Tensor
+    logits: Tensor | None = None
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -62,11 +76,15 @@ class StoredSamples:
     @property
     def sample_bytes(self) -> int:
         """Bytes of one sample."""
-        return self.images[:1].numel() + self.labels.element_size()
+        logits_bytes = 0 if self.logits is None else self.logits.shape[1] * self.logits.element_size()
+        return self.images[:1].numel() + self.labels.element_size() + logits_bytes
 
     def first(self, count: int) -> StoredSamples:
         """Return the first ``count`` samples."""
-        return StoredSamples(self.images[:count].clone(), self.labels[:count].clone()) if count < len(self) else self
+        if count >= len(self):
+            return self
+        logits = None if self.logits is None else self.logits[:count].clone()
+        return StoredSamples(self.images[:count].clone(), self.labels[:count].clone(), logits)
 
 
 StoredTasks: TypeAlias = Mapping[int, StoredSamples]  # by task index
@@ -89,7 +107,13 @@ def select_samples(scores: Tensor, labels: Tensor, rho: float) -> Tensor:
 
 
 def store_task(
-    stored: StoredTasks, task_index: int, shard: Shard, scores: Tensor, params: MemoryParams, num_tasks: int
+    stored: StoredTasks,
+    task_index: int,
+    shard: Shard,
+    scores: Tensor,
+    params: MemoryParams,
+    num_tasks: int,
+    logits: Tensor | None = None,
 ) -> StoredTasks:
     """Return the stored tasks with the samples of one task replaced, within ``params.memory_bytes``.
 
@@ -99,11 +123,18 @@ def store_task(
         The ranking of the shard's samples: those with the lowest scores are stored.
     num_tasks
         Number of tasks for which the memory must suffice.
+    logits
+        Logits of the shard's samples, to store with them; ``None``: none are stored.
     """
     if not len(shard):
         return stored
-    indices = shard.index[select_samples(scores, shard.labels, params.rho).to(shard.index.device)]
-    samples = StoredSamples(shard.images.images[indices], shard.images.labels[indices].to(torch.int16))
+    positions = select_samples(scores, shard.labels, params.rho).to(shard.index.device)
+    indices = shard.index[positions]
+    samples = StoredSamples(
+        shard.images.images[indices],
+        shard.images.labels[indices].to(torch.int16),
+        None if logits is None else logits[positions],
+    )
     limit = params.memory_bytes
     if limit is not None and limit < num_tasks * samples.sample_bytes:
         raise ConfigError(
@@ -136,7 +167,11 @@ def read_memory(client_tensors: Tensors) -> StoredTasks:
     task_indices = sorted(
         int(name.split(".")[1]) for name in client_tensors if name.startswith(_PREFIX) and name.endswith(".labels")
     )
-    return {index: StoredSamples(*(client_tensors[name] for name in _tensor_names(index))) for index in task_indices}
+    return {
+        index: StoredSamples(client_tensors[images], client_tensors[labels], client_tensors.get(logits))
+        for index in task_indices
+        for images, labels, logits in [_tensor_names(index)]
+    }
 
 
 def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
@@ -144,12 +179,38 @@ def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
     return {
         name: tensor
         for task_index, samples in stored.items()
-        for name, tensor in zip(_tensor_names(task_index), (samples.images, samples.labels), strict=True)
+        for name, tensor in zip(
+            _tensor_names(task_index), (samples.images, samples.labels, samples.logits), strict=True
+        )
+        if tensor is not None
     }
 
 
-def _tensor_names(task_index: int) -> tuple[str, str]:
-    return f"{_PREFIX}{task_index:04d}.images", f"{_PREFIX}{task_index:04d}.labels"
+def _tensor_names(task_index: int) -> tuple[str, str, str]:
+    prefix = f"{_PREFIX}{task_index:04d}"
+    return f"{prefix}.images", f"{prefix}.labels", f"{prefix}.logits"
+
+
+def replay_buffer(stored: StoredTasks, task_index: int, replays: int) -> ReplayBuffer | None:
+    """Return the stored samples of the tasks before ``task_index`` as the replay buffer of a training.
+
+    ``None`` if there are none, or none are to be replayed.
+
+    Parameters
+    ----------
+    replays
+        How many of them are replayed per sample of the batch.
+    """
+    tasks = [stored[index] for index in sorted(stored) if index < task_index]
+    if not tasks or not replays:
+        return None
+    logits = [samples.logits for samples in tasks if samples.logits is not None]
+    return ReplayBuffer(
+        torch.cat([samples.images for samples in tasks]),
+        torch.cat([samples.labels for samples in tasks]).long(),
+        replays,
+        {"logits": torch.cat(logits)} if logits else {},
+    )
 
 
 def replay_memory(stored: StoredTasks, task_index: int, merge_tasks: bool = False) -> EpisodicMemory | None:

@@ -31,7 +31,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import Aggregator, ClientJob
 from vitfleet.methods.context import MethodContext
-from vitfleet.methods.episodic_memory import MemoryParams, replay_memory
+from vitfleet.methods.episodic_memory import ReferenceGradientParams, replay_memory, with_reference_settings
 from vitfleet.methods.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
 from vitfleet.methods.memory_method import MemoryMethod
 from vitfleet.methods.param_checks import check_head_epochs, check_layers
@@ -49,7 +49,7 @@ SELECTORS: Mapping[str, Callable[[int, int], ReferenceSelector]] = {
 }
 
 
-class FedVitParams(MemoryParams):
+class FedVitParams(ReferenceGradientParams):
     """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
 
     head_epochs: int = Field(
@@ -93,6 +93,7 @@ class FedVit(MemoryMethod[FedVitParams]):
     figures = LAYER_FIGURES
     client_metrics = (
         *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
+        *projection_metrics(),
         *MemoryMethod.client_metrics,
         *LAYER_METRICS,
     )
@@ -157,7 +158,6 @@ class FedVit(MemoryMethod[FedVitParams]):
             self.context.train.epochs - params.head_epochs,
             observer_state={} if self.sharing is None else self.sharing.observer.initial_state(self.context.device),
             memory=memory,
-            mask_memory=params.body_mask_ratio is not None,
             score_samples=True,
             train=self.body_training(),
         )
@@ -192,10 +192,9 @@ class FedVit(MemoryMethod[FedVitParams]):
         )
         return Fit(
             weights,
-            self.with_reference_settings(objective) if memory else objective,
+            self.with_references(objective) if memory else objective,
             self.params.tune_epochs,
             memory=memory,
-            mask_memory=memory is not None and self.params.body_mask_ratio is not None,
             reference_weights=self.anatomy.trainable(body).take(job.client_state.tensors),
             train=self.body_training(),
         )
@@ -207,7 +206,12 @@ class FedVit(MemoryMethod[FedVitParams]):
         if memory is None:
             return objective
         transform = GradientIntegrator(self.params.check, self.params.margin)
-        return self.with_reference_settings(replace(objective, transform=transform, selector=self.selector()))
+        return self.with_references(replace(objective, transform=transform, selector=self.selector()))
+
+    def with_references(self, objective: Objective) -> Objective:
+        """Return an objective with the settings of the stored tasks' gradients."""
+        masked = self.params.body_mask_ratio is not None
+        return replace(with_reference_settings(objective, self.params), mask_memory=masked)
 
     def selector(self) -> ReferenceSelector:
         """Return the gradient restorer's choice of k stored tasks."""

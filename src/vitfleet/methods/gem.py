@@ -12,25 +12,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, TypeVar
 
-import torch
 from pydantic import Field
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.episodic_memory import MemoryParams, replay_memory
+from vitfleet.methods.episodic_memory import ReferenceGradientParams, replay_memory, with_reference_settings
 from vitfleet.methods.memory_method import MemoryMethod
-from vitfleet.methods.projection_metrics import projection_counts
+from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
 from vitfleet.methods.shared_body import LocalTraining
-from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import Fit, Objective
 from vitfleet.training.surgery import GradientIntegrator
 
-Params = TypeVar("Params", bound=MemoryParams)
+Params = TypeVar("Params", bound=ReferenceGradientParams)
 
 
 class GradientEpisodicMemory(MemoryMethod[Params]):
     """The local training of GEM and A-GEM."""
+
+    client_metrics = (*projection_metrics(), *MemoryMethod.client_metrics)
 
     #: Whether all stored tasks give one reference gradient, instead of one each.
     merges_tasks: ClassVar[bool]
@@ -44,15 +44,12 @@ class GradientEpisodicMemory(MemoryMethod[Params]):
         memory = replay_memory(self.stored_tasks(job), job.task_index, self.merges_tasks)
         objective = Objective(self.trainable)
         if memory:
-            objective = self.with_reference_settings(replace(objective, transform=self.projection()))
+            objective = with_reference_settings(replace(objective, transform=self.projection()), self.params)
         result = yield Fit(weights, objective, self.context.train.epochs, memory=memory)
-        # The same draw in every round of a task: the stored samples stay the same.
-        rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()
-        scores = torch.from_numpy(rng.random(len(job.shard)))
-        return self.with_memory(job, weights, result, scores, projection_counts(result))
+        return self.with_memory(job, weights, result, self.random_scores(job), projection_counts(result))
 
 
-class GemParams(MemoryParams):
+class GemParams(ReferenceGradientParams):
     """Gradient episodic memory: no step against the gradient of a stored task (GEM)."""
 
     margin: float = Field(0.0, ge=0, description="least multiplier of each stored task once one is violated (GEM: 0.5)")
@@ -69,7 +66,7 @@ class Gem(GradientEpisodicMemory[GemParams]):
         return GradientIntegrator(self.params.check, self.params.margin)
 
 
-class AGemParams(MemoryParams):
+class AGemParams(ReferenceGradientParams):
     """No step against the gradient of all stored tasks together (A-GEM)."""
 
 

@@ -1,9 +1,8 @@
-"""Base class of methods whose clients store samples of the tasks they have learned: GEM, A-GEM and FedViT."""
+"""Base class of methods whose clients store samples of the tasks they have learned: GEM, FedViT, replay and others."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from vitfleet.methods.episodic_memory import (
     read_memory,
     store_task,
 )
-from vitfleet.methods.projection_metrics import projection_metrics
 from vitfleet.methods.shared_body import LocalTrainingResult, SharedBody
 from vitfleet.models.anatomy import Selection
-from vitfleet.training.objective import FitResult, Objective
+from vitfleet.randomness import Address, Purpose
+from vitfleet.training.objective import FitResult
 
 Params = TypeVar("Params", bound=MemoryParams)
 
@@ -38,16 +37,21 @@ class MemoryMethod(SharedBody[Params]):
     """Shared body, local or shared heads; every client has an episodic memory."""
 
     needs_tasks = True
-    client_metrics = (*projection_metrics(), *MEMORY_METRICS)
+    client_metrics: ClassVar[tuple[ClientMetric, ...]] = MEMORY_METRICS
+    #: Whether samples are stored with their logits under the model that the client has just trained.
+    stores_logits: ClassVar[bool] = False
 
     def stored_tasks(self, job: ClientJob) -> StoredTasks:
         """Return the samples that the client has stored so far."""
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
 
-    def with_reference_settings(self, objective: Objective) -> Objective:
-        """Return an objective with the configured period and data type of the reference gradients."""
-        dtype = torch.bfloat16 if self.params.reference_dtype == "bf16" else None
-        return replace(objective, restore_every=self.params.restore_every, reference_dtype=dtype)
+    def random_scores(self, job: ClientJob) -> Tensor:
+        """Return a random score for each of the client's samples: the same in every round of a task.
+
+        So the samples that are stored of a task stay the same.
+        """
+        rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()
+        return torch.from_numpy(rng.random(len(job.shard)))
 
     def with_memory(
         self,
@@ -69,20 +73,22 @@ class MemoryMethod(SharedBody[Params]):
         sent
             The weights of the body that the client sends; ``None``: all of them.
         """
+        logits = result.sample_logits if self.stores_logits else None
         stored = store_task(
-            self.stored_tasks(job), job.task_index, job.shard, scores, self.params, self.context.num_tasks
+            self.stored_tasks(job), job.task_index, job.shard, scores, self.params, self.context.num_tasks, logits
         )
         numbers = {**numbers, **memory_numbers(stored)}
         return LocalTrainingResult({**weights, **result.weights}, result, numbers, memory_tensors(stored), sent)
 
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of the stored samples; implausible counts are reduced to the limit."""
-        sample = _empty_samples(1, channels, side)
+        num_logits = self.context.num_classes if self.stores_logits else None
+        sample = _empty_samples(1, channels, side, num_logits)
         limit = self.params.memory_bytes
         most = MAX_REPORTED if limit is None else limit // sample.sample_bytes
         counts = [min(count, most) for count in reported_counts(reported)[: self.context.num_tasks]]
         return memory_tensors(
-            {index: _empty_samples(count, channels, side) for index, count in enumerate(counts) if count}
+            {index: _empty_samples(count, channels, side, num_logits) for index, count in enumerate(counts) if count}
         )
 
     def num_stored_samples(self, reported: Numbers) -> int:
@@ -103,7 +109,8 @@ def reported_counts(reported: Numbers) -> list[int]:
     return [min(count, MAX_REPORTED) if isinstance(count, int) and count > 0 else 0 for count in counts]
 
 
-def _empty_samples(count: int, channels: int, side: int) -> StoredSamples:
+def _empty_samples(count: int, channels: int, side: int, num_logits: int | None) -> StoredSamples:
     """Return samples with shapes only."""
     images = torch.empty(count, channels, side, side, dtype=torch.uint8, device="meta")
-    return StoredSamples(images, torch.empty(count, dtype=torch.int16, device="meta"))
+    logits = None if num_logits is None else torch.empty(count, num_logits, device="meta")
+    return StoredSamples(images, torch.empty(count, dtype=torch.int16, device="meta"), logits)

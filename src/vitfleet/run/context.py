@@ -99,7 +99,8 @@ class RunContext:
 
     def labels(self, client: int, round: int) -> NDArray[np.int64]:
         """Return the labels of the images that a client trains on in a round."""
-        return train_labels(self.data, self.partition, client, self.config.task_index(round))
+        task_index, accumulate = self.config.task_index(round), self.method.accumulates_tasks
+        return train_labels(self.data, self.partition, client, task_index, accumulate)
 
     def initial_server_state(self) -> State:
         """Return the server state before the first round."""

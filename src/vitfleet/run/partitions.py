@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config, TasksConfig
 from vitfleet.data.client_indices import ClientIndices, Partition
-from vitfleet.data.images import DataSet
+from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.partition import partition_dataset
 from vitfleet.data.partition_io import SUMMARY_FILE as PARTITION_FILE
 from vitfleet.data.partition_io import save_partition
@@ -35,10 +35,25 @@ def empty_partition(config: Config) -> Partition:
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
 
 
-def train_labels(data: DataSet, partition: RunPartition, client: int, task_index: int) -> NDArray[np.int64]:
-    """Return the labels of a client's training images of a task."""
-    index = torch.from_numpy(partition.train.for_client(client, task_index)).to(data.train.labels.device)
-    labels: NDArray[np.int64] = data.train.labels[index].cpu().numpy()
+def train_shard(
+    data: DataSet, partition: RunPartition, client: int, task_index: int, accumulate: bool = False
+) -> Shard:
+    """Return a client's training images of a task.
+
+    Parameters
+    ----------
+    accumulate
+        Return those of all its tasks up to this one: see ``Method.accumulates_tasks``.
+    """
+    select = partition.train.up_to_task if accumulate else partition.train.for_client
+    return Shard(data.train, torch.from_numpy(select(client, task_index)).to(data.train.labels.device))
+
+
+def train_labels(
+    data: DataSet, partition: RunPartition, client: int, task_index: int, accumulate: bool = False
+) -> NDArray[np.int64]:
+    """Return the labels of the images that :func:`train_shard` returns."""
+    labels: NDArray[np.int64] = train_shard(data, partition, client, task_index, accumulate).labels.cpu().numpy()
     return labels
 
 

@@ -34,7 +34,7 @@ from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.context import RunContext
 from vitfleet.run.data_info import write_data_info
 from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels
+from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels, train_shard
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.unseen import unseen_clients
 from vitfleet.run.virtual_fleet import VirtualFleet, make_virtual_fleet
@@ -152,7 +152,7 @@ def _make_virtual_fleet(
     config: Config, components: Components, data: DataSet, partition: RunPartition, cost_model: CostModel
 ) -> VirtualFleet | None:
     def labels(client: int, round: int) -> NDArray[np.int64]:
-        return train_labels(data, partition, client, config.task_index(round))
+        return train_labels(data, partition, client, config.task_index(round), components.method.accumulates_tasks)
 
     def memory_bytes() -> int:
         largest = int(partition.class_counts.sum(axis=1).argmax())
@@ -177,7 +177,7 @@ def _make_local_fleet(
     device = components.trainer.machine.device
 
     def shard(client: int, task_index: int) -> Shard:
-        return Shard(data.train, torch.from_numpy(partition.train.for_client(client, task_index)).to(device))
+        return train_shard(data, partition, client, task_index, components.method.accumulates_tasks)
 
     # Each of several processes would cache the states of all clients, not only of those that it trains.
     cache_bytes = gpu_memory_bytes(device) // STATE_CACHE_SHARE if processes.size == 1 else 0

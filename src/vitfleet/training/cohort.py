@@ -19,7 +19,7 @@ from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.gradients import client_gradients, clip_gradients
 from vitfleet.training.memory_gradients import MemoryGradients, concatenate
-from vitfleet.training.objective import ReferenceGradients, Step, mask_other_tasks
+from vitfleet.training.objective import ReferenceGradients, ReplayedSamples, Step, mask_other_tasks
 from vitfleet.training.optim import Optimizer
 from vitfleet.training.stack import lift
 
@@ -123,12 +123,44 @@ class Cohort:
             assert batch.labels is not None
             features, labels = dequantize(batch.features, batch.scales), batch.labels.long()
             logits = self.engine.forward_features(weights, features, batch.keep, split)
+        elif batch.replay is not None:
+            return self._forward_with_replay(weights, leaves, batch, epoch)
         else:
             images, labels = self.images.images[indices], self.images.labels[indices]
             logits, features = self.engine.forward(weights, images, batch, split, depth)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         constants = self.inputs.constants.tensors
         return Step(logits, labels, sample_weight, leaves, constants, batch.shard_positions, epoch, features)
+
+    def _forward_with_replay(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
+        """Run the model on the batch of a step and on the stored samples that it replays, in one forward pass."""
+        axis, objective, indices = 1 if self.stacked else 0, self.objective, batch.image_indices
+        replay = batch.flat_replay(axis)
+        assert replay is not None
+        stored = {
+            name: _rows(tensor, replay.image_indices, self.stacked)
+            for name, tensor in self.inputs.replay.tensors.items()
+        }
+        images = torch.cat([self.images.images[indices], stored.pop("images")], dim=axis)
+        labels = torch.cat([self.images.labels[indices], stored.pop("labels")], dim=axis)
+        both = batch.append(replay, axis)
+        logits, features = self.engine.forward(weights, images, both, objective.split, objective.depth)
+        logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
+        own, replays = indices.shape[axis], replay.image_indices.shape[axis]
+        replayed = ReplayedSamples(
+            logits.narrow(axis, own, replays), labels.narrow(axis, own, replays), replay.sample_weight, stored
+        )
+        return Step(
+            logits.narrow(axis, 0, own),
+            labels.narrow(axis, 0, own),
+            batch.sample_weight,
+            leaves,
+            self.inputs.constants.tensors,
+            batch.shard_positions,
+            epoch,
+            None if features is None else features.narrow(axis, 0, own),
+            replayed,
+        )
 
     def _reference_gradients(
         self, of_memory: ReferenceGradients | None, batch: Batch, epoch: Tensor
@@ -183,3 +215,11 @@ class Cohort:
         for name, count in counts.items():
             self.counts[name] += count * batch.active
         return applied
+
+
+def _rows(tensor: Tensor, positions: Tensor, stacked: bool) -> Tensor:
+    """Return the rows at these positions; where clients are stacked, each client's own."""
+    if not stacked:
+        return tensor[positions]
+    clients = torch.arange(positions.shape[0], device=positions.device).unsqueeze(-1)
+    return tensor[clients, positions]

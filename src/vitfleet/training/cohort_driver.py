@@ -95,6 +95,10 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and first.constants.keys() == second.constants.keys()
         and (first.reference_weights is None) == (second.reference_weights is None)
         and (first.memory is None) == (second.memory is None)
-        and first.mask_memory == second.mask_memory
         and first.train == second.train
+        and _replays(first) == _replays(second)
     )
+
+
+def _replays(fit: Fit) -> int:
+    return 0 if fit.replay is None else fit.replay.replays

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.objective import EpisodicMemory, Fit
+from vitfleet.training.objective import EpisodicMemory, Fit, ReplayBuffer
 from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
 SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
 PART_WIDTH_MULTIPLE = 8  # samples
+BUFFER_MULTIPLE = 64  # samples; the size of a replay buffer is rounded up, so that shapes recur
 MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capturing another one costs more
 
 
@@ -59,6 +60,8 @@ class CohortInputs:
     ----------
     part_widths
         How many samples of each part of the memories are computed, with padding: see :func:`memory_widths`.
+    replay
+        The replay buffers, padded to a common size. Padding is never drawn.
     """
 
     weights: Stack
@@ -66,6 +69,7 @@ class CohortInputs:
     observer_state: Stack
     reference_weights: Stack
     memory: Stack
+    replay: Stack
     part_widths: tuple[int, ...]
 
     def first(self, count: int) -> CohortInputs:
@@ -93,6 +97,7 @@ class CohortInputs:
             observer_state=function(self.observer_state),
             reference_weights=function(self.reference_weights),
             memory=function(self.memory),
+            replay=function(self.replay),
             part_widths=self.part_widths,
         )
 
@@ -134,7 +139,7 @@ class CohortInputs:
     @property
     def _fixed_stacks(self) -> tuple[Stack, ...]:
         """All stacks but the observer's state, whose tensors may be padded."""
-        return self.weights, self.constants, self.reference_weights, self.memory
+        return self.weights, self.constants, self.reference_weights, self.memory, self.replay
 
 
 def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> CohortInputs:
@@ -149,8 +154,10 @@ def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> Coh
     widths = memory_widths([fit.memory for fit in fits if fit.memory is not None])
     num_kept = net.num_kept_patches(mask_ratio)
     memories = [_memory_tensors(client_fit, widths, net.num_patches, num_kept) for client_fit in group]
+    buffer_size = max(0 if fit.replay is None else len(fit.replay) for fit in fits)
+    buffers = [{} if fit.replay is None else _pad_buffer(fit.replay, buffer_size) for fit in fits]
     if len(fits) == 1:
-        return _single_inputs(fits[0], net, memories[0], widths)
+        return _single_inputs(fits[0], net, memories[0], widths, buffers[0])
     trainable = net.anatomy.trainable(fits[0].objective.trainable)
     leaves = stack([{name: fit.weights[name].detach() for name in trainable} for fit in fits], share=False)
     frozen = stack(
@@ -163,11 +170,14 @@ def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> Coh
         observer_state=stack([fit.observer_state for fit in fits], share=False),
         reference_weights=stack(reference_weights, share=False),
         memory=stack(memories, share=False),
+        replay=stack(buffers, share=False),
         part_widths=widths,
     )
 
 
-def _single_inputs(fit: Fit, net: Net, memory: dict[str, Tensor], widths: tuple[int, ...]) -> CohortInputs:
+def _single_inputs(
+    fit: Fit, net: Net, memory: dict[str, Tensor], widths: tuple[int, ...], buffer: dict[str, Tensor]
+) -> CohortInputs:
     """Return the inputs of a single client, with copies of everything that training changes in place."""
     trainable = net.anatomy.trainable(fit.objective.trainable)
     leaves = {name: fit.weights[name].detach().clone() for name in trainable}
@@ -181,6 +191,7 @@ def _single_inputs(fit: Fit, net: Net, memory: dict[str, Tensor], widths: tuple[
         observer_state=unstacked({name: tensor.clone() for name, tensor in fit.observer_state.items()}),
         reference_weights=unstacked(reference_weights),
         memory=unstacked(memory),
+        replay=unstacked(buffer),
         part_widths=widths,
     )
 
@@ -208,10 +219,18 @@ def _memory_tensors(
         "labels": F.pad(memory.labels, (0, missing)),
         "sample_weight": F.pad(memory.sample_weight, (0, missing)),
     }
-    if client_fit.fit.mask_memory and num_kept < num_patches:
+    if client_fit.fit.objective.mask_memory and num_kept < num_patches:
         rng = client_fit.rng
         address = Address(rng.seed, Purpose.MEMORY_MASK, rng.round, rng.client)
         noise = address.generator().random((*memory.sample_weight.shape, num_patches), dtype=np.float32)
         keep = torch.from_numpy(noise.argsort(axis=-1, kind="stable")[..., :num_kept].copy())
         tensors["keep"] = F.pad(keep, (0, 0, 0, missing)).to(memory.images.device)
     return tensors
+
+
+def _pad_buffer(buffer: ReplayBuffer, size: int) -> dict[str, Tensor]:
+    """Return the tensors of a replay buffer, padded to at least ``size`` samples."""
+    missing = -(-size // BUFFER_MULTIPLE) * BUFFER_MULTIPLE - len(buffer)
+    return {
+        name: F.pad(tensor, (*(0, 0) * (tensor.dim() - 1), 0, missing)) for name, tensor in buffer.tensors().items()
+    }

@@ -29,7 +29,7 @@ def fit_results(
     tensors_reused
         Whether the cohort's tensors will be used for another training, so that results have to be copied.
     """
-    sample_losses = _sample_losses(cohort, group) if group[0].fit.score_samples else None
+    scores = _score_samples(cohort, group) if group[0].fit.score_samples else None
 
     def split(tensors: Tensors) -> list[dict[str, Tensor]]:
         """Return the tensors of each client, packed in one block of memory that can be kept and moved whole."""
@@ -48,26 +48,32 @@ def fit_results(
         fit, samples, state = client_fit.fit, len(client_fit), observer_states[client]
         observed = {name: unpad(state[name], like) for name, like in fit.observer_state.items()}
         loss = loss_sums[client] / max(1, samples * fit.epochs)
-        losses = loss.new_empty(0) if sample_losses is None else sample_losses[client]
+        losses, logits = (loss.new_empty(0), loss.new_empty(0, 0)) if scores is None else scores[client]
         observed |= counts[client]
         results.append(
-            FitResult(weights[client], loss, samples, num_steps[client], observed, losses, finite_steps[client])
+            FitResult(weights[client], loss, samples, num_steps[client], observed, losses, finite_steps[client], logits)
         )
     return results
 
 
 @torch.no_grad()
-def _sample_losses(cohort: Cohort, group: Sequence[ClientFit]) -> list[Tensor]:
-    """Return the loss of every sample under the trained weights, for each client."""
+def _score_samples(cohort: Cohort, group: Sequence[ClientFit]) -> list[tuple[Tensor, Tensor]]:
+    """Return the loss and the logits of every sample under the trained weights, for each client."""
     engine, images = cohort.engine, cohort.images
     engine.net.module.eval()
     padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
     indices = padded if cohort.stacked else padded[0]
-    chunks = []
+    chunks: list[tuple[Tensor, Tensor]] = []
     # A client without samples has no chunk; torch.split would return an empty one.
     for chunk in torch.split(indices, SCORING_BATCH, dim=-1) if indices.shape[-1] else ():
         logits, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
-        chunks.append(engine.sample_losses(logits, images.labels[chunk]))
-    losses = torch.cat(chunks, dim=-1) if chunks else cohort.loss_sum.new_empty(indices.shape)
-    rows = losses if cohort.stacked else losses[None]
-    return [row[: len(client_fit.shard)].clone() for row, client_fit in zip(rows, group, strict=True)]
+        chunks.append((engine.sample_losses(logits, images.labels[chunk]), logits.float()))
+    if not chunks:
+        return [(cohort.loss_sum.new_empty(0), cohort.loss_sum.new_empty(0, 0)) for _ in group]
+    losses = torch.cat([chunk_losses for chunk_losses, _ in chunks], dim=-1)
+    all_logits = torch.cat([chunk_logits for _, chunk_logits in chunks], dim=-2)
+    rows = zip(losses, all_logits, strict=True) if cohort.stacked else [(losses, all_logits)]
+    return [
+        (row[: len(client_fit.shard)].clone(), row_logits[: len(client_fit.shard)].clone())
+        for (row, row_logits), client_fit in zip(rows, group, strict=True)
+    ]

@@ -9,8 +9,8 @@ together, so what differs between clients belongs in the tensors of a :class:`Fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,26 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
+
+
+class ReplayedSamples(NamedTuple):
+    """The stored samples that one client replays in a step.
+
+    Attributes
+    ----------
+    logits, labels
+        The model's outputs, ``[replayed, classes]``, and the true classes, ``[replayed]``. Where the task of an image
+        is known, the logits of other tasks are −∞, as those of the batch are.
+    sample_weight
+        Weight of each sample in their mean, ``[replayed]``. They sum to one; padding has weight 0.
+    targets
+        What was stored with the samples: see :class:`ReplayBuffer`.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    sample_weight: Tensor
+    targets: Tensors
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,9 @@ class Step:
         The number of the epoch, from 0, a scalar.
     features
         The tokens at the objective's split, if it has one, ``[batch, tokens, width]``.
+    replayed
+        Samples of the fit's replay buffer, if it has one: :attr:`ReplayBuffer.replays` per sample of the batch, in the
+        batch's order.
     """
 
     logits: Tensor
@@ -52,6 +75,7 @@ class Step:
     positions: Tensor
     epoch: Tensor
     features: Tensor | None = None
+    replayed: ReplayedSamples | None = None
 
 
 Loss: TypeAlias = Callable[[Step], Tensor]
@@ -138,6 +162,44 @@ class EpisodicMemory:
         return {"images": self.images, "labels": self.labels, "sample_weight": self.sample_weight}
 
 
+@dataclass(frozen=True)
+class ReplayBuffer:
+    """Stored samples, of which every step draws some at random and passes them through the model with its batch.
+
+    Replayed samples are augmented and masked as those of the batch are, with random numbers of their own.
+
+    Attributes
+    ----------
+    images, labels
+        uint8 ``[samples, channels, height, width]`` and ``[samples]``; at least one sample.
+    replays
+        How many stored samples are drawn per sample of the batch: uniformly, with replacement.
+    targets
+        Further tensors of every sample, ``[samples, …]``, such as the logits of an earlier model.
+    """
+
+    images: Tensor
+    labels: Tensor
+    replays: int = 1
+    targets: Tensors = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {"images": self.images, "labels": self.labels, **self.targets}
+
+    def with_tensors(self, tensors: Tensors) -> ReplayBuffer:
+        """Return a buffer of other tensors, which have the same names."""
+        return replace(
+            self,
+            images=tensors["images"],
+            labels=tensors["labels"],
+            targets={name: tensors[name] for name in self.targets},
+        )
+
+
 class Observer(Protocol):
     """Accumulates statistics of the gradients of a training, on the device, without synchronising with the host."""
 
@@ -187,6 +249,8 @@ class Objective:
         computed last are used, and no parts are selected.
     reference_dtype
         The type in which the gradients of the memory are stored; ``None``: that of the weights.
+    mask_memory
+        Whether images of the memory are masked as those of a step are, each in one way during the whole training.
     observer
         Accumulates statistics of the gradients, before they are transformed.
     depth
@@ -203,6 +267,7 @@ class Objective:
     selector: ReferenceSelector | None = None
     restore_every: int = 1
     reference_dtype: torch.dtype | None = None
+    mask_memory: bool = False
     observer: Observer | None = None
     depth: int | None = None
     split: int | None = None
@@ -235,13 +300,13 @@ class Fit:
         The training settings, where they differ from the table ``[train]``.
     memory
         Stored samples. Their gradients at the current weights are references of the transform.
-    mask_memory
-        Whether images of the memory are masked as those of a step are, each in one way during the whole training.
+    replay
+        Stored samples that are replayed in the steps: the loss sees them as ``Step.replayed``.
     reference_weights
         Other values of the weights that train. The gradient of the step's loss at these values is the last reference
         of the transform.
     score_samples
-        Whether to compute the loss of every sample under the trained weights at the end.
+        Whether to compute the logits and the loss of every sample under the trained weights at the end.
     """
 
     weights: Tensors
@@ -251,11 +316,11 @@ class Fit:
     observer_state: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
     memory: EpisodicMemory | None = None
-    mask_memory: bool = False
     reference_weights: Tensors | None = None
     score_samples: bool = False
     token_dropout: float = 0.0
     train: TrainConfig | None = None
+    replay: ReplayBuffer | None = None
 
 
 @dataclass(frozen=True)
@@ -277,6 +342,8 @@ class FitResult:
         the order of the shard, ``[samples]``; empty unless it was requested.
     finite_steps
         Number of steps before the first whose loss was not finite, a scalar on the device; all steps if there was none.
+    sample_logits
+        The logits from which these losses were computed, ``[samples, classes]``, of all classes.
     """
 
     weights: Tensors
@@ -286,3 +353,4 @@ class FitResult:
     observed: Tensors
     sample_losses: Tensor
     finite_steps: Tensor
+    sample_logits: Tensor = field(default_factory=lambda: torch.empty(0, 0))

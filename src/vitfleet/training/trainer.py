@@ -164,6 +164,8 @@ class Trainer:
                 augment=self.augment if uses_images and fit.objective.augment else AugmentConfig(),
                 num_patches=num_patches,
                 num_kept=num_tokens_kept,
+                num_stored=0 if client_fit.fit.replay is None else len(client_fit.fit.replay),
+                replays=0 if client_fit.fit.replay is None else client_fit.fit.replay.replays,
             )
             for client_fit in group
         ]
