@@ -160,6 +160,9 @@ TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1
         {"name": "fedvit", "rho": 0.5, "body_mask_ratio": 0.75, "send_layers": 1},
         {"name": "ewc"},
         {"name": "mas"},
+        {"name": "er", "rho": 0.5, "replays": 2},
+        {"name": "der++", "rho": 0.5},
+        {"name": "joint"},
     ],
     ids=str,
 )

@@ -122,6 +122,19 @@ def test_memory_grows_by_one_reference_gradient_per_stored_task() -> None:
     assert abs(agem_two_tasks - agem_one_task) < whole / 10  # A-GEM has one reference gradient for any number of tasks
 
 
+def test_replayed_samples_double_the_activations() -> None:
+    first, later = (memory_of(32, name="er", stored=stored) for stored in (None, [8, 8]))
+    assert 1.8 < later.activations / first.activations < 2.2
+    image_and_label = 3 * 32 * 32 + 2
+    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
+    kept = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    # The kept model and samples, and the buffer of the training: images and labels of 64 samples, and the 16 stored.
+    buffer = (64 + 16) * (3 * 32 * 32 + 8)
+    assert later.weights - first.weights == kept + 16 * image_and_label + buffer
+    with_logits = memory_of(32, name="der++", stored=[8, 8])
+    assert with_logits.activations > 1.3 * later.activations, "two terms, each with samples of its own"
+
+
 def test_fedvit_holds_the_model_from_before_the_aggregation() -> None:
     anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
     body = FLOAT_BYTES * anatomy.count_parameters(anatomy.body)

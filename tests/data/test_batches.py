@@ -53,7 +53,10 @@ def batch(**changes: Any) -> Batch:
     return as_one_batch(draw(**changes), changes.get("num_kept", 64))
 
 
-def same(first: NDArray[Any] | None, second: NDArray[Any] | None) -> bool:
+def same(first: Any, second: Any) -> bool:
+    """Whether two arrays, or all arrays of two draws, are equal."""
+    if isinstance(first, EpochDraws) and isinstance(second, EpochDraws):
+        return all(same(getattr(first, field.name), getattr(second, field.name)) for field in fields(EpochDraws))
     if first is None or second is None:
         return first is second
     return np.array_equal(first, second)
@@ -114,9 +117,49 @@ def test_without_augmentation_and_mask_only_the_order_is_drawn() -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
 def test_draws_depend_on_every_part_of_the_address(change: dict[str, int]) -> None:
-    base, other = draw(augment=ALL, num_kept=16), draw(augment=ALL, num_kept=16, **change)
+    usual: dict[str, Any] = {"augment": ALL, "num_kept": 16, "num_stored": 30, "replays": 2}
+    base, other = draw(**usual), draw(**usual, **change)
     for field in fields(EpochDraws):
         assert not same(getattr(base, field.name), getattr(other, field.name))
+
+
+def test_replayed_samples_are_drawn_uniformly_and_leave_the_other_draws_alone() -> None:
+    plain = draw(samples=4000, augment=ALL, num_kept=16)
+    draws = draw(samples=4000, augment=ALL, num_kept=16, num_stored=7, replays=2)
+    assert draws.replay is not None
+    assert same(replace(draws, replay=None), plain)
+    assert same(draws, draw(samples=4000, augment=ALL, num_kept=16, num_stored=7, replays=2))
+    counts = np.bincount(draws.replay.order.flatten())
+    expected = 8000 / 7
+    assert len(counts) == 7
+    assert ((counts - expected) ** 2 / expected).sum() < 22.5  # 99.9 % of a chi-squared with 6 degrees of freedom
+    assert not same(draws.replay.order[:, 0], draws.replay.order[:, 1])
+    for name in ("shift", "flip", "brightness", "mask_noise"):
+        assert getattr(draws.replay, name).shape[:2] == (4000, 2)
+        assert not same(getattr(draws.replay, name)[:, 0], getattr(draws, name)), "replayed samples have their own"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_every_batch_has_the_replayed_samples_of_its_own_samples(stacked: bool) -> None:
+    draws = [draw(samples=size, augment=ALL, num_kept=16, num_stored=7, replays=3) for size in (11, 6)[: 1 + stacked]]
+    epoch_batches = make_epoch_batches(draws, 4, 16, CPU, stacked)
+    for step, active in enumerate(epoch_batches.active_clients):
+        drawn = epoch_batches.batch(step, active if stacked else None)
+        assert drawn.replay is not None
+        flat = drawn.flat_replay(1 if stacked else 0)
+        assert flat is not None
+        for client in range(active):
+            table, weight, flip = (
+                tensor[client] if stacked else tensor
+                for tensor in (flat.image_indices, flat.sample_weight, not_none_tensor(flat.flip))
+            )
+            replay = draws[client].replay
+            assert replay is not None
+            expected = replay.order[4 * step : 4 * step + 4].flatten()
+            assert table[: len(expected)].tolist() == expected.tolist()
+            assert flip[: len(expected)].tolist() == not_none(replay.flip)[4 * step : 4 * step + 4].flatten().tolist()
+            assert float(weight.sum()) == pytest.approx(1)
+            assert not weight[len(expected) :].any()
 
 
 def test_draws_do_not_depend_on_global_generators() -> None:

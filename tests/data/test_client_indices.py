@@ -18,6 +18,12 @@ def test_client_indices_are_addressed_by_client_and_task() -> None:
         [3, 4, 5],
     ]
     assert [indices.all_tasks().for_client(client).tolist() for client in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert [indices.up_to_task(client, task).tolist() for client in range(2) for task in range(2)] == [
+        [0],
+        [0, 1, 2],
+        [],
+        [3, 4, 5],
+    ]
     assert indices.class_counts(np.array([0, 1, 1, 0, 0, 0]), 2).tolist() == [[1, 2], [3, 0]]
 
 
@@ -47,6 +53,8 @@ def test_for_client_rejects_clients_and_tasks_out_of_range() -> None:
             indices.for_client(client)
     with pytest.raises(IndexError, match="task 2: there are 2 tasks"):
         indices.for_client(0, 2)
+    with pytest.raises(IndexError, match="task 2: there are 2 tasks"):
+        indices.up_to_task(0, 2)
 
 
 @pytest.mark.parametrize("samples", [[0, 0, 2], [0, 1, 3], [1, 2, 3]], ids=str)

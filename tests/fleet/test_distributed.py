@@ -68,6 +68,7 @@ def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path
     script.write_text(RUN_ALL)
     configs = {name: tiny_config(*overrides, "fleet.per_round=3") for name, overrides in CASES.items()}
     configs["tasks"] = load_config("fedvit-digits", TASKS)
+    configs |= {name: load_config("fedvit-digits", [*TASKS, f"method.name={name}"]) for name in ("der++", "joint")}
     two_ranks = {name: create_folder(config, tmp_path / f"{name}-2") for name, config in configs.items()}
     done = torchrun(str(script), *map(str, two_ranks.values()))
     assert not done.returncode, done.stderr[-3000:]

@@ -190,7 +190,7 @@ def test_what_is_masked_and_what_is_whole(
     ratios = [(fit.train or context.train).mask_ratio for fit in (tuning, head, body)]
     assert ratios == [0.5, 0.0, 0.5]
     assert not any(fit.objective.mask_memory for fit in (tuning, head, body)), "nothing is stored yet"
-    assert method.integrated_objective(EpisodicMemory(*[torch.zeros(1)] * 3, (1,))).mask_memory
+    assert method.integrated_objective(EpisodicMemory(torch.zeros(1), torch.zeros(1), torch.zeros(1), (1,))).mask_memory
     assert body.score_samples
     # Scores are those of whole images.
     result = trainer.fit(body, shard, RngContext(0, 2, 0, 2))

@@ -217,7 +217,8 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
 
 
 @pytest.mark.parametrize(
-    "method", ["fedavg", "fedper", "gem", "a-gem", "ewc", "mas", "standalone", "transfl", "eftvit"]
+    "method",
+    ["fedavg", "fedper", "gem", "a-gem", "ewc", "mas", "er", "der++", "joint", "standalone", "transfl", "eftvit"],
 )
 def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
@@ -321,7 +322,22 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
     assert all(record.loss is None or np.isfinite(record.loss) for record in records)
 
 
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit"])
+@pytest.mark.parametrize("method", ["er", "der++", "joint"])
+def test_replaying_clients_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
+    """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
+    keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
+    configs = {size: load_config("fedvit-digits", [*keys, f"machine.cohort={size}"]) for size in (1, 3)}
+    alone, together = (open_run(config, tmp_path / str(size)) for size, config in configs.items())
+    state, other = load_state(alone), load_state(together)
+    for round in range(1, 7):
+        state, _ = run_round(alone, state, round)
+        other, record = run_round(together, other, round)
+        assert not [entry.failure for entry in record.clients if entry.failure]
+    for name, tensor in state.server.tensors.items():
+        torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit", "er", "der++", "joint"])
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
@@ -356,6 +372,7 @@ RESUMED = {
     "gem, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=gem", "method.heads=shared"),
     "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
     "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
+    **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "joint")},
 }
 
 

@@ -16,6 +16,7 @@ from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
+from vitfleet.methods.derpp import DarkExperienceLoss
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -31,6 +32,7 @@ from vitfleet.training.objective import (
     FitResult,
     Objective,
     ReferenceGradients,
+    ReplayBuffer,
     Step,
     cross_entropy,
 )
@@ -325,6 +327,37 @@ def test_gradients_of_parts_together_are_those_of_each_part(
             assert all(torch.allclose(mine[name], expected[name], atol=1e-6) for name in mine)
 
 
+def make_buffer(images: ImageSet, client: int) -> ReplayBuffer:
+    """Return a buffer of its own size for every client, with a target for every class."""
+    index = (torch.arange(5 + 9 * client) + client) % len(images)
+    targets = torch.randn(len(index), CLASSES, generator=torch.Generator().manual_seed(client))
+    return ReplayBuffer(images.images[index], images.labels[index], 4, {"logits": targets})
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mask_ratio", [0.0, 0.5])
+def test_cohort_replays_the_stored_samples_of_each_client(
+    known: bool,
+    mask_ratio: float,
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, mask_ratio=mask_ratio, optimizer="sgd")
+    trainer = replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1]) if known else None)
+    objective = Objective(tiny_net.anatomy.whole, DarkExperienceLoss(0.5, 0.5, 2))
+    fits = [
+        Fit(start, objective, 2, replay=make_buffer(tiny_images, client))
+        for client, start in enumerate(random_weights(tiny_net))
+    ]
+    without = [replace(fit, replay=None) for fit in fits]
+    results = check_against_single_fits(trainer, fits, make_shard)
+    others = check_against_single_fits(trainer, without, make_shard)
+    for result, other in zip(results, others, strict=True):
+        assert float(result.loss) > float(other.loss), "the replayed samples are part of the loss"
+
+
 METHODS = {
     "fedavg": (),
     "fedprox": ("method.mu=0.5",),
@@ -370,10 +403,11 @@ def test_every_method_has_the_same_result_stacked(method: str, tiny_config: Make
 
 
 def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
-    def client(size: int, epochs: int = 1, depth: int | None = None) -> ClientFit:
+    def client(size: int, epochs: int = 1, depth: int | None = None, replay: ReplayBuffer | None = None) -> ClientFit:
         objective = Objective(tiny_net.anatomy.head, depth=depth)
         shard = Shard(tiny_images, torch.arange(size))
-        return ClientFit(Fit(tiny_net.initial_weights(), objective, epochs), shard, RngContext(0, 1, 0))
+        fit = Fit(tiny_net.initial_weights(), objective, epochs, replay=replay)
+        return ClientFit(fit, shard, RngContext(0, 1, 0))
 
     def grouped(*fits: ClientFit, batch: int = 8) -> list[list[int]]:
         grouped_fits = group_fits(list(enumerate(fits)), make_trainer(batch_size=batch))
@@ -388,6 +422,8 @@ def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: Image
     masked = replace(masked, fit=replace(masked.fit, train=TrainConfig(mask_ratio=0.5)))
     assert grouped(client(40), masked) == [[0], [1]]  # other settings
     assert grouped(client(0), client(8), client(0)) == [[0], [1], [2]]  # clients without samples are not stacked
+    stored, more = make_buffer(tiny_images, 0), make_buffer(tiny_images, 1)
+    assert grouped(client(8), client(8, replay=stored), client(8, replay=more)) == [[0], [1, 2]]
 
 
 def test_fit_cohort_halves_a_group_that_is_out_of_memory(

@@ -14,6 +14,7 @@ import torch
 from conftest import MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.methods.er import replay_loss
 from vitfleet.models.net import Net
 from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
@@ -21,7 +22,7 @@ from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.objective import EpisodicMemory, Fit, FitResult, Objective
+from vitfleet.training.objective import EpisodicMemory, Fit, FitResult, Objective, ReplayBuffer
 from vitfleet.training.step_runner import CudaGraphRunner, clients_per_step
 from vitfleet.training.surgery import GradientIntegrator
 from vitfleet.training.trainer import Trainer
@@ -40,6 +41,30 @@ def assert_same_results(actual: Sequence[FitResult], expected: Sequence[FitResul
         assert result.steps == reference.steps
         for name in result.weights:
             torch.testing.assert_close(result.weights[name], reference.weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_captured_step_replays_the_stored_samples_of_another_group(
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+) -> None:
+    eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
+    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
+    objective = Objective(tiny_net.anatomy.whole, replay_loss)
+    for round, sizes in ((1, (3, 17)), (2, (30, 9))):
+        fits = [
+            Fit(tiny_net.initial_weights(), objective, 2, replay=ReplayBuffer(images[:size], labels[:size], 2))
+            for size in sizes
+            for images, labels in [(tiny_images.images, tiny_images.labels)]
+        ]
+        group = [
+            ClientFit(fit, make_shard(0, 30 - 9 * client), RngContext(7, round, client))
+            for client, fit in enumerate(fits)
+        ]
+        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert len(captured) == 1, "buffers of any size up to the common padding"
 
 
 def test_captured_step_serves_another_group(
