@@ -54,6 +54,9 @@ WITH_TASKS = {
     "ewc": "",
     "mas": "",
     "fedvit": "method.k=1 method.head_epochs=1",
+    "er": "",
+    "der++": "",
+    "joint": "",
 }
 MORE = {
     "fedavg, stacked": ("digits", f"{COMMON} method.name=fedavg machine.cohort=3"),

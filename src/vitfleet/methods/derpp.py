@@ -12,7 +12,7 @@ and β = 0.5 belong (their choice for CIFAR-10 with 200 samples). Logits are sto
 the model that it has just trained, of the image without augmentation. Those of the current task are replaced in every
 round; what remains is from the client's last round in the task. Where the task of an image is known, only the logits of
 the stored sample's own task are compared, and the mean is over these. For all else see
-:mod:`vitfleet.methods.replay_method`. The body is shared and the heads are local.
+:mod:`vitfleet.methods.replay_method`. The body is shared; heads are local by default.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A step minimises the cross-entropy ℓ of its batch B and of as many samples B_M
 (algorithm 1 there): mean over B of ℓ + mean over B_M of ℓ. The paper takes the mean over B ∪ B_M, which is half of this
 sum. Here the terms are added, as in DER++, so that the batch counts as much as in the first task.
 
-Decisions: see :mod:`vitfleet.methods.replay_method`. The body is shared and the heads are local.
+Decisions: see :mod:`vitfleet.methods.replay_method`. The body is shared; heads are local by default.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 No paper: it is the upper bound that continual learners are compared with, because no image is ever taken away. Tasks
 still arrive one after the other, so its accuracy after each task compares with that of other methods, and its rounds
 take longer with every task. Otherwise it is FedPer: body and head are trained together, the body is averaged, the head
-is local.
+is local by default.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Params = TypeVar("Params", bound=ReplayParams)
 
 
 class ReplayMethod(MemoryMethod[Params]):
-    """Shared body, local heads; the loss of a step has terms of replayed samples."""
+    """Shared body; the loss of a step has terms of replayed samples."""
 
     @property
     def replays(self) -> int:
