@@ -36,8 +36,8 @@ def test_the_servers_step_is_captured_once_whatever_the_number_of_features(
     for round in range(1, 6):
         values = torch.randn(7 * round, tokens, tiny_net.embed_dim).bfloat16()
         parts = [*parts, Features(values, torch.randint(0, 5, (len(values),)).to(torch.int16))]
-        features = FeatureSet(parts, on_device, equal_clients=True)
-        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 2, features=features, token_dropout=dropout)
+        features = FeatureSet(parts, on_device, equal_clients=True, token_dropout=dropout)
+        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 2, features=features)
         rng = RngContext(0, round, SERVER_CLIENT)
         result, expected = (trainer.fit(fit, make_shard(0, 0), rng) for trainer in (graphed, eager))
         for name, tensor in expected.weights.items():

@@ -137,12 +137,25 @@ def _blank_result(fit: Fit, samples: int, num_classes: int, training: tuple[bool
     trained = {name: _blank_weight(name, fit.weights[name].shape, training) for name in objective.trainable}
     # Methods read the observer state on the host, so it needs values: zeros.
     observed = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in fit.observer_state.items()}
-    if objective.transform:
-        observed |= {name: torch.zeros(()) for name in objective.transform.counts}
+    for rule in (objective.transform, objective.companion):
+        if rule is not None:
+            observed |= {name: torch.zeros(()) for name in rule.counts}
     scored, steps = samples if fit.score_samples else 0, max(1, fit.epochs)
-    losses, logits = torch.zeros(scored), torch.empty(scored, num_classes, device="meta")
-    finite_steps = torch.tensor(float(steps))
-    return FitResult(trained, torch.zeros(()), samples, steps, observed, losses, finite_steps, logits)
+    companion = {
+        name: _blank_weight(f"companion {name}", tensor.shape, training)
+        for name, tensor in (fit.companion_weights or {}).items()
+    }
+    return FitResult(
+        trained,
+        torch.zeros(()),
+        samples,
+        steps,
+        observed,
+        sample_losses=torch.zeros(scored),
+        finite_steps=torch.tensor(float(steps)),
+        sample_logits=torch.empty(scored, num_classes, device="meta"),
+        companion_weights=companion,
+    )
 
 
 class CostModel:
@@ -222,25 +235,25 @@ class CostModel:
 
     def average(self, dry_run_result: DryRun) -> Flops:
         """Return the operations per sample, averaged over the epochs of all trainings of a round."""
-        per_fit = [(self.flops(fit), fit.epochs) for fit in dry_run_result.fits]
-        epochs = sum(fit_epochs for _, fit_epochs in per_fit)
+        per_fit = [(self.flops(fit), fit.epochs, num_trained_models(fit)) for fit in dry_run_result.fits]
+        epochs = sum(fit_epochs for _, fit_epochs, _ in per_fit)
         return Flops(
-            sum(flops.forward * fit_epochs for flops, fit_epochs in per_fit) // epochs,
-            sum(flops.training * fit_epochs for flops, fit_epochs in per_fit) // epochs,
+            sum(flops.forward * fit_epochs * models for flops, fit_epochs, models in per_fit) // epochs,
+            sum(flops.training * fit_epochs * models for flops, fit_epochs, models in per_fit) // epochs,
         )
 
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round.
 
         A training may also replay stored samples in its steps, process them for reference gradients, compute a second
-        gradient at the reference weights, and score every sample at its end.
+        gradient at the reference weights, train a companion, and score every sample at its end.
         """
         total = 0
         for fit in dry_run_result.fits:
             steps = -(-samples // (fit.train or self.train).batch_size)
             per_sample = 1 if fit.replay is None else 1 + fit.replay.replays
-            passes = fit.epochs * samples * per_sample * (1 if fit.reference_weights is None else 2)
-            total += passes * self.flops(fit).training
+            passes = fit.epochs * samples * per_sample
+            total += passes * (num_trained_models(fit) + (fit.reference_weights is not None)) * self.flops(fit).training
             if stored := fit.epochs * stored_passes(fit, steps):
                 total += stored * self.flops(fit, masked=fit.objective.mask_memory).training
             if fit.score_samples:  # on whole images
@@ -259,6 +272,11 @@ class CostModel:
             message_size(self.method.client_message(server, self.method.cost_round, 0, None)),
             message_size(self.method.base_message(blank)),
         )
+
+
+def num_trained_models(fit: Fit) -> int:
+    """Return how many sets of weights a training trains: one, or two with a companion."""
+    return 1 if fit.companion_weights is None else 2
 
 
 def stored_passes(fit: Fit, steps: int) -> int:

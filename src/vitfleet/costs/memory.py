@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.flops import DryRun, with_constants_on
+from vitfleet.costs.flops import DryRun, num_trained_models, with_constants_on
 from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
@@ -131,7 +131,7 @@ def training_memory(
     train = fit.train or train
     trainable = net.anatomy.trainable(fit.objective.trainable)
     received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
-    trained = _total_bytes([fit.weights[name] for name in trainable])
+    trained = num_trained_models(fit) * _total_bytes([fit.weights[name] for name in trainable])
     cpu_net = with_constants_on(net, "cpu")
     cpu_net.module.train()
     machine = Machine(torch.device("cpu"), bf16)
@@ -172,6 +172,7 @@ def _fit_tensors(fit: Fit) -> list[Tensor]:
         *fit.constants.values(),
         *fit.observer_state.values(),
         *(fit.reference_weights or {}).values(),
+        *(fit.companion_weights or {}).values(),
         *memory,
         *replay,
     ]
@@ -194,6 +195,7 @@ def _with_empty_tensors(fit: Fit) -> Fit:
         constants=empty_like(fit.constants),
         observer_state=empty_like(fit.observer_state),
         reference_weights=None if fit.reference_weights is None else empty_like(fit.reference_weights),
+        companion_weights=None if fit.companion_weights is None else empty_like(fit.companion_weights),
         memory=None if stored is None else EpisodicMemory(**empty_like(stored.tensors()), sizes=stored.sizes),
         replay=None if replay is None else replay.with_tensors(empty_like(replay.tensors())),
     )

@@ -73,11 +73,14 @@ class FeatureSet:
     equal_clients
         Whether every client has the same total weight, whatever its number of samples; otherwise every sample has
         the same weight.
+    token_dropout
+        The fraction of a sample's patch tokens that is dropped at every step.
     """
 
     parts: Sequence[Features]
     on_device: bool = False
     equal_clients: bool = False
+    token_dropout: float = 0.0
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))

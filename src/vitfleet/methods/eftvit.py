@@ -150,7 +150,9 @@ class EftVit(Method[EftVitParams]):
         if not stored:
             return server_state
         objective = Objective(self.server_module, split=params.local_layers)
-        features = FeatureSet(stored, params.store_on == "device", equal_clients=params.balance == "clients")
+        features = FeatureSet(
+            stored, params.store_on == "device", params.balance == "clients", token_dropout=params.token_dropout
+        )
         tensors = server_state.tensors
         weights = {name: tensors.get(LAST + name, tensors[name]) for name in self.server_module}
         result = yield Fit(
@@ -158,7 +160,6 @@ class EftVit(Method[EftVitParams]):
             objective,
             params.server_epochs,
             features=features,
-            token_dropout=params.token_dropout,
             train=server_settings(params, self.context.train),
         )
         return replace(server_state, tensors={**tensors, **self._averaged(tensors, result.weights, round)})

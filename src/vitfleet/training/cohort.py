@@ -45,9 +45,13 @@ class Cohort:
         self.memory_gradients = MemoryGradients.create(engine, self.objective, inputs, self.leaves, self.stacked)
         num_stacked = self.num_clients if self.stacked else None
         self.optimizer = Optimizer(engine.config, self.leaves, num_stacked, engine.machine.kernels)
+        self.companion_optimizer = (
+            Optimizer(engine.config, self.companion, num_stacked, engine.machine.kernels) if self.companion else None
+        )
         shape = (self.num_clients,) if self.stacked else ()
-        transform, device = self.objective.transform, engine.machine.device
-        self.counts = {name: torch.zeros(shape, device=device) for name in (transform.counts if transform else ())}
+        device = engine.machine.device
+        counting = [rule for rule in (self.objective.transform, self.objective.companion) if rule is not None]
+        self.counts = {name: torch.zeros(shape, device=device) for rule in counting for name in rule.counts}
         self.loss_sum = torch.zeros(shape, device=device)
         self.finite_steps = torch.zeros(shape, device=device)
 
@@ -57,6 +61,8 @@ class Cohort:
         self.leaves = {name: inputs.weights.tensors[name].requires_grad_() for name in trainable}
         for tensor in inputs.reference_weights.tensors.values():
             tensor.requires_grad_()
+        companion = inputs.companion_weights.tensors
+        self.companion = {name: companion[name] for name in trainable} if companion else {}
 
     @property
     def weights(self) -> Tensors:
@@ -72,6 +78,7 @@ class Cohort:
         part._bind(self.inputs.first(count))
         part.memory_gradients = self.memory_gradients.first(count, part.inputs, part.leaves)
         part.optimizer = self.optimizer.first(count)
+        part.companion_optimizer = None if self.companion_optimizer is None else self.companion_optimizer.first(count)
         part.counts = {name: tensor[:count] for name, tensor in self.counts.items()}
         part.loss_sum = self.loss_sum[:count]
         part.finite_steps = self.finite_steps[:count]
@@ -82,6 +89,8 @@ class Cohort:
         if inputs is not None:
             self.inputs.copy_from(inputs)
         self.optimizer.restart(learning_rate)
+        if self.companion_optimizer is not None:
+            self.companion_optimizer.restart(learning_rate)
         torch._foreach_zero_([self.loss_sum, self.finite_steps, *self.counts.values()])
 
     def take_step(self, batch: Batch, epoch: Tensor, refresh: bool, restore: bool, all_active: bool) -> None:
@@ -103,15 +112,21 @@ class Cohort:
         gradients = client_gradients(losses, self.leaves)
         of_memory = self.memory_gradients.compute(gradients, refresh, restore)
         references = self._reference_gradients(of_memory, batch, epoch)
+        # Before the step: the companion's loss may depend on the weights that train.
+        companion_gradients = self._companion_gradients(step, batch, epoch)
         with torch.no_grad():
             self._observe(gradients, step)
-            applied = self._transform(gradients, references, step, batch)
-            if self.engine.config.clip is not None:
-                applied = clip_gradients(applied, self.engine.config.clip, self.stacked)
-            self.optimizer.step(applied, None if all_active else batch.active)
+            active = None if all_active else batch.active
+            self.optimizer.step(self._clip(self._transform(gradients, references, step, batch)), active)
+            if self.companion_optimizer is not None:
+                self.companion_optimizer.step(self._clip(companion_gradients), active)
             self.loss_sum += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
             # A sum that is not finite stays so: what is counted are the steps before the first such loss.
             self.finite_steps += batch.active * self.loss_sum.isfinite()
+
+    def _clip(self, gradients: Tensors) -> Tensors:
+        max_norm = self.engine.config.clip
+        return gradients if max_norm is None else clip_gradients(gradients, max_norm, self.stacked)
 
     def _forward(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
         """Run the model on the batch of a step."""
@@ -182,6 +197,31 @@ class Cohort:
         rows = {name: gradient.unsqueeze(axis) for name, gradient in client_gradients(losses, leaves).items()}
         return ReferenceGradients(rows, torch.ones_like(self.loss_sum, dtype=torch.bool).unsqueeze(-1))
 
+    def _companion_gradients(self, step: Step, batch: Batch, epoch: Tensor) -> Tensors:
+        """Return the gradients to apply to the companion, and add up what its rule counts; empty without one."""
+        rule = self.objective.companion
+        if rule is None:
+            return {}
+        constants = self.inputs.constants
+        with torch.no_grad():
+            evaluated: Tensors = lift(rule.evaluated_weights, self.stacked, constants, 0)(self.companion, step)
+        leaves = {name: evaluated[name].detach().requires_grad_() for name in self.leaves}
+        # The companion's own buffers: the forward pass writes running statistics in place.
+        weights = {**self.weights, **self.inputs.companion_weights.tensors, **leaves}
+        at_evaluated = self._forward(weights, leaves, batch, epoch)
+        losses = lift(self.objective.loss, self.stacked, constants)(at_evaluated)
+        gradients = client_gradients(losses, leaves)
+        with torch.no_grad():
+            companion_gradients = lift(rule.companion_gradients, self.stacked, constants, 0, 0)
+            applied: Tensors
+            applied, counts = companion_gradients(gradients, self.companion, step)
+            self._add_counts(counts, batch)
+        return applied
+
+    def _add_counts(self, counts: Tensors, batch: Batch) -> None:
+        for name, count in counts.items():
+            self.counts[name] += count * batch.active
+
     def _observe(self, gradients: Tensors, step: Step) -> None:
         """Add the step to the state of the objective's observer."""
         if self.objective.observer is None:
@@ -212,8 +252,7 @@ class Cohort:
         transform_all = lift(transform_one, self.stacked, self.inputs.constants, *in_dims)
         applied: Tensors
         applied, counts = transform_all(gradients, rows, present, step)
-        for name, count in counts.items():
-            self.counts[name] += count * batch.active
+        self._add_counts(counts, batch)
         return applied
 
 

@@ -94,6 +94,7 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and first.objective == second.objective
         and first.constants.keys() == second.constants.keys()
         and (first.reference_weights is None) == (second.reference_weights is None)
+        and (first.companion_weights is None) == (second.companion_weights is None)
         and (first.memory is None) == (second.memory is None)
         and first.train == second.train
         and _replays(first) == _replays(second)

@@ -68,6 +68,7 @@ class CohortInputs:
     constants: Stack
     observer_state: Stack
     reference_weights: Stack
+    companion_weights: Stack
     memory: Stack
     replay: Stack
     part_widths: tuple[int, ...]
@@ -96,6 +97,7 @@ class CohortInputs:
             constants=function(self.constants),
             observer_state=function(self.observer_state),
             reference_weights=function(self.reference_weights),
+            companion_weights=function(self.companion_weights),
             memory=function(self.memory),
             replay=function(self.replay),
             part_widths=self.part_widths,
@@ -139,7 +141,8 @@ class CohortInputs:
     @property
     def _fixed_stacks(self) -> tuple[Stack, ...]:
         """All stacks but the observer's state, whose tensors may be padded."""
-        return self.weights, self.constants, self.reference_weights, self.memory, self.replay
+        references = self.reference_weights, self.companion_weights
+        return self.weights, self.constants, *references, self.memory, self.replay
 
 
 def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> CohortInputs:
@@ -169,6 +172,7 @@ def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> Coh
         constants=stack([fit.constants for fit in fits]),
         observer_state=stack([fit.observer_state for fit in fits], share=False),
         reference_weights=stack(reference_weights, share=False),
+        companion_weights=stack([_companion_weights(fit) for fit in fits], share=False),
         memory=stack(memories, share=False),
         replay=stack(buffers, share=False),
         part_widths=widths,
@@ -190,10 +194,17 @@ def _single_inputs(
         constants=unstacked(dict(fit.constants)),
         observer_state=unstacked({name: tensor.clone() for name, tensor in fit.observer_state.items()}),
         reference_weights=unstacked(reference_weights),
+        companion_weights=unstacked({name: tensor.clone() for name, tensor in _companion_weights(fit).items()}),
         memory=unstacked(memory),
         replay=unstacked(buffer),
         part_widths=widths,
     )
+
+
+def _companion_weights(fit: Fit) -> dict[str, Tensor]:
+    if fit.companion_weights is None:
+        return {}
+    return {name: fit.companion_weights[name].detach() for name in fit.objective.trainable}
 
 
 def memory_widths(memories: Sequence[EpisodicMemory]) -> tuple[int, ...]:

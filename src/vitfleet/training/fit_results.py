@@ -40,6 +40,7 @@ def fit_results(
         return [pack_tensors({name: row[client] for name, row in rows.items()}) for client in range(cohort.num_clients)]
 
     weights = split({name: cohort.weights[name] for name in cohort.objective.trainable})
+    companions = split(cohort.inputs.companion_weights.tensors)
     observer_states, counts = split(cohort.inputs.observer_state.tensors), split(cohort.counts)
     loss_sums = cohort.loss_sum.clone().reshape(cohort.num_clients)
     finite_steps = cohort.finite_steps.clone().reshape(cohort.num_clients)
@@ -49,9 +50,18 @@ def fit_results(
         observed = {name: unpad(state[name], like) for name, like in fit.observer_state.items()}
         loss = loss_sums[client] / max(1, samples * fit.epochs)
         losses, logits = (loss.new_empty(0), loss.new_empty(0, 0)) if scores is None else scores[client]
-        observed |= counts[client]
         results.append(
-            FitResult(weights[client], loss, samples, num_steps[client], observed, losses, finite_steps[client], logits)
+            FitResult(
+                weights[client],
+                loss,
+                samples,
+                num_steps[client],
+                observed | counts[client],
+                losses,
+                finite_steps[client],
+                logits,
+                companions[client],
+            )
         )
     return results
 

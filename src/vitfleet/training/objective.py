@@ -211,6 +211,42 @@ class Observer(Protocol):
         ...
 
 
+class CompanionRule(Protocol):
+    """How a second set of weights, the companion, is trained beside the weights that train, on the same batches.
+
+    Both steps on a batch start from the weights before it: the companion's loss may depend on the weights that train,
+    which never depend on the companion. Each has its own optimiser, with the same settings. The functions are written
+    for one client and do not depend on values of tensors, as a gradient transform's.
+    """
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of its counters. Each is summed over the steps and becomes a scalar of ``FitResult.observed``."""
+        ...
+
+    def evaluated_weights(self, companion: Tensors, step: Step) -> Tensors:
+        """Return the weights at which the companion's loss is computed.
+
+        Parameters
+        ----------
+        companion
+            The companion's values of the weights that train, before the step.
+        step
+            The step of the weights that train.
+        """
+        ...
+
+    def companion_gradients(self, gradients: Tensors, companion: Tensors, step: Step) -> tuple[Tensors, Tensors]:
+        """Return the gradients to apply to the companion, and the counters of this step.
+
+        Parameters
+        ----------
+        gradients
+            Those of the objective's loss at the evaluated weights.
+        """
+        ...
+
+
 def cross_entropy(step: Step) -> Tensor:
     """Return the mean cross-entropy of the batch."""
     losses = F.cross_entropy(step.logits.float(), step.labels, reduction="none")
@@ -259,6 +295,8 @@ class Objective:
         The block before which the model is split: its input tokens are the step's features.
     augment
         Whether images are augmented as configured.
+    companion
+        How the fit's companion weights are trained; ``None``: there are none.
     """
 
     trainable: Selection
@@ -272,6 +310,7 @@ class Objective:
     depth: int | None = None
     split: int | None = None
     augment: bool = True
+    companion: CompanionRule | None = None
 
     def reference_work(self, step: int) -> tuple[bool, bool]:
         """Return whether a step of an epoch selects parts of the memory, and whether it computes their gradients."""
@@ -294,8 +333,6 @@ class Fit:
         they are padded with zeros at their ends, and cut back afterwards.
     features
         Tokens that enter the model at the objective's split, to train on instead of images.
-    token_dropout
-        With features: the fraction of a sample's patch tokens that is dropped at every step.
     train
         The training settings, where they differ from the table ``[train]``.
     memory
@@ -305,6 +342,8 @@ class Fit:
     reference_weights
         Other values of the weights that train. The gradient of the step's loss at these values is the last reference
         of the transform.
+    companion_weights
+        The initial values of the objective's companion: of all weights in its selection, buffers included.
     score_samples
         Whether to compute the logits and the loss of every sample under the trained weights at the end.
     """
@@ -317,8 +356,8 @@ class Fit:
     features: FeatureSet | None = None
     memory: EpisodicMemory | None = None
     reference_weights: Tensors | None = None
+    companion_weights: Tensors | None = None
     score_samples: bool = False
-    token_dropout: float = 0.0
     train: TrainConfig | None = None
     replay: ReplayBuffer | None = None
 
@@ -336,7 +375,7 @@ class FitResult:
     samples, steps
         Number of the client's samples, and of the optimiser steps it took.
     observed
-        The final state of the objective's observer, and the counters of its transform.
+        The final state of the objective's observer, and the counters of its transform and its companion.
     sample_losses
         Cross-entropy of each of the client's samples under the trained weights, without augmentation or masking, in
         the order of the shard, ``[samples]``; empty unless it was requested.
@@ -344,6 +383,8 @@ class FitResult:
         Number of steps before the first whose loss was not finite, a scalar on the device; all steps if there was none.
     sample_logits
         The logits from which these losses were computed, ``[samples, classes]``, of all classes.
+    companion_weights
+        The trained companion, in new tensors; empty where there is none.
     """
 
     weights: Tensors
@@ -354,3 +395,4 @@ class FitResult:
     sample_losses: Tensor
     finite_steps: Tensor
     sample_logits: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    companion_weights: Tensors = field(default_factory=dict)

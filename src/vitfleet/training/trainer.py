@@ -151,7 +151,7 @@ class Trainer:
             num_patches, num_tokens_kept = self.net.num_patches, self.net.num_kept_patches(config.mask_ratio)
         else:
             num_patches = fit.features.num_tokens - self.net.num_prefix_tokens
-            num_tokens_kept = num_kept(num_patches, fit.token_dropout)
+            num_tokens_kept = num_kept(num_patches, fit.features.token_dropout)
         draws = [
             draw_epoch(
                 client_fit.rng.seed,
