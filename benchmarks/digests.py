@@ -37,6 +37,7 @@ WITHOUT_TASKS = {
     "standalone": "",
     "fedavg": "",
     "fedprox": "method.mu=0.1",
+    "apfl": "",
     "transfl": "method.k=2",
     "fed-full": "",
     "fed-head": "",

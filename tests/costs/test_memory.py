@@ -112,6 +112,15 @@ def test_fedprox_anchor_shares_the_memory_of_the_received_model() -> None:
     assert memory_of(name="fedprox").weights == memory_of(name="fed-full").weights
 
 
+def test_a_companion_has_weights_gradients_and_moments_of_its_own() -> None:
+    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
+    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    apfl = memory_of(name="apfl")
+    assert apfl.gradients == 2 * whole
+    assert 3 * whole <= apfl.weights < 3 * whole + 64  # received, and two that train
+    assert 0 <= apfl.optimizer - 4 * whole < 128
+
+
 def test_memory_grows_by_one_reference_gradient_per_stored_task() -> None:
     """Each stored task adds a gradient in float32 and, for its products with the others, two copies in float64."""
     anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy

@@ -67,7 +67,7 @@ def test_flower_fleet_equals_inline_fleet(name: str, tiny_config: MakeConfig, tm
     )
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedper", "standalone"])
+@pytest.mark.parametrize("name", ["fedavg", "apfl", "fedper", "standalone"])
 @pytest.mark.parametrize("incremental", ["task", "class"])
 def test_flower_fleet_equals_inline_fleet_on_tasks(
     name: str, incremental: str, tiny_config: MakeConfig, tmp_path: Path

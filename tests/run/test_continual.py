@@ -216,10 +216,10 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
             assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["fedavg", "fedper", "gem", "a-gem", "ewc", "mas", "er", "der++", "joint", "standalone", "transfl", "eftvit"],
-)
+METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "er", "der++", "joint", "standalone")
+
+
+@pytest.mark.parametrize("method", [*METHODS, "transfl", "eftvit"])
 def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished, tmp_path: Path) -> None:
     extra = {"transfl": ("method.k=1",), "eftvit": ("method.local_layers=1",)}.get(method, ())
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={method}", "data.tasks.count=2", *extra])
@@ -373,6 +373,7 @@ RESUMED = {
     "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
     "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
     **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "joint")},
+    "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
 }
 
 

@@ -361,6 +361,7 @@ def test_cohort_replays_the_stored_samples_of_each_client(
 METHODS = {
     "fedavg": (),
     "fedprox": ("method.mu=0.5",),
+    "apfl": (),
     "standalone": (),
     "transfl": ("method.k=1",),
     "fed-head": (),

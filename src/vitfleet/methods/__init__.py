@@ -4,6 +4,7 @@
 from vitfleet.methods.standalone import Standalone  # isort: skip
 from vitfleet.methods.fedavg import FedAvg, WeightAveraging  # isort: skip
 from vitfleet.methods.fedprox import FedProx  # isort: skip
+from vitfleet.methods.apfl import Apfl  # isort: skip
 from vitfleet.methods.transfl import TransFL  # isort: skip
 from vitfleet.methods.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
 from vitfleet.methods.fedbfpt import FedBfpt  # isort: skip
@@ -33,6 +34,7 @@ from vitfleet.methods.base import (  # isort: skip
 __all__ = [
     "AGem",
     "Aggregator",
+    "Apfl",
     "ClientGenerator",
     "ClientJob",
     "ClientMetric",
