@@ -65,7 +65,7 @@ def test_the_first_steps_of_v_and_w_as_by_autograd(
         State(v, {"alpha": alpha}),
     )
     hand = Hand(tiny_net, ONE_TASK, shard, round=2)
-    (batch,) = [(shard.images.images[shard.index], shard.labels)]
+    batch = shard.images.images[shard.index], shard.labels
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in v.items()}
     mixed = {name: alpha * leaves[name] + (1 - alpha) * w[name] for name in w}
     gradients = torch.autograd.grad(hand.losses(mixed, batch).mean(), list(leaves.values()))

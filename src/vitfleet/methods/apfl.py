@@ -12,10 +12,11 @@ both from the weights before the batch. The mixing weight follows its own deriva
 
 Only w is sent; the server averages it as FedAvg does, and v never influences it. v and α stay on the client.
 
-What the paper leaves open:
+Decisions:
 
-- α is constant within a round. The derivative of its update is the mean over the steps of the round.
-- η_α is a key of its own. The paper's is the learning rate of SGD, and that of AdamW is far too small for α.
+- α is constant within a round and updated at its end, along the mean of the derivatives of the round's steps. (The
+  authors' code takes the first batch of a round alone, and its w after the step; it mixes outputs.)
+- η_α is a key of its own. In the paper it is the learning rate of SGD; that of AdamW is far too small for α.
 - v has an optimiser of its own, with the settings of w's. AdamW does not depend on the scale of a gradient: there the
   factor α of v's gradient has no effect.
 - v begins as the w that the client receives first.
