@@ -73,6 +73,28 @@ class InterruptAfter(Callback):
             raise KeyboardInterrupt
 
 
+# Files that take longest, in the order in which they are started: at the end of a run all cores should be busy.
+SLOW_FILES = (
+    "flower/test_fault_injection.py",
+    "test_cli.py",
+    "test_notebooks.py",
+    "run/test_continual.py",
+    "run/test_kill.py",
+    "test_docs.py",
+    "fleet/test_distributed.py",
+    "flower/test_real_fleet.py",
+    "flower/test_worker.py",
+    "test_example_package.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the slowest files first."""
+    tests = Path(__file__).parent
+    ranks = {tests / name: rank for rank, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Use one thread: more do not speed up tiny tensors."""

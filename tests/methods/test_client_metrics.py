@@ -15,7 +15,12 @@ from vitfleet.methods import ClientMetric, make_method, reduce_client_metrics
 from vitfleet.models.net import Net
 
 COMMON = {"samples", "loss"}  # every method's clients report these
-FEW_LAYERS = {"transfl": {"k": 1}, "eftvit": {"local_layers": 1}, "fedbfpt": {"local_layers": 2}}
+FEW_LAYERS = {
+    "transfl": {"k": 1},
+    "eftvit": {"local_layers": 1},
+    "fedbfpt": {"local_layers": 2},
+    "fedvit": {"send_layers": 1},
+}
 ADAPTED = {"fed-prompt", "fed-lora"}  # they need more in the model than the tiny one has, and report nothing more
 
 

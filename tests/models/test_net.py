@@ -220,7 +220,7 @@ def test_num_kept_patches_rejects_a_mask_for_families_without_token_dropping(nam
     net = make(OTHERS[name])
     assert net.num_patches == 0
     assert net.num_kept_patches(0) == 0
-    with pytest.raises(UserError, match=r"train\.mask_ratio = 0\.5: must be 0") as caught:
+    with pytest.raises(UserError, match=r"mask ratio = 0\.5: must be 0") as caught:
         net.num_kept_patches(0.5)
     assert len(str(caught.value).splitlines()) == 1
 

@@ -141,7 +141,8 @@ class Net:
         if not self.num_patches:
             family = type(self.module.vit).__name__
             raise UserError(
-                f"a mask ratio of {mask_ratio} is not possible: a {family} has no tokens that can be dropped"
+                f"train.mask_ratio, or the method's own mask ratio = {mask_ratio}: must be 0, "
+                f"a {family} has no tokens that can be dropped"
             )
         return num_kept(self.num_patches, mask_ratio)
 
