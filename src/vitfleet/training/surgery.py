@@ -15,6 +15,7 @@ holds for g' only. ``train.optimizer = "sgd"`` without momentum keeps the guaran
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -220,8 +221,8 @@ def _step_counts(projected: ProjectedGradient, references: ReferenceGradients, c
 
 
 @dataclass(frozen=True)
-class MostDissimilar:
-    """The selector of the gradient restorer: the k references with the largest Wasserstein distance to the gradient.
+class TopReferences(ABC):
+    """A selector of the gradient restorer: the k references with the largest scores.
 
     Attributes
     ----------
@@ -236,30 +237,30 @@ class MostDissimilar:
 
     def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         """Return the indices of the selected references, in ascending order. Absent references are selected last."""
-        distances = wasserstein_distances(gradients, references.gradients)
-        ranked = torch.where(references.present, distances, -1)
-        return ranked.topk(self.k).indices.sort().values
+        scores = self.scores(gradients, references.gradients)
+        return torch.where(references.present, scores, -torch.inf).topk(self.k).indices.sort().values
+
+    @abstractmethod
+    def scores(self, gradients: Tensors, references: Tensors) -> Tensor:
+        """Return the score of each reference, ``[references]``."""
 
 
 @dataclass(frozen=True)
-class LargestAngle:
-    """A selector of the gradient restorer: the k references with the largest included angle with the gradient.
+class MostDissimilar(TopReferences):
+    """The k references with the largest Wasserstein distance to the gradient."""
 
-    Attributes
-    ----------
-    k
-        How many references are selected.
-    every
-        The number of steps after which references are selected again.
-    """
+    def scores(self, gradients: Tensors, references: Tensors) -> Tensor:
+        """Return the Wasserstein distances."""
+        return wasserstein_distances(gradients, references)
 
-    k: int
-    every: int = 1
 
-    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
-        """Return the indices of the selected references, in ascending order. Absent references are selected last."""
-        ranked = torch.where(references.present, -cosines(gradients, references.gradients), -2)
-        return ranked.topk(self.k).indices.sort().values
+@dataclass(frozen=True)
+class LargestAngle(TopReferences):
+    """The k references with the largest included angle with the gradient."""
+
+    def scores(self, gradients: Tensors, references: Tensors) -> Tensor:
+        """Return the negative cosines, which grow with the angle."""
+        return -cosines(gradients, references)
 
 
 def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
