@@ -29,7 +29,8 @@ from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.dual_solver import solve_dual
 from vitfleet.training.machine import set_up_machine
-from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.memories import EpisodicMemory
+from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, inner_products, to_chunks
 from vitfleet.training.trainer import Trainer, preprocess_for
 

@@ -29,7 +29,8 @@ from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.cohort_driver import run_participant
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.memories import EpisodicMemory
+from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size
 

@@ -26,16 +26,8 @@ from vitfleet.run.setup import open_run
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_driver import group_fits
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.objective import (
-    EpisodicMemory,
-    Fit,
-    FitResult,
-    Objective,
-    ReferenceGradients,
-    ReplayBuffer,
-    Step,
-    cross_entropy,
-)
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
 from vitfleet.training.trainer import Trainer
 
 SHARDS = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full

@@ -17,7 +17,8 @@ from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.memories import EpisodicMemory
+from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, project_gradient
 

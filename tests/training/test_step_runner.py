@@ -22,7 +22,8 @@ from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.objective import EpisodicMemory, Fit, FitResult, Objective, ReplayBuffer
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.objective import Fit, FitResult, Objective
 from vitfleet.training.step_runner import CudaGraphRunner, clients_per_step
 from vitfleet.training.surgery import GradientIntegrator
 from vitfleet.training.trainer import Trainer

@@ -28,7 +28,8 @@ from vitfleet.models.net import Net
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import EpisodicMemory, Fit
+from vitfleet.training.memories import EpisodicMemory
+from vitfleet.training.objective import Fit
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 

@@ -20,7 +20,8 @@ from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Tensors
 from vitfleet.methods.shared_body import HeadsParams
-from vitfleet.training.objective import EpisodicMemory, Objective, ReplayBuffer
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.objective import Objective
 
 _PREFIX = "memory."
 

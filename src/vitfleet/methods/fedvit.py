@@ -37,7 +37,8 @@ from vitfleet.methods.memory_method import MemoryMethod
 from vitfleet.methods.param_checks import check_head_epochs, check_layers
 from vitfleet.methods.projection_metrics import projection_counts, projection_metrics
 from vitfleet.methods.shared_body import LocalTraining
-from vitfleet.training.objective import EpisodicMemory, Fit, Objective, ReferenceSelector
+from vitfleet.training.memories import EpisodicMemory
+from vitfleet.training.objective import Fit, Objective, ReferenceSelector
 from vitfleet.training.surgery import GradientIntegrator, GradientRotation, LargestAngle, MostDissimilar
 
 FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.objective import EpisodicMemory, Fit, ReplayBuffer
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.objective import Fit
 from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
 SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings

@@ -9,7 +9,7 @@ together, so what differs between clients belongs in the tensors of a :class:`Fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
 
 
 class ReplayedSamples(NamedTuple):
@@ -33,7 +34,7 @@ class ReplayedSamples(NamedTuple):
     sample_weight
         Weight of each sample in their mean, ``[replayed]``. They sum to one; padding has weight 0.
     targets
-        What was stored with the samples: see :class:`ReplayBuffer`.
+        What was stored with the samples: see :class:`~vitfleet.training.memories.ReplayBuffer`.
     """
 
     logits: Tensor
@@ -132,72 +133,6 @@ class ReferenceSelector(Protocol):
     def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         """Return the indices of the ``k`` selected references, given the gradients of all of them."""
         ...
-
-
-@dataclass(frozen=True)
-class EpisodicMemory:
-    """Stored samples of earlier tasks, in parts. Each part gives one reference gradient at the current weights.
-
-    Attributes
-    ----------
-    images, labels
-        uint8 ``[parts, samples, channels, height, width]`` and ``[parts, samples]``, padded to the largest part.
-    sample_weight
-        Weight of each sample in the mean loss of its part, ``[parts, samples]``; 0 for padding.
-    sizes
-        The number of samples of each part, known on the host. The parts are sorted by falling size: so the parts of
-        several clients at one position have similar sizes, and little padding is computed.
-    """
-
-    images: Tensor
-    labels: Tensor
-    sample_weight: Tensor
-    sizes: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return {"images": self.images, "labels": self.labels, "sample_weight": self.sample_weight}
-
-
-@dataclass(frozen=True)
-class ReplayBuffer:
-    """Stored samples, of which every step draws some at random and passes them through the model with its batch.
-
-    Replayed samples are augmented and masked as those of the batch are, with random numbers of their own.
-
-    Attributes
-    ----------
-    images, labels
-        uint8 ``[samples, channels, height, width]`` and ``[samples]``; at least one sample.
-    replays
-        How many stored samples are drawn per sample of the batch: uniformly, with replacement.
-    targets
-        Further tensors of every sample, ``[samples, …]``, such as the logits of an earlier model.
-    """
-
-    images: Tensor
-    labels: Tensor
-    replays: int = 1
-    targets: Tensors = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return self.labels.shape[0]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return {"images": self.images, "labels": self.labels, **self.targets}
-
-    def with_tensors(self, tensors: Tensors) -> ReplayBuffer:
-        """Return a buffer of other tensors, which have the same names."""
-        return replace(
-            self,
-            images=tensors["images"],
-            labels=tensors["labels"],
-            targets={name: tensors[name] for name in self.targets},
-        )
 
 
 class Observer(Protocol):
