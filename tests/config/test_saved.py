@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vitfleet.config import load_config, presets, read_config
+from vitfleet.config.base import MAX_FLOAT, MAX_INTEGER, MIN_FLOAT
 from vitfleet.config.load import validate
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import (
@@ -35,12 +36,14 @@ from vitfleet.methods.standalone import StandaloneParams
 
 
 def share(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> st.SearchStrategy[float]:
-    return st.floats(low, high, exclude_min=open_low, exclude_max=open_high)
+    inside = st.floats(max(low, MIN_FLOAT), high, exclude_max=open_high)
+    return inside if open_low else st.just(0.0) | inside
 
 
-counts = st.integers(1, 10**9)
-positive = st.floats(0, exclude_min=True, allow_nan=False, allow_infinity=False)
-at_least_zero = st.floats(0, allow_nan=False, allow_infinity=False)
+counts = st.integers(1, MAX_INTEGER)
+up_to_a_million = st.integers(1, 10**6)
+positive = st.floats(MIN_FLOAT, MAX_FLOAT)
+at_least_zero = st.just(0.0) | positive
 texts = st.text(max_size=20)
 maybe_text = st.none() | texts
 
@@ -69,7 +72,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         dim=heads * draw(st.integers(8, 100)),
         depth=draw(st.none() | st.integers(1, 64)),
         heads=heads,
-        mlp_ratio=draw(positive),
+        mlp_ratio=draw(st.floats(0.125, 64)),
         weights=draw(maybe_text),
     )
 
@@ -83,8 +86,8 @@ def fleets(draw: st.DrawFn) -> FleetConfig:
 configs = st.builds(
     Config,
     title=texts,
-    seed=st.integers(0, 2**70),
-    rounds=counts,
+    seed=st.integers(0, 2**63 - 1),
+    rounds=up_to_a_million,
     data=st.builds(
         DataConfig,
         name=texts,
@@ -102,8 +105,8 @@ configs = st.builds(
     method=methods,
     train=st.builds(
         TrainConfig,
-        epochs=counts,
-        batch_size=counts,
+        epochs=up_to_a_million,
+        batch_size=up_to_a_million,
         optimizer=st.sampled_from(["adamw", "sgd"]),
         lr=positive,
         weight_decay=at_least_zero,
@@ -114,13 +117,13 @@ configs = st.builds(
         mask_ratio=share(0, 1, open_high=True),
     ),
     fleet=fleets(),
-    eval=st.builds(EvalConfig, every=counts, batch_size=counts, clients=st.none() | counts),
+    eval=st.builds(EvalConfig, every=counts, batch_size=up_to_a_million, clients=st.none() | counts),
     machine=st.builds(
         MachineConfig,
         device=texts,
         precision=st.sampled_from(["auto", "fp32", "bf16"]),
         deterministic=st.booleans(),
-        threads=st.none() | counts,
+        threads=st.none() | st.integers(1, 1024),
         checkpoint_every=counts,
     ),
 )

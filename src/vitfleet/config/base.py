@@ -6,21 +6,72 @@ registry fixes it to the component's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
     from vitfleet.config.schema import Config
 
 
+# Limits of every number whose key states none of its own. Products and quotients of a few such numbers are still finite
+# floats, and a whole number is exact as a float.
+MAX_INTEGER = 10**9
+MAX_FLOAT = 1e12
+MIN_FLOAT = 1e-12
+
+
 class Table(BaseModel):
-    """A table of the configuration: frozen; an unknown key is an error."""
+    """A table of the configuration: frozen; an unknown key is an error; every number has finite limits."""
 
     # Strict: `rounds = true` is a mistake, not one round.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    @field_validator("*")
+    @classmethod
+    def _check_limits(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject numbers at the edge of what floats represent, also those of a plug-in's table."""
+        rules = cls.model_fields[info.field_name or ""].metadata
+        upper = any(isinstance(rule, Le | Lt) for rule in rules)
+        lower = any(isinstance(rule, Ge | Gt) and _bound(rule) > 0 for rule in rules)
+        for number in _numbers_in(value):
+            _check_number(number, upper, lower)
+        return value
+
+
+def _bound(rule: Ge | Gt) -> float:
+    return float(rule.ge if isinstance(rule, Ge) else rule.gt)  # type: ignore[arg-type]
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    """Yield the numbers of a value: of a table's own, in lists and in tables of values."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _numbers_in(item)
+
+
+def _check_number(number: int | float, has_upper: bool, has_lower: bool) -> None:
+    """Check a number against the general limits, except those that its key replaces by its own."""
+    most = MAX_INTEGER if isinstance(number, int) else MAX_FLOAT
+    if (not has_upper and number > most) or number < -most:
+        sign = "-" if number < 0 else ""
+        raise PydanticCustomError(
+            "number_limit",
+            f"Input should be {'at least' if sign else 'at most'} {sign}{most:g}",  # type: ignore[arg-type]
+        )
+    if isinstance(number, float) and not has_lower and 0 < abs(number) < MIN_FLOAT:
+        raise PydanticCustomError(
+            "number_limit",
+            f"Input should be 0 or at least {MIN_FLOAT:g} in absolute value",  # type: ignore[arg-type]
+        )
 
 
 class MethodParams(Table):

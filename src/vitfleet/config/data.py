@@ -16,7 +16,7 @@ EvalSplit: TypeAlias = Literal["test", "validation"]
 class TasksConfig(Table):
     """A stream of tasks: the classes are parted into tasks, and every client learns one task after the other."""
 
-    count: int = Field(10, ge=1, description="tasks; a table data.tasks makes a run one of task after task")
+    count: int = Field(10, ge=1, le=10**4, description="tasks; a table data.tasks makes a run one of task after task")
     classes: int = Field(10, ge=1, description="classes of a task")
     rounds_per_task: int = Field(
         10, ge=1, description="rounds of a task; the schedule of the rate begins anew with each"

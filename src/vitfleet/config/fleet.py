@@ -29,7 +29,7 @@ class OverSelectionSchedule(Table):
     """More clients are asked than needed; the first ``fleet.per_round`` replies make the round."""
 
     kind: Literal["over-selection"] = "over-selection"
-    share: float = Field(0.3, gt=0, description="additional clients, as a fraction of fleet.per_round")
+    share: float = Field(0.3, gt=0, le=100, description="additional clients, as a fraction of fleet.per_round")
 
 
 class BufferedSchedule(Table):
@@ -37,7 +37,9 @@ class BufferedSchedule(Table):
 
     kind: Literal["buffered"] = "buffered"
     concurrency: int = Field(10, ge=1, description="clients training at any time")
-    staleness: float = Field(0.5, ge=0, description="exponent a: an update s versions old has the weight (1 + s)^−a")
+    staleness: float = Field(
+        0.5, ge=0, le=100, description="exponent a: an update s versions old has the weight (1 + s)^−a"
+    )
 
 
 ScheduleConfig = Annotated[
@@ -63,7 +65,7 @@ class FleetConfig(RemoteClients):
     kind: Literal["inline", "flower"] = Field(
         "inline", description="where clients run: in this process, or on machines of their own (vitfleet server)"
     )
-    clients: int = Field(10, ge=1, description="number of clients")
+    clients: int = Field(10, ge=1, le=10**6, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
     unseen: float = Field(0.0, ge=0, lt=1, description="share of the clients that never train")
     min_replies: int = Field(1, ge=1, description="with fewer usable replies a round changes nothing")
@@ -71,7 +73,7 @@ class FleetConfig(RemoteClients):
         {}, description="hardware mix, as {agx = 2, tx2 = 2, nx = 8, nano = 8}; empty: no virtual clock"
     )
     bandwidth: float | None = Field(
-        None, gt=0, description="MB/s per client, up and down; default: the hardware profile's own"
+        None, ge=1e-6, le=1e6, description="MB/s per client, up and down; default: the hardware profile's own"
     )
     schedule: ScheduleConfig = SynchronousSchedule()
 

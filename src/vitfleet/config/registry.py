@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, GetCoreSchemaHandler, create_model
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -275,7 +275,12 @@ def validate_params(registry: Registry[Any], name: str, values: dict[str, Any], 
             f"{name!r} has no parameters"
         )  # fmt: skip
         raise ConfigError(f"{prefix}.{unknown[0]}", values[unknown[0]], f"no such key; {allowed}")
-    return table.model_validate(values)
+    try:
+        return table.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([prefix, *map(str, first["loc"])])
+        raise ConfigError(key, first["input"], first["msg"].removeprefix("Input ").replace("should", "must")) from None
 
 
 METHODS: Registry[Any] = Registry("method", "method.name", ("vitfleet.methods",))

@@ -41,8 +41,8 @@ class Config(Extensions):
     model_config = ConfigDict(defer_build=True)  # until the registries are complete
 
     title: str = Field("", description="one line for `vitfleet presets` and the report")
-    seed: int = Field(0, ge=0, description="seed of every random draw")
-    rounds: int = Field(10, ge=1, description="rounds of the run; with data.tasks it follows from the tasks")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of every random draw")
+    rounds: int = Field(10, ge=1, le=10**6, description="rounds of the run; with data.tasks it follows from the tasks")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
     method: Annotated[MethodParams, OneOf(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))

@@ -19,10 +19,10 @@ class ModelConfig(Table):
     name: str = Field("vit", description="vit, a registered model, or a timm name such as vit_tiny_patch16_224")
     image_size: int | None = Field(None, ge=4, le=1024, description="default: the data's size, or timm's own")
     patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, or timm's own")
-    dim: int = Field(64, ge=8, description="embedding width (for vit)")
+    dim: int = Field(64, ge=8, le=16384, description="embedding width (for vit)")
     depth: int | None = Field(None, ge=1, le=64, description="number of layers; default: 4, or timm's own")
-    heads: int = Field(4, ge=1, description="attention heads (for vit)")
-    mlp_ratio: float = Field(4.0, gt=0, description="MLP width over embedding width (for vit)")
+    heads: int = Field(4, ge=1, le=1024, description="attention heads (for vit)")
+    mlp_ratio: float = Field(4.0, ge=0.125, le=64, description="MLP width over embedding width (for vit)")
     params: dict[str, Any] = Field({}, description="parameters of a registered model that has any")
     weights: str | None = Field(None, description="pretrained: a .safetensors file, a folder of them, or 'hub'")
 
@@ -42,8 +42,8 @@ class ModelConfig(Table):
 class TrainConfig(Table):
     """A client's local training."""
 
-    epochs: int = Field(1, ge=1, description="passes over a client's images per round")
-    batch_size: int = Field(32, ge=1, description="images per step")
+    epochs: int = Field(1, ge=1, le=10**6, description="passes over a client's images per round")
+    batch_size: int = Field(32, ge=1, le=10**6, description="images per step")
     optimizer: Literal["adamw", "sgd"] = Field(
         "adamw", description="optimiser; its state starts anew for every client and round"
     )
@@ -62,7 +62,7 @@ class EvalConfig(Table):
     """When accuracy is measured, and on how many models."""
 
     every: int = Field(1, ge=1, description="rounds between evaluations; the last round is always evaluated")
-    batch_size: int = Field(256, ge=1, description="images per evaluation batch")
+    batch_size: int = Field(256, ge=1, le=10**6, description="images per evaluation batch")
     clients: int | None = Field(
         100,
         ge=0,
@@ -84,14 +84,15 @@ class MachineConfig(Table):
         "auto", description="auto: bf16 where the GPU, or the CPU for models 128 wide or more, has it; else fp32"
     )
     deterministic: bool = Field(False, description="bit-identical on a GPU too, slower; a CPU always is")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: torch's own")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: torch's own")
     workers: int | None = Field(
         None,
         ge=1,
+        le=1024,
         description="clients trained in parallel threads on a CPU; default: one per CPU thread, where memory allows",
     )
     cohort: int | None = Field(
-        None, ge=1, description="clients trained at once, stacked; default: 1 on a CPU, up to 32 on a GPU"
+        None, ge=1, le=10**4, description="clients trained at once, stacked; default: 1 on a CPU, up to 32 on a GPU"
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
     kernels: bool = Field(

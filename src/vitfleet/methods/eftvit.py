@@ -59,7 +59,9 @@ class EftVitParams(ServerTrainingParams):
         "bf16", description="data type in which features are sent and stored"
     )
     # Ours
-    views: int = Field(1, ge=1, description="differently masked views sent per image; the upload grows as much")
+    views: int = Field(
+        1, ge=1, le=1000, description="differently masked views sent per image; the upload grows as much"
+    )
     average_local: int | None = Field(
         None, ge=1, description="rounds between averages of the local modules, which clients then send; default: never"
     )

@@ -31,7 +31,10 @@ class MemoryParams(HeadsParams):
 
     rho: float = Field(0.1, gt=0, le=1, description="fraction ρ of a task's samples, of every class, that is stored")
     memory_bytes: int | None = Field(
-        None, ge=1, description="most bytes stored per client; all tasks are cut to a common size; null: no limit"
+        None,
+        ge=1,
+        le=2**50,
+        description="most bytes stored per client; all tasks are cut to a common size; null: no limit",
     )
 
 

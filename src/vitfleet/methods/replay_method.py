@@ -24,7 +24,9 @@ from vitfleet.training.objective import Fit, Loss, Objective
 class ReplayParams(MemoryParams):
     """Parameters of all methods that replay stored samples."""
 
-    replays: int = Field(1, ge=1, description="stored samples drawn per sample of the batch, for each replay term")
+    replays: int = Field(
+        1, ge=1, le=1000, description="stored samples drawn per sample of the batch, for each replay term"
+    )
 
 
 Params = TypeVar("Params", bound=ReplayParams)

@@ -13,7 +13,7 @@ from vitfleet.config.schema import TrainConfig
 class ServerTrainingParams(MethodParams):
     """The server's store of features, and its training on them."""
 
-    server_epochs: int = Field(2, ge=1, description="the server's epochs over its stored features per round")
+    server_epochs: int = Field(2, ge=1, le=10**6, description="the server's epochs over its stored features per round")
     server_lr: float | None = Field(
         None, gt=0, description="largest learning rate of the server's training; default: train.lr"
     )
