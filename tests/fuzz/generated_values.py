@@ -60,7 +60,7 @@ def as_text(value: Any) -> str:
 def accepted_values(key: Key) -> list[Any]:
     """Return values that a key may have, as far as its row of the table tells; numbers at its limits and between."""
     if "number" not in key.allowed or "by" in key.allowed or "list" in key.allowed:
-        default = {"true": True, "false": False, "null": None, "{}": {}}.get(key.default, key.default)
+        default: Any = {"true": True, "false": False, "null": None, "{}": {}}.get(key.default, key.default)
         return [default, *(word.strip() for word in key.allowed.split(",") if "," in key.allowed)]
     bounds = {sign: float(bound) for sign, bound in re.findall(r"([≥>≤<]) (\S+)", key.allowed)}
     whole = "whole" in key.allowed

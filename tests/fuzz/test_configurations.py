@@ -25,9 +25,11 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 from vitfleet.training.optim import learning_rate
 
-SMALL_RUN = ("rounds=2", "data.limit=120", "model.dim=16", "model.depth=2", "model.heads=2", "fleet.clients=6")
-SMALL_RUN += ("fleet.per_round=3", "fleet.devices={nano = 1, agx = 1}", "machine.device=cpu", "machine.threads=1")
-SMALL_RUN += ("train.epochs=1", "train.batch_size=16", "trackers={}")
+SMALL_RUN: tuple[str, ...] = (
+    *("rounds=2", "data.limit=120", "model.dim=16", "model.depth=2", "model.heads=2", "fleet.clients=6"),
+    *("fleet.per_round=3", "fleet.devices={nano = 1, agx = 1}", "machine.device=cpu", "machine.threads=1"),
+    *("train.epochs=1", "train.batch_size=16", "trackers={}"),
+)
 # Keys that decide how much work a run is, or where it reads and computes: they are fuzzed without training.
 WORK = {"rounds", "data", "model", "machine", "plugins", "trackers", "fleet.kind", "fleet.clients", "train.epochs"}
 WORK |= {"method.server_epochs", "method.tune_epochs", "method.prompts", "method.views", "method.replays", "eval.every"}
