@@ -20,7 +20,7 @@ LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "sys
 _BELOW_TRAIN = {"config", "data", "models"}
 _BELOW_METHODS = {*_BELOW_TRAIN, "training"}
 _BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet", "costs"}
-_BELOW_CLI = {*_BELOW_RUN, "run", "report"}
+_BELOW_CLI = {*_BELOW_RUN, "run", "inference", "report"}
 MAY_KNOW = {
     "config": set[str](),
     "data": {"config"},
@@ -30,7 +30,8 @@ MAY_KNOW = {
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
     "costs": {*_BELOW_METHODS, "methods"},
     "run": _BELOW_RUN,
-    "report": {*_BELOW_RUN, "run"},  # reads what runs wrote; a run knows nothing of its pictures
+    "inference": {*_BELOW_RUN, "run"},  # uses the models that runs wrote
+    "report": {*_BELOW_RUN, "run", "inference"},  # reads what runs wrote; a run knows nothing of its pictures
     "flower": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run
     "api": {*_BELOW_CLI, "flower"},
     "cli": {*_BELOW_CLI, "flower", "api"},

@@ -41,3 +41,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_atomically(path: Path, target: Path) -> None:
+    """Make a path a symbolic link to a file in the same folder or below it, replacing what the path was."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.relative_to(path.parent))  # relative: the folder can be moved
+    temporary.replace(path)
+    sync_folder(path.parent)

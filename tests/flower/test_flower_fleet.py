@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from loopback import HandleMessage, LocalClients, export_images
+from loopback import HandleMessage, LocalClients, client_names, export_images
 
 from conftest import MakeConfig
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
+from vitfleet.data.assignment import assign_images
+from vitfleet.data.sources import load_dataset
+from vitfleet.errors import UserError
 from vitfleet.flower.fleet import fleet_factory
+from vitfleet.inference.stored_models import StoredModels, load_model_file
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
@@ -93,6 +97,29 @@ def test_flower_fleet_evaluates_clients_with_the_servers_body(
         [record.task.matrix for record in read_records(tmp_path / name) if record.task] for name in ("own", "flower")
     )
     assert own != aggregated
+
+
+def test_a_device_keeps_its_own_whole_model(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    """From its folder alone, moved elsewhere, it predicts as the record of the device's last round says."""
+    config = tiny_config("method.name=eftvit", *OVERRIDES["eftvit"])
+    export_images(config, tmp_path / "data")
+    run_on_grid(flower(config), tmp_path / "flower")
+    (tmp_path / "state").rename(tmp_path / "moved")
+    _, test = assign_images(config, data := load_dataset(config.data))
+    last = {entry.client: entry for record in read_records(tmp_path / "flower") for entry in record.clients}
+    assert last
+    for client, entry in last.items():
+        model = load_model_file(tmp_path / "moved" / client_names(config)[client] / "model.safetensors")
+        own = torch.from_numpy(test.for_client(client))
+        with torch.inference_mode():
+            correct = (model(data.test.images[own]).argmax(dim=1) == data.test.labels[own]).sum()
+        assert (int(correct), len(own)) == (entry.correct, entry.tested)
+        assert model.info.client == client
+    stored = StoredModels.open(tmp_path / "flower", flower(config))
+    with pytest.raises(UserError, match="its own model is on its device"):
+        stored.classifier(0)
+    with pytest.raises(UserError, match="the server of this run has no whole model with eftvit"):
+        stored.classifier()
 
 
 def assert_equals_inline(config: Config, tmp_path: Path) -> None:

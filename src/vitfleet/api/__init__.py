@@ -9,9 +9,9 @@ run.model()          # the trained model, a torch.nn.Module
 
 from vitfleet.api.comparison import Comparison, compare, load_comparison
 from vitfleet.api.cost_estimate import cost
-from vitfleet.api.inference import Classifier, Prediction
 from vitfleet.api.run import Run, load_run
 from vitfleet.api.training import train
+from vitfleet.inference.classifier import Classifier, Prediction
 
 __all__ = [
     "Classifier",

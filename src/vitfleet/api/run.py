@@ -11,11 +11,12 @@ from typing import Any
 
 from vitfleet.api.configuration import as_data_set
 from vitfleet.api.frames import as_frame, flatten
-from vitfleet.api.inference import Classifier, load_classifier
 from vitfleet.api.training import run_in
 from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
+from vitfleet.inference.classifier import Classifier
+from vitfleet.inference.stored_models import StoredModels
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.folder import check_plugins, open_run_folder
@@ -87,10 +88,11 @@ class Run:
         Parameters
         ----------
         client
-            A client's own model: its personal layers with the shared ones. ``None``: the global model, or, for a method
-            without one, the model of a client that never took part.
+            A client's own model: its own parts with the shared ones; of a client that never took part, the initial
+            parts with the shared ones. ``None``: the server's model; what the server does not have (EFTViT's local
+            modules, local heads) is the mean over the clients that have trained.
         """
-        return load_classifier(self.path, self.config, client)
+        return StoredModels.open(self.path, self.config).classifier(client)
 
     def resume(self, *, data: Any = None, callbacks: Sequence[Callback] = (), progress: Progress = NO_PROGRESS) -> Run:
         """Run the remaining rounds; the run ends as if it had never been interrupted.

@@ -141,7 +141,7 @@ def decode_split(
         stop = min(start + CHUNK_IMAGES, len(split))
         for position in range(start, stop):
             try:
-                pixels[position] = _decode_image(split.items[position], image_size, channels)
+                pixels[position] = decode_image(split.items[position], image_size, channels)
             except UNREADABLE:
                 readable[position] = False
         return stop - start
@@ -177,12 +177,18 @@ def _as_file(item: bytes | Path) -> io.BytesIO | Path:
     return io.BytesIO(item) if isinstance(item, bytes) else item
 
 
-def _decode_image(item: bytes | Path, image_size: int, channels: int) -> NDArray[np.uint8]:
+def decode_image(item: bytes | Path, image_size: int, channels: int) -> NDArray[np.uint8]:
+    """Decode one image to ``[channels, image_size, image_size]``; damaged ones raise one of :data:`UNREADABLE`."""
     with Image.open(_as_file(item)) as image:
-        # Pillow would clip 16-bit greys to white instead of scaling them.
-        is_16_bit = image.mode.startswith("I")
-        eight_bit = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)) if is_16_bit else image
-        converted: Image.Image = eight_bit.convert("RGB" if channels == 3 else "L")
+        return fit_image(image, image_size, channels)
+
+
+def fit_image(image: Image.Image, image_size: int, channels: int) -> NDArray[np.uint8]:
+    """Return an image as it is stored: cropped to a square at its centre, resized, in colour or grey."""
+    # Pillow would clip 16-bit greys to white instead of scaling them.
+    is_16_bit = image.mode.startswith("I")
+    eight_bit = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)) if is_16_bit else image
+    converted: Image.Image = eight_bit.convert("RGB" if channels == 3 else "L")
     if converted.size != (image_size, image_size):
         width, height = converted.size
         edge = min(width, height)

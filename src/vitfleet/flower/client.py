@@ -16,11 +16,14 @@ from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
+from vitfleet.files import link_atomically
 from vitfleet.fleet.base import EvalReply, Reply
 from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import State, to_device
+from vitfleet.message import State, Tensors, to_device
+from vitfleet.run.data_info import DataInfo
+from vitfleet.run.model_file import MODEL_FILE, model_info, write_model
 from vitfleet.training.cohort_driver import run_cohort
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
@@ -85,7 +88,16 @@ class FlowerClient:
         reply = setup.runtime.reply(request, update)
         if reply.message is not None:
             storage.save_state(request.round, update.client_state, request.last_round)
+            self._save_model(storage, setup, payload, update.model_weights)
         return reply
+
+    def _save_model(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, weights: Tensors) -> None:
+        """Write the client's own whole model, which its owner can use without the server."""
+        run_spec, request, net = payload.run_spec, payload.request, setup.runtime.trainer.net
+        data = DataInfo(setup.config.data.name, tuple(run_spec.classes), run_spec.channels, run_spec.side)
+        info = model_info(setup.config, data, net, request.round, request.client)
+        write_model(storage.model_path, net, weights, info)
+        link_atomically(self.root / MODEL_FILE, storage.model_path)
 
     def _evaluate(self, payload: EvalPayload) -> EvalReply:
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)

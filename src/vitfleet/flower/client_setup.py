@@ -86,6 +86,7 @@ class LocalTasks:
 class ClientSetup:
     """What a client needs to train and evaluate in a run."""
 
+    config: Config
     runtime: ClientRuntime
     tasks: LocalTasks
 
@@ -112,4 +113,5 @@ def set_up_client(
     def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
         return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
 
-    return ClientSetup(ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks), tasks)
+    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks)
+    return ClientSetup(config, runtime, tasks)

@@ -1,4 +1,4 @@
-"""A client's files of one run: the base message it received, and its state after the latest rounds.
+"""A client's files of one run: the base message it received, its state after the latest rounds, and its own model.
 
 Each run has a folder. A state file is named after its round. Every request from the server names the last round whose
 reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
+from vitfleet.run.model_file import MODEL_FILE
 from vitfleet.wire import PayloadType, read_payload, write_payload
 
 
@@ -48,6 +49,11 @@ class ClientStorage:
         needed = {self._state_path(number) for number in (round, last_round) if number is not None}
         for path in set(self.folder.glob("after-*")) - needed:
             path.unlink()
+
+    @property
+    def model_path(self) -> Path:
+        """File of the client's own whole model, as it trained it last."""
+        return self.folder / MODEL_FILE
 
     @property
     def _base_path(self) -> Path:

@@ -225,12 +225,16 @@ def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
         unknown = "–"
         common = accuracy["global"]
         local = accuracy["local"]
-        return {
+        rows = {
             f"{split} accuracy": unknown if common is None else f"{common:.2%} (best {accuracy['best']:.2%})",
             f"local {split} accuracy": unknown
             if local is None
             else f"{local:.2%}, mean over {accuracy['local_clients']} clients",
         }
+        if model := summary.get("server_model"):
+            text = f"{model['accuracy']:.2%}, with the mean of {model['averaged_clients']} clients' parts"
+            rows[f"{split} accuracy of model.safetensors"] = text
+        return rows
     rows = {title: f"{continual[key]:.2f} %" for key, title in _CONTINUAL_ROWS.items() if continual[key] is not None}
     return rows if split == "test" else {"accuracy measured on": f"{split} images", **rows}
 

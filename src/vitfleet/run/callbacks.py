@@ -14,7 +14,8 @@ from vitfleet.config.registry import CALLBACKS, register_callback
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.run.context import RunContext
-from vitfleet.run.model_file import model_round, save_model
+from vitfleet.run.data_info import describe_data
+from vitfleet.run.model_file import model_info, model_round, write_model
 from vitfleet.run.monitor import Best, monitored_value
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
@@ -154,7 +155,7 @@ class BestModel(Callback):
         """Write the model if the value improved."""
         if self._update(record):
             assert self._context is not None
-            save_model(self._context, state, self._context.folder / BEST_MODEL)
+            _write_model(self._context, state)
 
     def summary_entries(self) -> Mapping[str, Any]:
         """Return the best round and its value."""
@@ -166,3 +167,10 @@ class BestModel(Callback):
     def _update(self, record: RoundRecord) -> bool:
         value = monitored_value(record, self.params.monitor)
         return value is not None and self._best.update(value, record.round)
+
+
+def _write_model(context: RunContext, state: RunState) -> None:
+    data = describe_data(context.data, context.config.data.eval_split)
+    weights = context.method.model_weights(state.server, context.base.tensors, None)
+    info = model_info(context.config, data, context.net, state.round)
+    write_model(context.folder / BEST_MODEL, context.net, weights, info)

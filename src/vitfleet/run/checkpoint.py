@@ -13,7 +13,7 @@ crash leaves the previous checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -91,21 +91,41 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(**tree)
 
 
-def read_checkpoint(run_folder: Path, client: int | None = None) -> tuple[State, State | None]:
-    """Read the server's state and a client's from the last checkpoint, without changing anything in the folder.
+@dataclass(frozen=True)
+class StoredStates:
+    """The states in a checkpoint, for reading: nothing in its folder is changed.
 
-    Returns
-    -------
-    tuple
-        The server's state, and the client's; ``None`` for no client, or one that has no state.
+    Attributes
+    ----------
+    folder
+        The checkpoint's folder.
     """
-    folder = run_folder / "checkpoint"
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise UserError(f"{run_folder}: has no checkpoint yet; resume the run with `vitfleet resume {run_folder}`")
-    server = read_payload(State, folder / manifest.server)
-    name = None if client is None else manifest.clients.get(client)
-    return server, None if name is None else read_payload(State, folder / name)
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def of_run(cls, run_folder: Path) -> StoredStates:
+        """Return the states in a run's last checkpoint."""
+        folder = run_folder / "checkpoint"
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise UserError(f"{run_folder}: has no checkpoint yet; resume the run with `vitfleet resume {run_folder}`")
+        return cls(folder, manifest)
+
+    def server(self) -> State:
+        """Read the server's state, without its separately stored parts."""
+        return read_payload(State, self.folder / self.manifest.server)
+
+    def client(self, client: int) -> State | None:
+        """Read a client's state; ``None`` if it has none."""
+        name = self.manifest.clients.get(client)
+        return None if name is None else read_payload(State, self.folder / name)
+
+    def clients(self) -> Iterator[State]:
+        """Read the states of all clients that have one, one after the other."""
+        for _, name in sorted(self.manifest.clients.items()):
+            yield read_payload(State, self.folder / name)
 
 
 class Checkpoints:
@@ -145,6 +165,10 @@ class Checkpoints:
             return unwritten[client]
         name = self.latest.clients.get(client) if self.latest else None
         return None if name is None else self._map(name)
+
+    def clients(self) -> list[int]:
+        """Return the clients that have a state in the last complete checkpoint, in ascending order."""
+        return sorted(self.latest.clients) if self.latest else []
 
     def load(self, device: torch.device) -> RunState | None:
         """Return the state of the last checkpoint, without what the records hold; ``None`` before the first.

@@ -35,9 +35,14 @@ class DataInfo:
     eval_split: EvalSplit = "test"
 
 
+def describe_data(data: DataSet, eval_split: EvalSplit) -> DataInfo:
+    """Return the description of a run's data."""
+    return DataInfo(data.name, tuple(data.classes), data.train.channels, data.train.image_size, eval_split)
+
+
 def write_data_info(data: DataSet, eval_split: EvalSplit, folder: Path) -> None:
     """Write the description of a run's data into its folder."""
-    info = DataInfo(data.name, tuple(data.classes), data.train.channels, data.train.image_size, eval_split)
+    info = describe_data(data, eval_split)
     write_atomically(folder / DATA_FILE, json.dumps(asdict(info), indent=2).encode())
 
 

@@ -16,10 +16,10 @@ from vitfleet.run import continual
 from vitfleet.run.callbacks import Callback, make_callbacks
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.measure import with_metrics
-from vitfleet.run.model_file import save_model
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.round_log import RoundLog
+from vitfleet.run.server_model import save_server_model
 from vitfleet.run.state import RunState
 from vitfleet.run.summary import write_summary
 
@@ -125,9 +125,7 @@ def _stop_reason(callbacks: Sequence[Callback], state: RunState, record: RoundRe
 
 def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> RunResult:
     """Write the model and the summary."""
-    if context.method.has_global_model:
-        save_model(context, state, context.folder / "model.safetensors")
-    more: dict[str, Any] = {"execution": _execution(context)}
+    more: dict[str, Any] = {**save_server_model(context, state), "execution": _execution(context)}
     if (continual_summary := continual.summary(context.folder, context.config)) is not None:
         more["continual"] = continual_summary
     if state.stop_reason is not None:

@@ -30,6 +30,7 @@ from vitfleet.message import Message, to_device
 from vitfleet.methods import make_method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.base_file import write_base
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.context import RunContext
 from vitfleet.run.data_info import write_data_info
@@ -82,6 +83,8 @@ def open_run(
     class_tasks = _class_tasks(config, data)
     components = build_components(config, net, len(data.classes), machine, config.num_tasks, class_tasks)
     base = components.method.base_message(to_device(components.net.initial_weights(), machine.device))
+    if processes.is_first:
+        write_base(base, folder)
     evaluator = _make_evaluator(config, components, data, partition, has_local_clients=make_fleet is None)
     cost_model = _make_cost_model(config, components, data)
     virtual: VirtualFleet | None = None

@@ -1,0 +1,1 @@
+"""Using trained models: loading them from a run's folder or a file, predicting, evaluating, explaining."""

@@ -1,0 +1,175 @@
+"""A trained model for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vitfleet.data.decode import UNREADABLE, decode_image, fit_image
+from vitfleet.data.preprocess import Preprocess
+from vitfleet.errors import UserError
+from vitfleet.message import Tensors
+from vitfleet.models.net import Net
+from vitfleet.run.model_file import ModelInfo
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted class of an image.
+
+    Attributes
+    ----------
+    label
+        The class's name.
+    probability
+        Its softmax probability.
+    probabilities
+        The probabilities of all classes, by name; with a known task, of the task's classes.
+    """
+
+    label: str
+    probability: float
+    probabilities: dict[str, float]
+
+    def top(self, count: int) -> list[tuple[str, float]]:
+        """Return the most probable classes with their probabilities, the most probable first."""
+        return sorted(self.probabilities.items(), key=lambda item: -item[1])[:count]
+
+
+class Classifier(nn.Module):
+    """A trained ViT with its preprocessing: images in, logits out.
+
+    Attributes
+    ----------
+    info
+        The model's architecture, method, classes and input.
+    vit
+        timm's module with the trained weights.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, net: Net, weights: Tensors, info: ModelInfo) -> None:
+        super().__init__()
+        self.info = info
+        self.vit = net.module.vit
+        self.vit.load_state_dict({name: weights[name] for name in net.anatomy.shapes}, strict=False)
+        self.vit.requires_grad_(False)
+        self.net = net
+        self.register_buffer("mean", torch.tensor(net.mean))
+        self.register_buffer("std", torch.tensor(net.std))
+        self.eval()
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of the logits."""
+        return self.info.data.classes
+
+    @property
+    def channels(self) -> int:
+        """Colour channels of the images."""
+        return self.info.data.channels
+
+    @property
+    def image_size(self) -> int:
+        """Height and width in pixels at which images were stored for training; others are resized to it first."""
+        return self.info.data.image_size
+
+    @property
+    def tasks(self) -> list[list[int]]:
+        """The classes of each task, as indices; empty for a model that was not trained on tasks."""
+        of_class = self.info.task_of_class or ()
+        return [[i for i, own in enumerate(of_class) if own == task] for task in range(max(of_class, default=-1) + 1)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits ``[batch, classes]`` of images.
+
+        Parameters
+        ----------
+        images
+            ``[batch, channels, height, width]``: uint8, or floating point in 0…1.
+        """
+        if images.dim() != 4 or images.shape[1] != self.channels:
+            raise ValueError(f"images are of shape {tuple(images.shape)}, not [batch, {self.channels}, height, width]")
+        if images.is_floating_point():
+            images = (images.clamp(0, 1) * 255).round().to(torch.uint8)
+        return self.logits(self.preprocess(images.to(self.mean.device)))
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """Turns uint8 images into the model's input."""
+        return Preprocess(self.net.image_size, self.mean, self.std)
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        """Return the logits of preprocessed images, computed as in training: timm's module alone ignores prompts."""
+        if self.net.functional is None:
+            logits: Tensor = self.vit(pixels)
+            return logits
+        weights = {**dict(self.vit.named_parameters()), **dict(self.vit.named_buffers())}
+        return self.net.functional(weights, pixels, None, 0, None, None)
+
+    @torch.inference_mode()
+    def probabilities(self, images: Tensor, task: int | None = None) -> Tensor:
+        """Return the softmax probabilities ``[batch, classes]`` of images; 0 for classes of other tasks.
+
+        Parameters
+        ----------
+        images
+            As for :meth:`forward`.
+        task
+            The task of the images, where it is known; ``None``: all classes are candidates.
+        """
+        logits = self(images).float()
+        if task is not None:
+            possible = torch.zeros(len(self.classes), dtype=torch.bool, device=logits.device)
+            possible[self.task_classes(task)] = True
+            logits = logits.masked_fill(~possible, float("-inf"))
+        probabilities: Tensor = logits.softmax(dim=-1)
+        return probabilities
+
+    def task_classes(self, task: int) -> list[int]:
+        """Return the classes of a task, as indices."""
+        tasks = self.tasks
+        if not tasks:
+            raise UserError(f"task = {task}: the model was not trained on tasks; leave the task out")
+        if not 0 <= task < len(tasks):
+            raise UserError(f"task = {task}: must be between 0 and {len(tasks) - 1}")
+        return tasks[task]
+
+    def predict(self, image: Any, task: int | None = None) -> Prediction:
+        """Return the class of one image.
+
+        Parameters
+        ----------
+        image
+            A file's path, a PIL image, or an array or tensor ``[channels, height, width]`` or ``[height, width]``.
+        task
+            The image's task, where it is known: only the classes of that task are candidates.
+        """
+        return self.prediction(self.probabilities(self._as_batch(image), task)[0].tolist(), task)
+
+    def prediction(self, probabilities: Sequence[float], task: int | None = None) -> Prediction:
+        """Return the prediction that the probabilities of all classes mean."""
+        candidates = range(len(self.classes)) if task is None else self.task_classes(task)
+        named = {self.classes[index]: probabilities[index] for index in candidates}
+        best = max(named, key=lambda name: named[name])
+        return Prediction(best, named[best], named)
+
+    def _as_batch(self, image: Any) -> Tensor:
+        if isinstance(image, str | Path):
+            try:
+                image = decode_image(Path(image), self.image_size, self.channels)
+            except UNREADABLE as error:
+                raise UserError(f"{image}: is not a readable image ({error})") from None
+        elif isinstance(image, Image.Image):
+            image = fit_image(image, self.image_size, self.channels)
+        tensor = torch.as_tensor(np.array(image) if isinstance(image, np.ndarray) else image)
+        return (tensor[None] if tensor.dim() == 2 else tensor)[None]

@@ -1,0 +1,130 @@
+"""The models of a run, read from its folder alone, and single models from their files.
+
+A run stores each part of its models once: what all clients received at first (``base.safetensors``), the server's state
+and every client's own state (``checkpoint/``). A model is put together from them when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from vitfleet.config.registry import METHODS
+from vitfleet.config.schema import Config, ModelConfig
+from vitfleet.data.tasks import assign_classes_to_tasks
+from vitfleet.errors import UserError
+from vitfleet.fleet.build import build_components, build_net
+from vitfleet.inference.classifier import Classifier
+from vitfleet.message import Tensors
+from vitfleet.methods import Method, adapt_model
+from vitfleet.models.net import Net
+from vitfleet.models.zoo import build_model
+from vitfleet.run.base_file import read_base
+from vitfleet.run.checkpoint import StoredStates
+from vitfleet.run.data_info import DataInfo, read_data_info
+from vitfleet.run.model_file import model_info, read_model
+from vitfleet.run.server_model import server_model
+from vitfleet.training.machine import Machine
+
+
+@dataclass(frozen=True)
+class StoredModels:
+    """The models that a checkpoint of a run holds.
+
+    Attributes
+    ----------
+    base_weights
+        What every client received once, before its first round.
+    """
+
+    config: Config
+    data: DataInfo
+    net: Net
+    method: Method[Any]
+    base_weights: Tensors
+    states: StoredStates
+
+    @classmethod
+    def open(cls, folder: Path, config: Config, states: StoredStates | None = None) -> StoredModels:
+        """Open the models of a run.
+
+        Parameters
+        ----------
+        states
+            A checkpoint of the run; ``None``: its last one.
+        """
+        data = read_data_info(folder)
+        # The weights are in the folder: the file that training began with need not exist any more.
+        without_file = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
+        net = build_net(without_file, len(data.classes), data.channels, data.image_size)
+        class_tasks = None
+        if config.data.tasks is not None and config.task_known:
+            class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
+        machine = Machine(torch.device("cpu"), False)
+        components = build_components(without_file, net, len(data.classes), machine, config.num_tasks, class_tasks)
+        base = read_base(folder).tensors
+        return cls(config, data, components.net, components.method, base, states or StoredStates.of_run(folder))
+
+    def classifier(self, client: int | None = None) -> Classifier:
+        """Return the model of a client, or of the server."""
+        if client is None:
+            weights, averaged = self._server_weights()
+        else:
+            weights, averaged = self.client_weights(client), 0
+        info = model_info(self.config, self.data, self.net, self.states.manifest.round, client, averaged)
+        return Classifier(self.net, weights, info)
+
+    def client_weights(self, client: int) -> Tensors:
+        """Return a client's whole model: its own parts with the shared ones."""
+        self._check_client(client)
+        return self.method.model_weights(self.states.server(), self.base_weights, self.states.client(client))
+
+    def _server_weights(self) -> tuple[Tensors, int]:
+        if self._is_remote and not self.method.has_global_model:
+            raise UserError(
+                f"the server of this run has no whole model with {self.config.method.name}; each device keeps its own, "
+                "in model.safetensors in its state folder"
+            )
+        return server_model(self.method, self.states.server(), self.base_weights, self.states.clients())
+
+    @property
+    def _is_remote(self) -> bool:
+        return self.config.fleet.kind != "inline"
+
+    def _check_client(self, client: int) -> None:
+        clients = self.config.fleet.clients
+        if not 0 <= client < clients:
+            raise UserError(f"client = {client}: must be between 0 and {clients - 1}, fleet.clients − 1")
+        if self._is_remote:
+            raise UserError(
+                f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
+                "here is only the server's model"
+            )
+
+
+def load_model_file(path: Path) -> Classifier:
+    """Return the model in a file: a run's ``model.safetensors`` or ``best.safetensors``, or a device's own."""
+    info, weights = read_model(path)
+    method = _method_params(path, info.method)
+    try:
+        config = ModelConfig.model_validate(info.model)
+    except ValidationError as error:
+        raise UserError(f"{path}: its model cannot be built here ({error.errors()[0]['msg']})") from None
+    data = info.data
+    adapt = partial(adapt_model, method)
+    net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
+    return Classifier(net, weights, info)
+
+
+def _method_params(path: Path, table: Mapping[str, Any]) -> Any:
+    values = dict(table)
+    name = values.pop("name")
+    if name not in METHODS.names():
+        raise UserError(f"{path}: needs the method {name}, which is not installed here; name its file with --plugin")
+    return METHODS.make_params(name, **values)
