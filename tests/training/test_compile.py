@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from conftest import MakeShard, MakeTrainer
+from vitfleet.config.schema import MachineConfig
+from vitfleet.data.batches import Batch
 from vitfleet.data.features import Features, FeatureSet
+from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
@@ -73,8 +76,9 @@ def test_a_block_is_compiled_once_for_any_number_of_clients(
         for left, right in zip(results, expected, strict=True):
             for name, tensor in right.weights.items():
                 torch.testing.assert_close(left.weights[name], tensor, rtol=1e-4, atol=1e-5)
-    # One for blocks that train and one for those that do not; the last client of a group, alone, is another of each.
-    assert len(compilations) <= (2 if whole else 4)
+    # The preprocessing; one for blocks that train and one for those that do not; the last client of a group, alone, is
+    # another of each.
+    assert len(compilations) <= 1 + (2 if whole else 4)
 
 
 def test_server_and_clients_compile_once_each(
@@ -90,14 +94,32 @@ def test_server_and_clients_compile_once_each(
         features = FeatureSet([part], on_device=True)
         fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 1, features=features)
         compiled.fit(fit, make_shard(0, 0), RngContext(0, 1, -2))
-    assert len(compilations) <= 4
+    assert len(compilations) <= 1 + 4
 
 
-def test_compiling_allows_a_block_for_each_combination(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitfleet.config.schema import MachineConfig
+def test_compiling_allows_a_block_for_each_combination() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        set_up_machine(MachineConfig(device="cpu"))
+        assert torch._dynamo.config.recompile_limit == 8
+        set_up_machine(MachineConfig(device="cpu", compile=True))
+        assert torch._dynamo.config.recompile_limit > 8
 
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    set_up_machine(MachineConfig(device="cpu"))
-    assert torch._dynamo.config.recompile_limit == 8
-    set_up_machine(MachineConfig(device="cpu", compile=True))
-    assert torch._dynamo.config.recompile_limit > 8
+
+def test_preprocessing_is_compiled_once_for_any_number_of_images(compilations: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain = Preprocess(16, torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.1]))
+    compiled = CompiledPreprocess(plain)
+    for lead in ((2, 3), (4, 2), (5,), (7, 8)):
+        pixels = torch.randint(0, 256, (*lead, 3, 8, 8), dtype=torch.uint8, generator=generator)
+        index = torch.zeros(lead, dtype=torch.long)
+        batch = Batch(
+            index,
+            index,
+            torch.ones(lead),
+            torch.ones(lead[:-1]),
+            shift=torch.randint(-2, 3, (*lead, 2), generator=generator),
+            flip=torch.rand(lead, generator=generator) < 0.5,
+            brightness=0.5 + torch.rand(lead, generator=generator),
+        )
+        torch.testing.assert_close(compiled(pixels, batch), plain(pixels, batch))
+    assert len(compilations) == 1

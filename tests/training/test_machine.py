@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import pytest
 import torch
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.training import machine
-from vitfleet.training.machine import MAX_WORKERS, set_up_machine, thread_limit
+from vitfleet.training.machine import MAX_WORKERS, resolve_machine_config, set_up_machine, thread_limit
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,14 @@ def test_cpu_does_not_stack_clients_by_default() -> None:
     default = set_up_machine(MachineConfig(device="cpu"))
     assert (default.cohort, default.graphs, default.compile) == (1, False, False)
     assert set_up_machine(MachineConfig(device="cpu", cohort=7)).cohort == 7
+
+
+@pytest.mark.parametrize(("compile", "expected"), [(True, True), (False, False), ("auto", False)])
+def test_auto_compiles_on_a_gpu_only(compile: bool | Literal["auto"], expected: bool) -> None:
+    config = MachineConfig(device="cpu", compile=compile)
+    chosen = set_up_machine(config)
+    assert chosen.compile is expected
+    assert resolve_machine_config(config, chosen).compile is expected
 
 
 def test_cpu_trains_one_client_per_thread_as_memory_allows() -> None:

@@ -98,5 +98,7 @@ class MachineConfig(Table):
     kernels: bool = Field(
         True, description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of a cohort"
     )
-    compile: bool = Field(False, description="compile the model's forward and backward pass; pays off in long runs")
+    compile: bool | Literal["auto"] = Field(
+        False, description="compile the model's forward and backward pass; pays off in long runs; auto: on a GPU"
+    )
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")

@@ -29,17 +29,53 @@ class Preprocess:
 
     def __call__(self, pixels: Tensor, batch: Batch | None = None) -> Tensor:
         """Turn uint8 ``[…, channels, height, width]`` into the model's float input, augmented as the batch says."""
-        if batch is not None and (batch.shift is not None or batch.flip is not None):
-            pixels = _shift_and_flip(pixels, batch.shift, batch.flip)
+        return self.transform(pixels) if batch is None else self.transform(pixels, *_augmentation(batch))
+
+    def transform(
+        self,
+        pixels: Tensor,
+        shift: Tensor | None = None,
+        flip: Tensor | None = None,
+        brightness: Tensor | None = None,
+    ) -> Tensor:
+        """Turn stored pixels into the model's input; each augmentation is given for each image, or not at all."""
+        if shift is not None or flip is not None:
+            pixels = _shift_and_flip(pixels, shift, flip)
         images = pixels.float().div_(255)
         if images.shape[-1] != self.image_size:
             size = (self.image_size, self.image_size)
             flat = images.flatten(0, -4)
             flat = F.interpolate(flat, size, mode="bilinear", antialias=flat.shape[-1] > self.image_size)
             images = flat.reshape(*images.shape[:-2], *size)
-        if batch is not None and batch.brightness is not None:
-            images = (images * batch.brightness[..., None, None, None]).clamp_(0, 1)
+        if brightness is not None:
+            images = (images * brightness[..., None, None, None]).clamp_(0, 1)
         return (images - self.mean[:, None, None]) / self.std[:, None, None]
+
+
+class CompiledPreprocess:
+    """The same, compiled to one kernel instead of one pass over all pixels per operation.
+
+    With a quarter of the patches and a small model, those passes are a quarter of a training step.
+    """
+
+    def __init__(self, preprocess: Preprocess) -> None:
+        self._transform = torch.compile(preprocess.transform, dynamic=False)
+
+    def __call__(self, pixels: Tensor, batch: Batch | None = None) -> Tensor:
+        """Turn stored pixels into the model's input, compiled once for any number of images."""
+        lead = pixels.shape[:-3]
+        augmentation = (None, None, None) if batch is None else _augmentation(batch)
+        tensors = [None if tensor is None else tensor.flatten(0, len(lead) - 1) for tensor in augmentation]
+        flat = pixels.flatten(0, -4)
+        for tensor in (flat, *tensors):
+            if tensor is not None and len(tensor) > 1:  # torch always compiles a size of 1 by itself
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        images: Tensor = self._transform(flat, *tensors)
+        return images.reshape(*lead, *images.shape[1:])
+
+
+def _augmentation(batch: Batch) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return batch.shift, batch.flip, batch.brightness
 
 
 def _shift_and_flip(pixels: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:

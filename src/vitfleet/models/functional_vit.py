@@ -19,7 +19,15 @@ from torch.nn import functional as F
 from vitfleet.message import Tensors
 from vitfleet.models.adapters import LowRankLinear
 from vitfleet.models.anatomy import LORA_PREFIX, PROMPTS_NAME
-from vitfleet.models.stacked_ops import attention, broadcast_channels, insert_prompts, layer_norm, linear, patchify
+from vitfleet.models.stacked_ops import (
+    attention,
+    broadcast_channels,
+    insert_prompts,
+    kept_patches,
+    layer_norm,
+    linear,
+    patchify,
+)
 
 
 class FunctionalViT:
@@ -96,13 +104,13 @@ class FunctionalViT:
         """Embed the kept patches of images with their positions, after the prefix tokens."""
         vit = self.vit
         kernel = weights["patch_embed.proj.weight"]
-        patches = patchify(images, kernel.shape[-1])
+        size = kernel.shape[-1]
+        patches = patchify(images, size) if keep is None else kept_patches(images, size, keep)
         prefix = [weights[name] for name in self.prefix_names]
         positions = weights["pos_embed"]
         prefix_positions = 0 if vit.no_embed_class else sum(token.shape[-2] for token in prefix)
         patch_positions = positions[..., prefix_positions:, :]
         if keep is not None:
-            patches = patches.gather(-2, keep.unsqueeze(-1).expand(*keep.shape, patches.shape[-1]))
             if patch_positions.dim() == 3:
                 patch_positions = patch_positions[0][keep]
             else:

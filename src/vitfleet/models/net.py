@@ -13,7 +13,7 @@ from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, is_plain_vit
 from vitfleet.models.functional_vit import FunctionalViT
-from vitfleet.models.stacked_ops import linear, patchify
+from vitfleet.models.stacked_ops import kept_patches, linear
 
 
 class TimmWrapper(nn.Module):
@@ -35,8 +35,7 @@ class TimmWrapper(nn.Module):
             return cast(Tensor, self.vit(images))
         vit: Any = self.vit
         kernel = vit.patch_embed.proj.weight
-        patches = patchify(images, kernel.shape[-1])
-        kept = patches.gather(1, keep.unsqueeze(-1).expand(*keep.shape, patches.shape[-1]))
+        kept = kept_patches(images, kernel.shape[-1], keep)
         embedded = linear(kept, kernel.flatten(1), vit.patch_embed.proj.bias)
         tokens = vit.blocks(vit.patch_embed.norm(embedded) + vit.pos_embed[0][keep])
         class_token = vit.cls_token.expand(len(tokens), -1, -1)

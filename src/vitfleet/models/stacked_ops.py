@@ -118,6 +118,16 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
     return grid.permute(0, 2, 4, 1, 3, 5).reshape(*lead, -1, channels * patch_size * patch_size)
 
 
+def kept_patches(images: Tensor, patch_size: int, keep: Tensor) -> Tensor:
+    """Cut only some of the patches out of images: those at the positions ``keep``, ``[…, kept]``."""
+    *lead, channels, height, width = images.shape
+    rows, columns = height // patch_size, width // patch_size
+    grid = images.reshape(-1, channels, rows, patch_size, columns, patch_size).permute(0, 2, 4, 1, 3, 5)
+    kept = keep.reshape(len(grid), -1)
+    image = torch.arange(len(grid), device=keep.device).unsqueeze(-1)
+    return grid[image, kept // columns, kept % columns].reshape(*lead, kept.shape[-1], -1)
+
+
 def insert_prompts(tokens: Tensor, prompts: Tensor, num_prefix_tokens: int, num_replaced: int) -> Tensor:
     """Insert prompts after the prefix tokens, in the place of the ``num_replaced`` prompts of the previous block."""
     rows = (prompts if prompts.dim() == 2 else prompts.unsqueeze(1)).expand(*tokens.shape[:-2], -1, -1)

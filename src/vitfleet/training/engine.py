@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.batches import Batch
-from vitfleet.data.preprocess import Preprocess
+from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
@@ -61,6 +61,10 @@ class StepEngine:
             self.net, functional=FunctionalViT(vit, machine.compile, functional.fused_attention, machine.kernels)
         )
 
+    @cached_property
+    def _training_preprocess(self) -> Preprocess | CompiledPreprocess:
+        return CompiledPreprocess(self.preprocess) if self.compiled else self.preprocess
+
     def forward(
         self,
         weights: Tensors,
@@ -86,7 +90,7 @@ class StepEngine:
         keep = keep if batch is None else batch.keep
         net = self._training_net
         with self.machine.autocast():
-            inputs = self.preprocess(images, batch)
+            inputs = self._training_preprocess(images, batch)
             if split is None:
                 return net(weights, inputs, keep, depth), None
             features = net.forward_to(weights, inputs, keep, split)
@@ -117,7 +121,8 @@ class StepEngine:
         if config == self.config:
             return self
         engine = replace(self, config=config)
-        engine.__dict__["_training_net"] = self._training_net  # fills the cached property
+        for name in ("_training_net", "_training_preprocess"):
+            engine.__dict__[name] = getattr(self, name)  # fills the cached property
         return engine
 
     def computes_like(self, other: StepEngine) -> bool:

@@ -68,7 +68,9 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         memory together. 0: unknown.
     """
     device = _find_device(config.device)
-    if config.compile:
+    cuda = device.type == "cuda"
+    compiles = cuda if config.compile == "auto" else config.compile
+    if compiles:
         # One block is compiled for each combination of what trains and what clients share: more than torch's 8.
         torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
     if config.threads is not None:
@@ -80,11 +82,10 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
     torch.backends.cudnn.benchmark = not config.deterministic
     if device.index is not None:
         torch.cuda.set_device(device)  # streams and captures use the current device
-    if device.type == "cuda":
+    if cuda:
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
         # The thread of the first backward pass warns once and then sets the context: the user need not do anything.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-    cuda = device.type == "cuda"
     bf16_pays_off = torch.cuda.is_bf16_supported() if cuda else width >= MIN_BF16_WIDTH and _cpu_has_bf16()
     bf16 = config.precision == "bf16" or (config.precision == "auto" and bf16_pays_off)
     return Machine(
@@ -92,7 +93,7 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         bf16,
         graphs=cuda and config.graphs,
         kernels=cuda and config.kernels and find_spec("triton") is not None,
-        compile=config.compile,
+        compile=compiles,
         cohort=config.cohort or (DEFAULT_COHORT if cuda else 1),
         workers=1 if cuda else config.workers or _default_workers(client_bytes),
     )
@@ -110,6 +111,7 @@ def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineCo
             "cohort": machine.cohort,
             "workers": machine.workers,
             "kernels": machine.kernels,
+            "compile": machine.compile,
         }
     )
 
