@@ -43,7 +43,7 @@ settings.load_profile("patient")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["emulated_graphs", "made_runs", "made_sets"]  # modules of fixtures
+pytest_plugins = ["emulated_graphs", "made_photos", "made_runs", "made_sets"]  # modules of fixtures
 
 CLASSES = 5
 SIDE = 8

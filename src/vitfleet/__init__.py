@@ -14,12 +14,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from vitfleet.api import Classifier as Classifier
     from vitfleet.api import Comparison as Comparison
+    from vitfleet.api import Evaluation as Evaluation
+    from vitfleet.api import ImagePrediction as ImagePrediction
     from vitfleet.api import Prediction as Prediction
     from vitfleet.api import Run as Run
     from vitfleet.api import compare as compare
     from vitfleet.api import cost as cost
+    from vitfleet.api import evaluate as evaluate
     from vitfleet.api import load_comparison as load_comparison
+    from vitfleet.api import load_model as load_model
     from vitfleet.api import load_run as load_run
+    from vitfleet.api import predict as predict
     from vitfleet.api import train as train
     from vitfleet.config import Config as Config
     from vitfleet.config import load_config as load_config
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "vitfleet.api": (
-        "Classifier", "Comparison", "Prediction", "Run", "compare", "cost", "load_comparison", "load_run", "train",
+        "Classifier", "Comparison", "Evaluation", "ImagePrediction", "Prediction", "Run", "compare", "cost", "evaluate",
+        "load_comparison", "load_model", "load_run", "predict", "train",
     ),
     "vitfleet.config": ("Config", "load_config"),
     "vitfleet.config.registry": (

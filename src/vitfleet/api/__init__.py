@@ -1,4 +1,4 @@
-"""The public Python API: train, compare, load, cost. The command line uses the same functions.
+"""The public Python API: train, compare, load, cost, predict, evaluate. The command line uses the same functions.
 
 import vitfleet
 
@@ -9,18 +9,26 @@ run.model()          # the trained model, a torch.nn.Module
 
 from vitfleet.api.comparison import Comparison, compare, load_comparison
 from vitfleet.api.cost_estimate import cost
+from vitfleet.api.models import evaluate, load_model, predict
 from vitfleet.api.run import Run, load_run
 from vitfleet.api.training import train
 from vitfleet.inference.classifier import Classifier, Prediction
+from vitfleet.inference.evaluate import Evaluation
+from vitfleet.inference.predict import ImagePrediction
 
 __all__ = [
     "Classifier",
     "Comparison",
+    "Evaluation",
+    "ImagePrediction",
     "Prediction",
     "Run",
     "compare",
     "cost",
+    "evaluate",
     "load_comparison",
+    "load_model",
     "load_run",
+    "predict",
     "train",
 ]

@@ -9,7 +9,7 @@ from vitfleet.cli.base import app, error_console
 from vitfleet.errors import UserError
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
-for module in ("train", "compare", "inspect", "fleet", "new"):
+for module in ("train", "compare", "inspect", "models", "fleet", "new"):
     import_module(f"{__name__}.{module}")
 
 

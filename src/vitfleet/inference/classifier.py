@@ -117,7 +117,7 @@ class Classifier(nn.Module):
         return self.net.functional(weights, pixels, None, 0, None, None)
 
     @torch.inference_mode()
-    def probabilities(self, images: Tensor, task: int | None = None) -> Tensor:
+    def probabilities(self, images: Tensor, task: int | Sequence[int] | None = None) -> Tensor:
         """Return the softmax probabilities ``[batch, classes]`` of images; 0 for classes of other tasks.
 
         Parameters
@@ -125,21 +125,30 @@ class Classifier(nn.Module):
         images
             As for :meth:`forward`.
         task
-            The task of the images, where it is known; ``None``: all classes are candidates.
+            The task of the images, or of each of them, where it is known; ``None``: all classes are candidates.
         """
         logits = self(images).float()
         if task is not None:
-            possible = torch.zeros(len(self.classes), dtype=torch.bool, device=logits.device)
-            possible[self.task_classes(task)] = True
-            logits = logits.masked_fill(~possible, float("-inf"))
+            tasks = [task] * len(images) if isinstance(task, int) else list(task)
+            of_class = torch.tensor(self._task_of_class(), device=logits.device)
+            logits = logits.masked_fill(of_class != torch.tensor(tasks, device=logits.device)[:, None], float("-inf"))
         probabilities: Tensor = logits.softmax(dim=-1)
         return probabilities
 
+    def tasks_of(self, labels: Sequence[int]) -> list[int]:
+        """Return the task of each label."""
+        of_class = self._task_of_class()
+        return [of_class[label] for label in labels]
+
+    def _task_of_class(self) -> tuple[int, ...]:
+        if self.info.task_of_class is None:
+            raise UserError("the model was not trained on tasks; leave the task out")
+        return self.info.task_of_class
+
     def task_classes(self, task: int) -> list[int]:
         """Return the classes of a task, as indices."""
+        self._task_of_class()
         tasks = self.tasks
-        if not tasks:
-            raise UserError(f"task = {task}: the model was not trained on tasks; leave the task out")
         if not 0 <= task < len(tasks):
             raise UserError(f"task = {task}: must be between 0 and {len(tasks) - 1}")
         return tasks[task]

@@ -1,0 +1,147 @@
+"""Using trained models: load, predict, evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from vitfleet.api.run import Run
+from vitfleet.data.sources import load_dataset
+from vitfleet.errors import UserError
+from vitfleet.inference.classifier import Classifier
+from vitfleet.inference.evaluate import Evaluation, evaluate_images
+from vitfleet.inference.image_files import LabelledImages, find_images, read_labelled
+from vitfleet.inference.predict import ImagePrediction, predict_files
+from vitfleet.inference.stored_models import load_model_file
+from vitfleet.progress import NO_PROGRESS, Progress
+
+#: A run, its folder, a model file, or a model.
+ModelSource: TypeAlias = Run | Classifier | str | Path
+
+
+def load_model(source: ModelSource, client: int | None = None, device: str = "auto") -> Classifier:
+    """Return a trained model.
+
+    Parameters
+    ----------
+    source
+        A run, its folder, or a model file (``model.safetensors``, ``best.safetensors``, a device's own).
+    client
+        A client's own model, of a run; ``None``: the server's.
+    device
+        ``cpu``, ``cuda``, or ``auto``: the GPU if there is one.
+
+    Examples
+    --------
+    >>> vitfleet.load_model("runs/first", client=7).predict("cat.jpg").label
+    """
+    if isinstance(source, str | Path):
+        source = _open(Path(source))
+    if isinstance(source, Run):
+        model = source.model(client)
+    elif client is not None:
+        raise UserError(f"client = {client}: a model file holds one model; name a run's folder to choose a client")
+    else:
+        model = source
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return model.to(name)
+
+
+def predict(
+    source: ModelSource,
+    images: Sequence[str | Path],
+    *,
+    client: int | None = None,
+    task: int | None = None,
+    batch_size: int = 64,
+    device: str = "auto",
+    progress: Progress = NO_PROGRESS,
+) -> list[ImagePrediction]:
+    """Predict the classes of image files.
+
+    Parameters
+    ----------
+    source, client, device
+        As for :func:`load_model`.
+    images
+        Files, and folders whose images are all predicted.
+    task
+        The task of the images, of a model that was trained on tasks: only its classes are candidates.
+
+    Examples
+    --------
+    >>> for image in vitfleet.predict("runs/first", ["photos"], client=7):
+    ...     print(image.path, image.prediction.top(3) if image.prediction else image.note)
+    """
+    model = load_model(source, client, device)
+    return list(predict_files(model, find_images(map(Path, images)), task, batch_size, progress))
+
+
+def evaluate(
+    source: ModelSource,
+    data: str | Path | None = None,
+    *,
+    client: int | Literal["all"] | None = None,
+    known_task: bool = False,
+    batch_size: int = 64,
+    device: str = "auto",
+    progress: Progress = NO_PROGRESS,
+) -> tuple[list[Evaluation], tuple[str, ...]]:
+    """Evaluate a model on labelled images: accuracy, per class, confusion matrix, calibration.
+
+    Parameters
+    ----------
+    source, device
+        As for :func:`load_model`.
+    data
+        A folder with one subfolder per class; ``None``: the test images of the run's own data set.
+    client
+        A client's own model, or ``"all"``: each client's; ``None``: the server's model.
+    known_task
+        Whether the model is told each image's task.
+
+    Returns
+    -------
+    tuple
+        One evaluation per model, and one line for each file or folder that needs a remark.
+    """
+    source = _open(Path(source)) if isinstance(source, str | Path) else source
+    models = _models(source, client, device)
+    first = next(models)
+    labelled = _labelled(source, first, data, progress)
+    evaluations = [
+        evaluate_images(model, labelled.images, known_task, batch_size, progress) for model in chain([first], models)
+    ]
+    return evaluations, labelled.notes
+
+
+def _open(path: Path) -> Run | Classifier:
+    if path.is_dir():
+        return Run(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such run folder or model file")
+    return load_model_file(path)
+
+
+def _models(source: Run | Classifier, client: int | Literal["all"] | None, device: str) -> Iterator[Classifier]:
+    """Yield the chosen models one after the other: those of all clients would not fit in memory at once."""
+    if client != "all":
+        yield load_model(source, client, device)
+    elif isinstance(source, Run):
+        yield from (load_model(source, number, device) for number in range(source.config.fleet.clients))
+    else:
+        raise UserError("client = all: a model file holds one model; name a run's folder")
+
+
+def _labelled(
+    source: Run | Classifier, model: Classifier, data: str | Path | None, progress: Progress
+) -> LabelledImages:
+    if data is not None:
+        return read_labelled(Path(data), model.classes, model.image_size, model.channels, progress)
+    if not isinstance(source, Run):
+        raise UserError("a model file has no images of its own; name a folder with --data")
+    return LabelledImages(load_dataset(source.config.data, progress).test)

@@ -1,0 +1,167 @@
+"""The commands that use trained models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitfleet.cli.base import AsJson, Plugins, app, console, error_console, print_text, reserve_stdout
+from vitfleet.errors import UserError
+
+if TYPE_CHECKING:
+    from vitfleet.inference.predict import ImagePrediction
+    from vitfleet.progress import Progress
+
+MAX_NOTES = 20
+
+Model = Annotated[
+    Path, typer.Argument(metavar="RUN|MODEL", help="Folder of a run, or a model file such as a device's own.")
+]
+Client = Annotated[int | None, typer.Option(help="Use this client's own model. Default: the server's model.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images at a time.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
+
+
+@app.command()
+def predict(
+    model: Model,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE…|FOLDER…", help="Image files, and folders of them.")],
+    client: Client = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of classes to show per image.")] = 5,
+    task: Annotated[
+        int | None, typer.Option(help="The images' task, of a model trained on tasks: only its classes are candidates.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one line per image.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    batch_size: BatchSize = 64,
+    device: Device = "auto",
+    plugin: Plugins = [],  # noqa: B006
+) -> None:
+    """Predict the classes of images with a trained model. Files that cannot be read are named, the others predicted.
+
+    Examples
+    --------
+    * `vitfleet predict runs/first cat.jpg dog.png`
+    * `vitfleet predict runs/first photos --client 7 --top 3 --csv > predictions.csv`
+    * `vitfleet predict ~/.vitfleet/kitchen/model.safetensors photos --json`
+    """
+    from vitfleet.api import predict as predict_images
+
+    if as_csv and as_json:
+        raise UserError("--csv and --json: choose one of them")
+    _prepare(plugin, as_csv or as_json)
+    predictions = predict_images(
+        model, images, client=client, task=task, batch_size=batch_size, device=device, progress=_progress()
+    )
+    _print_notes([f"{image.path}: {image.note}" for image in predictions if image.note])
+    if as_json:
+        print(json.dumps([_as_tree(image, top) for image in predictions], indent=1))
+    elif as_csv:
+        print(_as_csv(predictions, top), end="")
+    else:
+        for image in predictions:
+            if image.prediction is not None:
+                shown = ", ".join(f"{name} {share:.1%}" for name, share in image.prediction.top(top))
+                print_text(console, f"{image.path}: {shown}")
+    if all(image.prediction is None for image in predictions):
+        raise UserError(f"none of {len(predictions)} images can be read")
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="One subfolder per class. Default: the test images of the run's data."),
+    ] = None,
+    client: Annotated[
+        str | None, typer.Option(metavar="N|all", help="A client's own model, or each client's. Default: the server's.")
+    ] = None,
+    known_task: Annotated[
+        bool, typer.Option("--known-task", help="Tell the model each image's task, where it was trained on tasks.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Write evaluation.json and figures to this folder.")] = None,
+    as_json: AsJson = False,
+    batch_size: BatchSize = 64,
+    device: Device = "auto",
+    plugin: Plugins = [],  # noqa: B006
+) -> None:
+    """Evaluate a trained model on labelled images: accuracy, per class, confusion matrix, calibration.
+
+    Examples
+    --------
+    * `vitfleet evaluate runs/first`
+    * `vitfleet evaluate runs/first --data photos --client all --out evaluation`
+    """
+    from vitfleet.api import evaluate as evaluate_model
+    from vitfleet.report.evaluation_report import class_table, evaluation_table, write_evaluations
+
+    _prepare(plugin, as_json)
+    evaluations, notes = evaluate_model(
+        model, data, client=_client(client), known_task=known_task, batch_size=batch_size, device=device,
+        progress=_progress(),
+    )  # fmt: skip
+    _print_notes(notes)
+    console.print(evaluation_table(evaluations))
+    if len(evaluations) == 1:
+        console.print()
+        console.print(class_table(evaluations[0]))
+    if out is not None:
+        for path in write_evaluations(evaluations, out):
+            print_text(console, f"written: {path}")
+    if as_json:
+        print(json.dumps([evaluation.as_json() for evaluation in evaluations]))
+
+
+def _prepare(plugins: Sequence[Path], reserved: bool) -> None:
+    from vitfleet.config.plugins import load_plugins
+
+    reserve_stdout(reserved)
+    load_plugins(plugins)
+
+
+def _progress() -> Progress:
+    """Return a progress bar on standard error: standard output may be a file."""
+    from vitfleet.report.terminal import TerminalProgress
+
+    return TerminalProgress(error_console)
+
+
+def _client(text: str | None) -> Any:
+    if text is None or text == "all":
+        return text
+    if not text.isdigit():
+        raise UserError(f"--client {text}: must be a client's number, or all")
+    return int(text)
+
+
+def _print_notes(notes: Iterable[str]) -> None:
+    lines = list(notes)
+    for line in lines[:MAX_NOTES]:
+        print_text(error_console, line)
+    if len(lines) > MAX_NOTES:
+        print_text(error_console, f"… and {len(lines) - MAX_NOTES} more remarks")
+
+
+def _as_tree(image: ImagePrediction, top: int) -> dict[str, Any]:
+    classes = [] if image.prediction is None else image.prediction.top(top)
+    named = [{"class": name, "probability": share} for name, share in classes]
+    return {"image": str(image.path), "top": named, "note": image.note}
+
+
+def _as_csv(predictions: Sequence[ImagePrediction], top: int) -> str:
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    ranks = [part for rank in range(1, top + 1) for part in (f"class_{rank}", f"probability_{rank}")]
+    writer.writerow(["image", *ranks, "note"])
+    for image in predictions:
+        classes = [] if image.prediction is None else image.prediction.top(top)
+        cells = [part for name, share in classes for part in (name, f"{share:.6f}")]
+        writer.writerow([image.path, *cells, *[""] * (len(ranks) - len(cells)), image.note or ""])
+    return stream.getvalue()

@@ -1,0 +1,128 @@
+"""Evaluating a model on labelled images: accuracy, per class, confusion, calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitfleet.data.images import ImageSet
+from vitfleet.inference.classifier import Classifier
+from vitfleet.progress import NO_PROGRESS, Progress
+
+CALIBRATION_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", 2017
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Images whose predicted class has a probability within an interval: their number, mean probability, accuracy."""
+
+    low: float
+    high: float
+    images: int
+    confidence: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is on labelled images. Fractions are 0…1.
+
+    Attributes
+    ----------
+    model
+        ``server``, or ``client 7``.
+    class_accuracy
+        Accuracy by class; ``None`` for a class without images.
+    confusion
+        Number of images by true class (rows) and predicted class (columns).
+    calibration_error
+        Expected calibration error: the distance of accuracy and mean probability in each bin of the predicted
+        probability, averaged with the bin's images as weights.
+    loss
+        Mean cross-entropy; ``None`` if it is not finite.
+    """
+
+    model: str
+    images: int
+    accuracy: float
+    loss: float | None
+    calibration_error: float
+    class_accuracy: dict[str, float | None]
+    confusion: list[list[int]]
+    calibration: list[CalibrationBin]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return asdict(self)
+
+
+def evaluate_images(
+    model: Classifier,
+    images: ImageSet,
+    known_task: bool = False,
+    batch_size: int = 64,
+    progress: Progress = NO_PROGRESS,
+) -> Evaluation:
+    """Evaluate a model on images.
+
+    Parameters
+    ----------
+    known_task
+        Whether the model is told each image's task: only the classes of that task are candidates.
+    """
+    of_client = model.info.client
+    name = "server" if of_client is None else f"client {of_client}"
+    probabilities: list[NDArray[np.float64]] = []
+    with progress.task(f"evaluating {name}", len(images)) as advance:
+        for start in range(0, len(images), batch_size):
+            batch = slice(start, start + batch_size)
+            tasks = model.tasks_of(images.labels[batch].tolist()) if known_task else None
+            probabilities.append(model.probabilities(images.images[batch], tasks).double().cpu().numpy())
+            advance(len(images.labels[batch]))
+    return summarise(name, np.concatenate(probabilities), images.labels.cpu().numpy(), model.classes)
+
+
+def summarise(
+    model: str, probabilities: NDArray[np.float64], labels: NDArray[np.int64], classes: Sequence[str]
+) -> Evaluation:
+    """Return the evaluation of probabilities ``[images, classes]`` against the true classes ``[images]``."""
+    predicted = probabilities.argmax(axis=1)
+    correct = predicted == labels
+    confusion = np.zeros((len(classes), len(classes)), dtype=np.int64)
+    np.add.at(confusion, (labels, predicted), 1)
+    counts = confusion.sum(axis=1)
+    with np.errstate(divide="ignore"):
+        loss = float(-np.log(probabilities[np.arange(len(labels)), labels]).mean())
+    bins = calibration_bins(probabilities.max(axis=1), correct)
+    gaps = [bin.images * abs((bin.accuracy or 0.0) - (bin.confidence or 0.0)) for bin in bins]
+    return Evaluation(
+        model=model,
+        images=len(labels),
+        accuracy=float(correct.mean()),
+        loss=loss if math.isfinite(loss) else None,
+        calibration_error=sum(gaps) / len(labels),
+        class_accuracy={
+            name: int(confusion[i, i]) / int(counts[i]) if counts[i] else None for i, name in enumerate(classes)
+        },
+        confusion=confusion.tolist(),
+        calibration=bins,
+    )
+
+
+def calibration_bins(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> list[CalibrationBin]:
+    """Sort predictions into intervals of equal width by the probability of the predicted class."""
+    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)
+    # Intervals are open below and closed above: a probability of exactly 1 belongs to the last one.
+    which = np.clip(np.ceil(confidence * CALIBRATION_BINS).astype(np.int64) - 1, 0, CALIBRATION_BINS - 1)
+    bins = []
+    for index in range(CALIBRATION_BINS):
+        inside = which == index
+        count = int(inside.sum())
+        mean = (float(confidence[inside].mean()), float(correct[inside].mean())) if count else (None, None)
+        bins.append(CalibrationBin(float(edges[index]), float(edges[index + 1]), count, *mean))
+    return bins

@@ -1,0 +1,136 @@
+"""Image files of a user's own: finding them, decoding them, and saying which of them need a remark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitfleet.data.decode import GREYSCALE_MODES, UNREADABLE, decode_split, fit_image
+from vitfleet.data.image_folder import TEST_SPLITS, ImageFile, encode_labels, subfolders
+from vitfleet.data.images import ImageSet
+from vitfleet.errors import UserError
+from vitfleet.progress import NO_PROGRESS, Progress
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """An image file, decoded as the model's training images were.
+
+    Attributes
+    ----------
+    pixels
+        uint8, ``[channels, height, width]``; ``None`` if the file cannot be read.
+    note
+        What the user should know: why it cannot be read, or that its colours were converted; ``None``: nothing.
+    """
+
+    path: Path
+    pixels: NDArray[np.uint8] | None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images with known classes, and one line for each file or folder that needs a remark."""
+
+    images: ImageSet
+    notes: tuple[str, ...] = ()
+
+
+def find_images(paths: Iterable[Path]) -> list[Path]:
+    """Return files as they are given, and of folders all files that Pillow's formats name, in the order of paths.
+
+    Raises
+    ------
+    UserError
+        A folder holds no image, or there is no path at all.
+    """
+    Image.init()  # the formats that this Pillow reads
+    suffixes = set(Image.registered_extensions())
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(file for file in path.rglob("*") if _is_image(file, suffixes)) if path.is_dir() else [path]
+        if not inside:
+            raise UserError(f"{path}: holds no file with the ending of an image format")
+        found += inside
+    if not found:
+        raise UserError("name at least one image or folder")
+    return found
+
+
+def decode_file(path: Path, image_size: int, channels: int) -> DecodedImage:
+    """Decode one file. A file that cannot be read is a result too."""
+    try:
+        with Image.open(path) as image:
+            note = _colour_note(image.mode, channels)
+            return DecodedImage(path, fit_image(image, image_size, channels), note)
+    except FileNotFoundError:
+        return DecodedImage(path, None, "no such file")
+    except UNREADABLE as error:
+        return DecodedImage(path, None, f"is not a readable image ({_reason(error)})")
+
+
+def read_labelled(
+    folder: Path, classes: Sequence[str], image_size: int, channels: int, progress: Progress = NO_PROGRESS
+) -> LabelledImages:
+    """Read a folder with one subfolder per class, named as the model's classes.
+
+    If the folder has a subfolder ``test`` (or ``valid``, ``validation``, ``val``), that one is read. Folders that are
+    not a class of the model, files that cannot be read and files whose colours are converted have a note each.
+
+    Raises
+    ------
+    UserError
+        No image of a class of the model is left.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--data {folder}: no such folder")
+    splits = [folder / name for name in TEST_SPLITS if name not in classes and (folder / name).is_dir()]
+    root = splits[0] if splits else folder
+    Image.init()
+    suffixes = set(Image.registered_extensions())
+    files, notes = [], []
+    for subfolder in subfolders(root):
+        inside = sorted(path for path in subfolder.iterdir() if _is_image(path, suffixes))
+        if subfolder.name in classes:
+            files += [ImageFile(path, subfolder.name) for path in inside]
+        else:
+            notes.append(f"{subfolder}: is not a class of the model; {len(inside)} images are left out")
+    notes += [f"{file.path}: {note}" for file in files if (note := _file_note(file.path, channels))]
+    split = encode_labels(files, tuple(classes), (), root)
+    images, skipped = decode_split(split, image_size, channels, 1.0, folder.name, progress)
+    notes += [f"{root / name}: is not a readable image" for name in skipped]
+    if not len(images):
+        known = ", ".join(classes[:3])
+        raise UserError(f"--data {folder}: holds no readable image of a class of the model ({known}, …)")
+    return LabelledImages(images, tuple(notes))
+
+
+def _is_image(path: Path, suffixes: set[str]) -> bool:
+    return path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file()
+
+
+def _file_note(path: Path, channels: int) -> str | None:
+    try:
+        with Image.open(path) as image:
+            return _colour_note(image.mode, channels)
+    except UNREADABLE:
+        return None  # decoding it fails too, and that is noted
+
+
+def _colour_note(mode: str, channels: int) -> str | None:
+    is_grey = mode.split(";")[0] in GREYSCALE_MODES or mode == "LA"
+    if channels == 3 and is_grey:
+        return "is greyscale; its grey is used for all three colours"
+    return "is in colour; converted to grey" if channels == 1 and not is_grey else None
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's message without the file's name, which the note begins with."""
+    text = str(error)
+    return "cannot identify its format" if "cannot identify image file" in text else text
