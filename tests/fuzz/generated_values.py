@@ -13,7 +13,7 @@ from vitfleet.config.keys import Key, every_key
 
 EDGES: tuple[int | float, ...] = (
     *(0, 1, -1, 2, 3, 7, 10**6, 10**9, 10**9 + 1, 2**31, 2**63, 10**26, -(10**26)),
-    *(0.0, -0.0, 0.5, 1.0, 1.5, 5e-324, 1e-300, 1e-12, 9e-13, 0.999999999999, 1e12, 1.1e12, 1e308, -1e308),
+    *(0.0, -0.0, 0.5, 1.0, 1.5, 5e-324, 1e-300, 1e-30, 9e-31, 1e-12, 0.999999999999, 1e12, 1e30, 1.1e30, 1e308, -1e308),
     *(math.nan, math.inf, -math.inf),
 )
 WORDS = ("", "x", "all", "nan", "../../etc/passwd", "é\n", "-1", "true", "a" * 300)
@@ -66,8 +66,6 @@ def accepted_values(key: Key) -> list[Any]:
     whole = "whole" in key.allowed
     most: float = MAX_INTEGER if whole else MAX_FLOAT
     low, high = bounds.get("≥", bounds.get(">", -most)), bounds.get("≤", bounds.get("<", most))
-    candidates = (
-        [low, low + 1, low + 2, 3, high - 1, high] if whole else [low, MIN_FLOAT, 0.1, 0.5, 1 - MIN_FLOAT, high]
-    )
+    candidates = [low, low + 1, low + 2, 3, high - 1, high] if whole else [low, MIN_FLOAT, 0.1, 0.5, 1 - 1e-12, high]
     inside = [n for n in candidates if low <= n <= high and n not in (bounds.get(">"), bounds.get("<"))]
     return [int(number) for number in inside] if whole else inside

@@ -262,7 +262,7 @@ def test_a_client_whose_last_step_diverged_is_rejected(
     tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training is one step: its loss is still finite, only the weights are not."""
-    one_step = TrainConfig(optimizer="sgd", momentum=0, lr=1e38, weight_decay=1e4, batch_size=1000)
+    one_step = TrainConfig(optimizer="sgd", momentum=0, lr=1e30, weight_decay=1e30, batch_size=1000)
     make_client_diverge(monkeypatch, 4, one_step)
     _, state = run(tiny_config("data.partition.kind=iid", "fleet.per_round=6"), tmp_path / "run")
     failed = {entry.client for record in read_records(tmp_path / "run") for entry in record.clients if entry.failure}

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Limits of every number whose key states none of its own. Products and quotients of a few such numbers are still finite
 # floats, and a whole number is exact as a float.
 MAX_INTEGER = 10**9
-MAX_FLOAT = 1e12
-MIN_FLOAT = 1e-12
+MAX_FLOAT = 1e30
+MIN_FLOAT = 1e-30
 
 
 class Table(BaseModel):
