@@ -55,6 +55,7 @@ WITH_TASKS = {
     "ewc": "",
     "mas": "",
     "fedvit": "method.k=1 method.head_epochs=1",
+    "fedknow": "method.k=1",
     "er": "",
     "der++": "",
     "joint": "",

@@ -216,7 +216,7 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
             assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
-METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "er", "der++", "joint", "standalone")
+METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "fedknow", "er", "der++", "joint", "standalone")
 
 
 @pytest.mark.parametrize("method", [*METHODS, "transfl", "eftvit"])
@@ -322,8 +322,8 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
     assert all(record.loss is None or np.isfinite(record.loss) for record in records)
 
 
-@pytest.mark.parametrize("method", ["er", "der++", "joint"])
-def test_replaying_clients_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "joint"])
+def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
     """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
     keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
     configs = {size: load_config("fedvit-digits", [*keys, f"machine.cohort={size}"]) for size in (1, 3)}
@@ -337,7 +337,9 @@ def test_replaying_clients_train_stacked_as_alone(method: str, tmp_path: Path) -
         torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit", "er", "der++", "joint"])
+@pytest.mark.parametrize(
+    "name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit", "fedknow", "er", "der++", "joint"]
+)
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
@@ -373,6 +375,7 @@ RESUMED = {
     "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
     "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
     **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "joint")},
+    "fedknow": (*WITHOUT_HEAD_EPOCHS, "method.name=fedknow", "data.tasks.count=4", "train.epochs=1"),
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
 }
 

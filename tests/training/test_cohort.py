@@ -254,7 +254,7 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
         for client, start in enumerate(weights)
     ]
     for result, fit in zip(check_against_single_fits(trainer, fits, make_shard), fits, strict=True):
-        assert fit.memory is not None
+        assert isinstance(fit.memory, EpisodicMemory)
         used = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
         assert float(result.observed["references"]) == result.steps * (used + reference_weights)
 
@@ -302,7 +302,7 @@ def test_gradients_of_parts_together_are_those_of_each_part(
     assert references is not None
     for client, client_fit in enumerate(group):
         fit = client_fit.fit
-        assert fit.memory is not None
+        assert isinstance(fit.memory, EpisodicMemory)
         leaves = {name: fit.weights[name].clone().requires_grad_() for name in objective.trainable}
         for part, size in enumerate(sizes):
             images = trainer.preprocess(fit.memory.images[part, :size])

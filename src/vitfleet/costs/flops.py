@@ -26,6 +26,7 @@ from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import memory_widths
+from vitfleet.training.memories import Teachers
 from vitfleet.training.objective import Fit, FitResult, Objective
 from vitfleet.wire import encoded_size
 
@@ -254,10 +255,25 @@ class CostModel:
             per_sample = 1 if fit.replay is None else 1 + fit.replay.replays
             passes = fit.epochs * samples * per_sample
             total += passes * (num_trained_models(fit) + (fit.reference_weights is not None)) * self.flops(fit).training
-            if stored := fit.epochs * stored_passes(fit, steps):
+            if isinstance(fit.memory, Teachers):
+                total += fit.epochs * self._distillation_flops(fit, samples)
+            elif stored := fit.epochs * stored_passes(fit, steps):
                 total += stored * self.flops(fit, masked=fit.objective.mask_memory).training
             if fit.score_samples:  # on whole images
                 total += samples * self.flops(fit, masked=False).forward
+        return total
+
+    def _distillation_flops(self, fit: Fit, samples: int) -> int:
+        """Count the operations per epoch for the reference gradients of teachers, on the batches of the steps.
+
+        One forward pass of the model, and for each teacher its forward pass and a backward pass of the model.
+        """
+        batch_size, flops = (fit.train or self.train).batch_size, self.flops(fit)
+        total = 0
+        for step in range(-(-samples // batch_size)):
+            if teachers := parts_in_step(fit, step):
+                size = min(batch_size, samples - step * batch_size)
+                total += size * (flops.forward + teachers * flops.training)
         return total
 
     def up_bytes(self, dry_run_result: DryRun) -> int:
@@ -287,13 +303,18 @@ def stored_passes(fit: Fit, steps: int) -> int:
     """
     if fit.memory is None or not len(fit.memory):
         return 0
-    stored_tasks, selector = len(fit.memory), fit.objective.selector
     widths = memory_widths([fit.memory])
-    work = [fit.objective.reference_work(step) for step in range(steps)]
-    selections, restorations = sum(select for select, _ in work), sum(restore for _, restore in work)
-    if selector is None or stored_tasks <= selector.k:
-        return restorations * sum(widths)
-    return selections * sum(widths) + (restorations - selections) * selector.k * widths[0]
+    parts = [parts_in_step(fit, step) for step in range(steps)]
+    return sum(sum(widths) if count == len(widths) else count * widths[0] for count in parts)
+
+
+def parts_in_step(fit: Fit, step: int) -> int:
+    """Return of how many stored tasks a step of an epoch computes the gradients."""
+    stored_tasks, selector = 0 if fit.memory is None else len(fit.memory), fit.objective.selector
+    select, restore = fit.objective.reference_work(step)
+    if not restore:
+        return 0
+    return stored_tasks if select or selector is None else min(selector.k, stored_tasks)
 
 
 def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:

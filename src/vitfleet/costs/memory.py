@@ -28,7 +28,6 @@ from vitfleet.models.net import Net
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.machine import Machine
-from vitfleet.training.memories import EpisodicMemory
 from vitfleet.training.objective import Fit
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -197,7 +196,7 @@ def _with_empty_tensors(fit: Fit) -> Fit:
         observer_state=empty_like(fit.observer_state),
         reference_weights=None if fit.reference_weights is None else empty_like(fit.reference_weights),
         companion_weights=None if fit.companion_weights is None else empty_like(fit.companion_weights),
-        memory=None if stored is None else EpisodicMemory(**empty_like(stored.tensors()), sizes=stored.sizes),
+        memory=None if stored is None else stored.with_tensors(empty_like(stored.tensors())),
         replay=None if replay is None else replay.with_tensors(empty_like(replay.tensors())),
     )
 

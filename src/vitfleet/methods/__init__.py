@@ -15,6 +15,7 @@ from vitfleet.methods.gem import AGem, Gem  # isort: skip
 from vitfleet.methods.ewc import Ewc  # isort: skip
 from vitfleet.methods.mas import Mas  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
+from vitfleet.methods.fedknow import FedKnow  # isort: skip
 from vitfleet.methods.er import ExperienceReplay  # isort: skip
 from vitfleet.methods.derpp import DerPlusPlus  # isort: skip
 from vitfleet.methods.joint import Joint  # isort: skip
@@ -48,6 +49,7 @@ __all__ = [
     "FedBias",
     "FedFull",
     "FedHead",
+    "FedKnow",
     "FedLora",
     "FedPer",
     "FedPrompt",

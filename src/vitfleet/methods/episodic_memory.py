@@ -38,21 +38,25 @@ class MemoryParams(HeadsParams):
     )
 
 
-class ReferenceGradientParams(MemoryParams):
-    """Parameters of all methods that compare the gradient with those of the stored samples."""
+class ReferenceParams(HeadsParams):
+    """Parameters of all methods that compare the gradient with those of stored tasks."""
 
     restore_every: int = Field(
         1,
         ge=1,
-        description="steps after which gradients of stored samples are computed again; between, they are reused",
+        description="steps after which gradients of stored tasks are computed again; between, they are reused",
     )
     reference_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="data type in which gradients of stored samples are held; inner products are in float64"
+        "fp32", description="data type in which gradients of stored tasks are held; inner products are in float64"
     )
     check: bool = Field(False, description="verify at every step that the angle to no stored task is obtuse")
 
 
-def with_reference_settings(objective: Objective, params: ReferenceGradientParams) -> Objective:
+class ReferenceGradientParams(ReferenceParams, MemoryParams):
+    """Parameters of all methods that compare the gradient with those of stored samples."""
+
+
+def with_reference_settings(objective: Objective, params: ReferenceParams) -> Objective:
     """Return an objective with the configured period and data type of the reference gradients."""
     dtype = torch.bfloat16 if params.reference_dtype == "bf16" else None
     return replace(objective, restore_every=params.restore_every, reference_dtype=dtype)

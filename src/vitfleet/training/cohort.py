@@ -110,7 +110,7 @@ class Cohort:
         step = self._forward(self.weights, self.leaves, batch, epoch)
         losses = lift(self.objective.loss, self.stacked, self.inputs.constants)(step)
         gradients = client_gradients(losses, self.leaves)
-        of_memory = self.memory_gradients.compute(gradients, refresh, restore)
+        of_memory = self.memory_gradients.compute(gradients, refresh, restore, self.images, batch)
         references = self._reference_gradients(of_memory, batch, epoch)
         # Before the step: the companion's loss may depend on the weights that train.
         companion_gradients = self._companion_gradients(step, batch, epoch)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from vitfleet.data.images import Shard
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer, Teachers
 from vitfleet.training.objective import Fit
 from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
@@ -60,7 +60,8 @@ class CohortInputs:
     Attributes
     ----------
     part_widths
-        How many samples of each part of the memories are computed, with padding: see :func:`memory_widths`.
+        How many samples of each part of the memories are computed, with padding: see :func:`memory_widths`. A teacher
+        is a part of one sample.
     replay
         The replay buffers, padded to a common size. Padding is never drawn.
     """
@@ -208,13 +209,14 @@ def _companion_weights(fit: Fit) -> dict[str, Tensor]:
     return {name: fit.companion_weights[name].detach() for name in fit.objective.trainable}
 
 
-def memory_widths(memories: Sequence[EpisodicMemory]) -> tuple[int, ...]:
+def memory_widths(memories: Sequence[EpisodicMemory | Teachers]) -> tuple[int, ...]:
     """Return how many samples of each part of the memories are computed, with padding.
 
     It is the size of the largest of the clients' parts at that position, rounded up, so that shapes recur from round
     to round.
     """
-    sizes_per_part = zip_longest(*(memory.sizes for memory in memories), fillvalue=0)
+    sizes = [(1,) * len(memory) if isinstance(memory, Teachers) else memory.sizes for memory in memories]
+    sizes_per_part = zip_longest(*sizes, fillvalue=0)
     return tuple(max(1, -(-max(sizes) // PART_WIDTH_MULTIPLE)) * PART_WIDTH_MULTIPLE for sizes in sizes_per_part)
 
 
@@ -225,6 +227,8 @@ def _memory_tensors(
     memory = client_fit.fit.memory
     if memory is None:
         return {}
+    if isinstance(memory, Teachers):
+        return memory.tensors()
     missing = max(widths, default=0) - memory.sample_weight.shape[1]
     tensors = {
         "images": F.pad(memory.images, (0, 0, 0, 0, 0, 0, 0, missing)),

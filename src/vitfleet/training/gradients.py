@@ -12,12 +12,19 @@ from vitfleet.message import Tensors
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-def client_gradients(losses: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def client_gradients(losses: Tensor, leaves: Mapping[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
     """Return the gradient of each client's loss with respect to that client's weights.
 
     One backward pass serves all clients, because no client's loss depends on the weights of another.
+
+    Parameters
+    ----------
+    retain_graph
+        Whether another backward pass through the same forward pass follows.
     """
-    gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        losses.sum(), list(leaves.values()), retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+    )
     # A fused optimiser reads memory in order, and batched matrix products leave their gradients transposed.
     return {name: gradient.contiguous() for name, gradient in zip(leaves, gradients, strict=True)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -35,6 +35,10 @@ class EpisodicMemory:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {"images": self.images, "labels": self.labels, "sample_weight": self.sample_weight}
+
+    def with_tensors(self, tensors: Tensors) -> EpisodicMemory:
+        """Return a memory of other tensors, which have the same names."""
+        return EpisodicMemory(**tensors, sizes=self.sizes)
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,42 @@ class ReplayBuffer:
             labels=tensors["labels"],
             targets={name: tensors[name] for name in self.targets},
         )
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Models of earlier tasks of which some weights were kept; the others are zero.
+
+    Each gives one reference gradient at the current weights: that of the distillation of its predictions for the images
+    of the step.
+
+    Attributes
+    ----------
+    values, indices
+        The kept weights, ``[teachers, kept]``, and their positions in the vector of all parameters of the model, in the
+        model's order.
+    labels
+        A class of each teacher's task, ``[teachers]``. Where the task of an image is known, the classes of this task
+        are compared, else all.
+    temperatures
+        The temperature of each distillation, ``[teachers]``.
+    present
+        Which teachers exist, ``[teachers]``.
+    """
+
+    values: Tensor
+    indices: Tensor
+    labels: Tensor
+    temperatures: Tensor
+    present: Tensor
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def with_tensors(self, tensors: Tensors) -> Teachers:
+        """Return teachers of other tensors, which have the same names."""
+        return Teachers(**tensors)

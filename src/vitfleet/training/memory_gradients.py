@@ -1,4 +1,7 @@
-"""Reference gradients of an episodic memory: one per part, at the current weights of each client."""
+"""Reference gradients of a memory: one per stored task, at the current weights of each client.
+
+Those of stored samples are computed here, those of teachers in :mod:`vitfleet.training.distillation`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vitfleet.data.batches import Batch
+from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.training.cohort_inputs import CohortInputs
+from vitfleet.training.distillation import distillation_gradients
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.gradients import client_gradients
 from vitfleet.training.objective import Objective, ReferenceGradients
@@ -71,7 +77,14 @@ class MemoryGradients:
         restored = {name: tensor[:count] for name, tensor in self.restored.items()}
         return replace(self, inputs=inputs, leaves=leaves, selected=selected, restored=restored)
 
-    def compute(self, gradients: Tensors, refresh: bool, restore: bool) -> ReferenceGradients | None:
+    def compute(
+        self,
+        gradients: Tensors,
+        refresh: bool,
+        restore: bool,
+        images: ImageSet | None = None,
+        batch: Batch | None = None,
+    ) -> ReferenceGradients | None:
         """Return the gradients of all parts, or of the selected ones; ``None`` where there is no memory.
 
         Parameters
@@ -82,27 +95,41 @@ class MemoryGradients:
             Whether to select parts again. If not, those selected last are used.
         restore
             Whether to compute the gradients at the current weights. If not, those computed last are returned.
+        images, batch
+            The images of all clients, and the batch of the step: teachers need them.
         """
         memory = self.inputs.memory.tensors
-        if not memory or not memory["sample_weight"].shape[-2]:
+        if not self.inputs.part_widths:
             return None
         if not restore:
-            weight = (self.selected or memory)["sample_weight"]
-            return ReferenceGradients(self.restored, weight.sum(dim=-1) > 0)
-        references = self._restore(gradients, refresh)
+            return ReferenceGradients(self.restored, _present(self.selected or memory))
+        references = self._restore(gradients, refresh, images, batch)
         if self.restored:
             rows = [references.gradients[name] for name in self.restored]
             torch._foreach_copy_(list(self.restored.values()), rows)
         return references
 
-    def _restore(self, gradients: Tensors, refresh: bool) -> ReferenceGradients:
+    def _restore(
+        self, gradients: Tensors, refresh: bool, images: ImageSet | None, batch: Batch | None
+    ) -> ReferenceGradients:
         """Compute the gradients at the current weights."""
+
+        def references(memory: Tensors, widths: tuple[int, ...]) -> ReferenceGradients:
+            if "sample_weight" in memory:
+                return ReferenceGradients(self._of_parts(memory, widths), _present(memory))
+            assert images is not None
+            assert batch is not None
+            rows = distillation_gradients(
+                self.engine, self.objective, self.inputs.weights, self.leaves, memory, images.images, batch
+            )
+            return ReferenceGradients(rows, _present(memory))
+
         selector, memory, widths = self.objective.selector, self.inputs.memory.tensors, self.inputs.part_widths
         if selector is None or len(widths) <= selector.k:
-            return self._of_parts(memory, widths)
+            return references(memory, widths)
         if not refresh:
-            return self._of_parts(self.selected, (widths[0],) * selector.k)  # any of them may be the widest
-        return self._select(gradients, self._of_parts(memory, widths))
+            return references(self.selected, (widths[0],) * selector.k)  # any of them may be the widest
+        return self._select(gradients, references(memory, widths))
 
     def _select(self, gradients: Tensors, candidates: ReferenceGradients) -> ReferenceGradients:
         """Select among the gradients of all parts, and store the selected parts for the next steps."""
@@ -122,8 +149,8 @@ class MemoryGradients:
             rows = {name: index_select(rows, 0, indices) for name, rows in candidates.gradients.items()}
             return ReferenceGradients(rows, index_select(candidates.present, 0, indices))
 
-    def _of_parts(self, memory: Tensors, widths: tuple[int, ...]) -> ReferenceGradients:
-        """Return the gradient of each part, of several parts of one width at once."""
+    def _of_parts(self, memory: Tensors, widths: tuple[int, ...]) -> dict[str, Tensor]:
+        """Return the gradient of each part of stored samples, of several parts of one width at once."""
         axis, dtype = self.part_axis, self.objective.reference_dtype
         chunks: list[dict[str, Tensor]] = []
         for start, count in _runs_of_equal_width(widths, self.engine.parts_at_once if self.engine.net.stackable else 1):
@@ -133,8 +160,7 @@ class MemoryGradients:
             }
             chunks.append({name: rows.to(dtype or rows.dtype) for name, rows in self._of_chunk(chunk).items()})
         # A single chunk is not copied: gradients are hundreds of megabytes.
-        gradients = chunks[0] if len(chunks) == 1 else concatenate(chunks, axis)
-        return ReferenceGradients(gradients, memory["sample_weight"].sum(dim=-1) > 0)
+        return chunks[0] if len(chunks) == 1 else concatenate(chunks, axis)
 
     def _of_chunk(self, memory: Tensors) -> dict[str, Tensor]:
         """Return the gradients of parts of one width: several parts become clients of the same forward pass."""
@@ -185,6 +211,11 @@ class MemoryGradients:
         logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, memory.get("keep"))
         losses = self.engine.sample_losses(logits, memory["labels"])
         return client_gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
+
+
+def _present(memory: Tensors) -> Tensor:
+    """Return which parts of a memory exist, ``[…, parts]``."""
+    return memory["sample_weight"].sum(dim=-1) > 0 if "sample_weight" in memory else memory["present"]
 
 
 def _runs_of_equal_width(widths: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:

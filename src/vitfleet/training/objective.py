@@ -20,7 +20,7 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
-from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
+from vitfleet.training.memories import EpisodicMemory, ReplayBuffer, Teachers
 
 
 class ReplayedSamples(NamedTuple):
@@ -271,7 +271,8 @@ class Fit:
     train
         The training settings, where they differ from the table ``[train]``.
     memory
-        Stored samples. Their gradients at the current weights are references of the transform.
+        Stored samples, or models of earlier tasks. Their gradients at the current weights are references of the
+        transform.
     replay
         Stored samples that are replayed in the steps: the loss sees them as ``Step.replayed``.
     reference_weights
@@ -289,7 +290,7 @@ class Fit:
     constants: Tensors = field(default_factory=dict)
     observer_state: Tensors = field(default_factory=dict)
     features: FeatureSet | None = None
-    memory: EpisodicMemory | None = None
+    memory: EpisodicMemory | Teachers | None = None
     reference_weights: Tensors | None = None
     companion_weights: Tensors | None = None
     score_samples: bool = False
