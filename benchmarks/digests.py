@@ -58,6 +58,7 @@ WITH_TASKS = {
     "fedknow": "method.k=1",
     "er": "",
     "der++": "",
+    "dytox": "",
     "joint": "",
 }
 MORE = {

@@ -216,7 +216,7 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
             assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
-METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "fedknow", "er", "der++", "joint", "standalone")
+METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "fedknow", "er", "der++", "dytox", "joint", "standalone")
 
 
 @pytest.mark.parametrize("method", [*METHODS, "transfl", "eftvit"])
@@ -322,7 +322,7 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
     assert all(record.loss is None or np.isfinite(record.loss) for record in records)
 
 
-@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "joint"])
+@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "dytox", "joint"])
 def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
     """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
     keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
@@ -374,7 +374,8 @@ RESUMED = {
     "gem, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=gem", "method.heads=shared"),
     "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
     "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
-    **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "joint")},
+    **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "dytox", "joint")},
+    "dytox, shared tokens": (*WITHOUT_HEAD_EPOCHS, "method.name=dytox", "method.tokens=shared"),
     "fedknow": (*WITHOUT_HEAD_EPOCHS, "method.name=fedknow", "data.tasks.count=4", "train.epochs=1"),
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
 }

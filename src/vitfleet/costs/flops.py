@@ -229,7 +229,7 @@ class CostModel:
     def flops(self, fit: Fit, masked: bool = True) -> Flops:
         """Count the operations per sample of a training; without ``masked``, those of an unmasked image."""
         objective, ratio = fit.objective, (fit.train or self.train).mask_ratio if masked else 0.0
-        key = (objective.trainable, objective.depth, objective.split, ratio)
+        key = (objective.trainable, objective.depth, objective.split, ratio, frozenset(fit.weights))
         if key not in self._flops_cache:
             self._flops_cache[key] = count_flops(self.net, objective, fit.weights, ratio)
         return self._flops_cache[key]
@@ -367,7 +367,7 @@ def forward(
 ) -> torch.Tensor:
     """Run the forward pass with the depth or the split of an objective."""
     if objective.split is None:
-        return net(weights, images, keep, objective.depth)
+        return net.outputs(weights, images, keep, objective.depth)
     features = net.forward_to(weights, images, keep, objective.split)
     return net.forward_from(weights, features, objective.split)
 

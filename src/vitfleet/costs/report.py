@@ -21,7 +21,7 @@ from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundW
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load_dataset
-from vitfleet.data.tasks import make_task_streams
+from vitfleet.data.tasks import make_task_streams, task_classes
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
@@ -153,10 +153,12 @@ def _net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module],
 
 
 def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
-    net = _net(config, dataset, partial(adapt_model, config.method))
+    tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
+    net = _net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
+    cpu = torch.device("cpu")
     context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, dataset.classes, torch.device("cpu"), num_tasks
+        net, config.train, config.rounds, config.seed, dataset.classes, cpu, num_tasks, task_classes=tasks
     )
     method = make_method(config.method, context)
     cost_model = CostModel(method, net, config.train, dataset.side)

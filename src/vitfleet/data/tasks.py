@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,24 @@ from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
 NO_TASK = -1
+
+
+class TaskClasses(NamedTuple):
+    """Which task each class belongs to.
+
+    Attributes
+    ----------
+    class_tasks
+        The task of each class, −1 for a class that belongs to none; empty without tasks.
+    task_known
+        Whether the task of an image is known: then only the classes of its task are candidates.
+    """
+
+    class_tasks: tuple[int, ...] = ()
+    task_known: bool = False
+
+
+NO_TASKS = TaskClasses()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +125,14 @@ def assign_classes_to_tasks(config: TasksConfig, seed: int, classes: int) -> Int
     task_of_class = np.full(classes, NO_TASK, np.int64)
     task_of_class[_split_classes(config, seed, classes)] = np.arange(config.count)[:, None]
     return task_of_class
+
+
+def task_classes(config: TasksConfig | None, seed: int, classes: int) -> TaskClasses:
+    """Return the task of each class."""
+    if config is None:
+        return NO_TASKS
+    tasks = assign_classes_to_tasks(config, seed, classes)
+    return TaskClasses(tuple(int(task) for task in tasks), config.incremental == "task")
 
 
 def draw_task_order(config: TasksConfig, seed: int, client: int) -> Ints:

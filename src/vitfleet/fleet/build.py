@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from vitfleet.config.schema import Config
+from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -27,7 +28,9 @@ class Components:
 
 def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
     """Build a run's model for images of ``side`` x ``side`` pixels."""
-    return build_model(config.model, classes, channels, side, config.seed, partial(adapt_model, config.method))
+    class_tasks = task_classes(config.data.tasks, config.seed, classes).class_tasks
+    adapt = partial(adapt_model, config.method, class_tasks=class_tasks)
+    return build_model(config.model, classes, channels, side, config.seed, adapt)
 
 
 def build_components(
@@ -56,6 +59,7 @@ def build_components(
         num_tasks,
         config.aggregate,
         config.eval.body,
+        task_classes(config.data.tasks, config.seed, classes),
     )
     preprocess = preprocess_for(net, machine.device)
     trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)

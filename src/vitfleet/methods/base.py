@@ -13,7 +13,7 @@ a training is executed: alone, or batched with the trainings of other clients.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from types import MappingProxyType
@@ -178,8 +178,14 @@ class Method(ABC, Generic[Params]):
             )
 
     @classmethod
-    def adapt_model(cls, params: Params, vit: nn.Module) -> None:
-        """Add the modules that the method needs (prompts, low-rank factors) to the architecture: none by default."""
+    def adapt_model(cls, params: Params, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+        """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
+
+        Parameters
+        ----------
+        class_tasks
+            The task of each class, −1 for a class that belongs to none; empty without tasks.
+        """
 
     @property
     @abstractmethod
@@ -279,6 +285,6 @@ def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
     return method_class(params)(params, context)
 
 
-def adapt_model(params: MethodParams, vit: nn.Module) -> None:
-    """Add the modules that the configured method needs to an architecture."""
-    method_class(params).adapt_model(params, vit)
+def adapt_model(params: MethodParams, vit: nn.Module, class_tasks: Sequence[int] = ()) -> None:
+    """Change an architecture as the configured method needs it; see :meth:`Method.adapt_model`."""
+    method_class(params).adapt_model(params, vit, class_tasks)

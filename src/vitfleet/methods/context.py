@@ -9,6 +9,7 @@ import torch
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.schema import TrainConfig
 from vitfleet.config.train import EvaluatedBody
+from vitfleet.data.tasks import NO_TASKS, TaskClasses
 from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.models.anatomy import Anatomy
 from vitfleet.models.net import Net
@@ -40,6 +41,8 @@ class MethodContext:
         The table ``[aggregate]``: the aggregation rule with its parameters.
     evaluated_body
         ``eval.body``: the body of the model that a client is evaluated with, where the body is shared.
+    task_classes
+        Which task each class belongs to, and whether the task of an image is known.
     """
 
     anatomy: Anatomy
@@ -53,6 +56,7 @@ class MethodContext:
     num_tasks: int = 1
     aggregation: AggregationParams = field(default_factory=MeanParams)
     evaluated_body: EvaluatedBody = "own"
+    task_classes: TaskClasses = NO_TASKS
 
     @classmethod
     def from_net(
@@ -66,6 +70,7 @@ class MethodContext:
         num_tasks: int = 1,
         aggregation: AggregationParams | None = None,
         evaluated_body: EvaluatedBody = "own",
+        task_classes: TaskClasses = NO_TASKS,
     ) -> MethodContext:
         """Return the context of a model in a run."""
         return cls(
@@ -80,4 +85,5 @@ class MethodContext:
             num_tasks=num_tasks,
             aggregation=aggregation or MeanParams(),
             evaluated_body=evaluated_body,
+            task_classes=task_classes,
         )

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitfleet.config.base import MethodParams
 from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
@@ -26,7 +27,7 @@ from vitfleet.training.objective import Objective
 _PREFIX = "memory."
 
 
-class MemoryParams(HeadsParams):
+class StorageParams(MethodParams):
     """Parameters of all methods that store samples of learned tasks."""
 
     rho: float = Field(0.1, gt=0, le=1, description="fraction ρ of a task's samples, of every class, that is stored")
@@ -36,6 +37,10 @@ class MemoryParams(HeadsParams):
         le=2**50,
         description="most bytes stored per client; all tasks are cut to a common size; null: no limit",
     )
+
+
+class MemoryParams(StorageParams, HeadsParams):
+    """Parameters of methods that store samples and work with local and with shared heads."""
 
 
 class ReferenceParams(HeadsParams):
@@ -119,7 +124,7 @@ def store_task(
     task_index: int,
     shard: Shard,
     scores: Tensor,
-    params: MemoryParams,
+    params: StorageParams,
     num_tasks: int,
     logits: Tensor | None = None,
 ) -> StoredTasks:

@@ -11,7 +11,7 @@ from vitfleet.message import Numbers, Tensors
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.episodic_memory import (
-    MemoryParams,
+    StorageParams,
     StoredSamples,
     StoredTasks,
     memory_bytes,
@@ -24,7 +24,7 @@ from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import FitResult
 
-Params = TypeVar("Params", bound=MemoryParams)
+Params = TypeVar("Params", bound=StorageParams)
 
 MAX_REPORTED = 2**31  # larger counts in a client's message are not plausible
 MEMORY_METRICS = (

@@ -5,6 +5,8 @@ A client receives the frozen weights once, before its first round. After that on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field
 from torch import nn
 
@@ -64,7 +66,7 @@ class FedPrompt(WeightAveraging[FedPromptParams]):
     """Visual prompt tuning: Jia et al., 2022."""
 
     @classmethod
-    def adapt_model(cls, params: FedPromptParams, vit: nn.Module) -> None:
+    def adapt_model(cls, params: FedPromptParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
         """Add the prompts."""
         add_prompts(vit, params.prompts, params.deep)
 
@@ -87,7 +89,7 @@ class FedLora(WeightAveraging[FedLoraParams]):
     """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors A and B are averaged separately."""
 
     @classmethod
-    def adapt_model(cls, params: FedLoraParams, vit: nn.Module) -> None:
+    def adapt_model(cls, params: FedLoraParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
         """Add the low-rank factors."""
         add_lora(vit, params.rank, params.alpha, params.targets)
 

@@ -52,6 +52,8 @@ class LocalTrainingResult:
         Tensors that the client keeps besides its model.
     sent
         The weights of the body that the client sends; ``None``: all of them.
+    also_sent
+        Further tensors that the client sends, under names of the server's state.
     """
 
     model_weights: Tensors
@@ -59,6 +61,7 @@ class LocalTrainingResult:
     numbers: Numbers = field(default_factory=dict)
     extra_state: Tensors = field(default_factory=dict)
     sent: Selection | None = None
+    also_sent: Tensors = field(default_factory=dict)
 
 
 LocalTraining: TypeAlias = Generator[Fit, FitResult, LocalTrainingResult]
@@ -123,7 +126,7 @@ class SharedBody(Method[Params]):
         own = job.base_weights if job.client_state is None else self.anatomy.whole.take(job.client_state.tensors)
         local = yield from self.local_training(job, {**own, **job.message.tensors})
         selection = local.sent or self.shared
-        sent = selection.take(local.model_weights) if local.fit_result.samples else {}
+        sent = {**selection.take(local.model_weights), **local.also_sent} if local.fit_result.samples else {}
         message = Message(sent, {**train_metrics(local.fit_result), **local.numbers})
         return ClientUpdate(message, local.model_weights, State({**local.model_weights, **local.extra_state}))
 

@@ -29,6 +29,9 @@ from vitfleet.models.stacked_ops import (
     patchify,
 )
 
+#: Attribute of an architecture whose forward pass is another subclass of :class:`FunctionalViT`.
+FORWARD_PASS = "forward_pass"
+
 
 class FunctionalViT:
     """The forward pass of one plain ViT.
@@ -43,7 +46,14 @@ class FunctionalViT:
         Whether to use torch's fused attention.
     short_attention
         Whether to use vitfleet's Triton kernel for attention over few tokens in bfloat16; it needs a GPU.
+
+    Attributes
+    ----------
+    num_classes
+        How many of its outputs are logits, where it has more: the others are for the loss. ``None``: all of them.
     """
+
+    num_classes: int | None = None
 
     def __init__(
         self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
@@ -149,24 +159,28 @@ class FunctionalViT:
         """Run a block whose weights have names relative to it."""
         block = self.first_block
         normed = self._norm(weights, "norm1", block.norm1, tokens)
-        tokens = tokens + _layer_scale(weights, "ls1", self._attention(weights, "attn", block.attn, normed))
+        tokens = tokens + layer_scale(weights, "ls1", self._attention(weights, "attn", block.attn, normed))
         normed = self._norm(weights, "norm2", block.norm2, tokens)
         hidden = block.mlp.act(self._linear(weights, "mlp.fc1", normed))
         hidden = self._norm(weights, "mlp.norm", block.mlp.norm, hidden)
-        return tokens + _layer_scale(weights, "ls2", self._linear(weights, "mlp.fc2", hidden))
+        return tokens + layer_scale(weights, "ls2", self._linear(weights, "mlp.fc2", hidden))
 
     def head(self, weights: Tensors, tokens: Tensor) -> Tensor:
         """Pool the tokens of the last block and return logits."""
-        vit = self.vit
         if "dist_token" in self.prefix_names:
             both = (self._linear(weights, name, tokens[..., i, :]) for i, name in enumerate(("head", "head_dist")))
             return sum(both, start=torch.zeros((), device=tokens.device)) / 2
+        return self._linear(weights, "head", self.pool(weights, tokens))
+
+    def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
+        """Return the input of the classifier, ``[…, batch, width]``."""
+        vit = self.vit
         if vit.attn_pool is None and vit.global_pool == "token":
             pooled = tokens[..., 0, :]
         else:
             pool_tokens = tokens[..., 0 if vit.pool_include_prefix else vit.num_prefix_tokens :, :]
             pooled = pool_tokens.mean(dim=-2) if vit.attn_pool is None else self._attention_pool(weights, pool_tokens)
-        return self._linear(weights, "head", self._norm(weights, "fc_norm", vit.fc_norm, pooled))
+        return self._norm(weights, "fc_norm", vit.fc_norm, pooled)
 
     def _attention_pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
         prefix = "attn_pool."
@@ -217,6 +231,7 @@ class FunctionalViT:
         return layer_norm(inputs, weights[f"{path}.weight"], weights.get(f"{path}.bias"), module.eps)
 
 
-def _layer_scale(weights: Tensors, path: str, inputs: Tensor) -> Tensor:
+def layer_scale(weights: Tensors, path: str, inputs: Tensor) -> Tensor:
+    """Scale the channels of a block's residual, if the block has such weights."""
     scale = weights.get(f"{path}.gamma")
     return inputs if scale is None else inputs * broadcast_channels(scale, inputs)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, is_plain_vit
-from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.stacked_ops import kept_patches, linear
 
 
@@ -82,7 +82,11 @@ class Net:
     def __call__(
         self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None
     ) -> Tensor:
-        """Return logits.
+        """Return logits; see :meth:`outputs`."""
+        return self.split_outputs(self.outputs(weights, images, keep, depth))[0]
+
+    def outputs(self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None) -> Tensor:
+        """Return logits, and after them the outputs that only the loss of a training needs, if the model has any.
 
         Parameters
         ----------
@@ -99,6 +103,13 @@ class Net:
             module_weights = {f"vit.{name}": tensor for name, tensor in weights.items()}
             return cast(Tensor, functional_call(self.module, module_weights, (images, keep), tie_weights=False))
         return self.functional(weights, images, keep, 0, None, depth)
+
+    def split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logits among the model's outputs, and the other outputs; ``None`` if there are no others."""
+        num_classes = None if self.functional is None else self.functional.num_classes
+        if num_classes is None or outputs.shape[-1] == num_classes:
+            return outputs, None
+        return outputs[..., :num_classes], outputs[..., num_classes:]
 
     def forward_to(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
         """Return the tokens that enter a block. Only for a plain ViT."""
@@ -131,7 +142,7 @@ class Net:
         """Return the same function without the fused attention kernel, if it has one."""
         if self.functional is None:
             return self
-        return replace(self, functional=FunctionalViT(self.module.vit, fused_attention=False))
+        return replace(self, functional=type(self.functional)(self.module.vit, fused_attention=False))
 
     def num_kept_patches(self, mask_ratio: float) -> int:
         """Return how many patches a mask keeps. The number is the same for every image, so that shapes are static."""
@@ -160,7 +171,7 @@ def wrap_timm_model(vit: Any, image_size: int, mean: tuple[float, ...], std: tup
     return Net(
         module=TimmWrapper(vit),
         anatomy=dissect(vit),
-        functional=FunctionalViT(vit) if plain else None,
+        functional=getattr(vit, FORWARD_PASS, FunctionalViT)(vit) if plain else None,
         num_patches=vit.patch_embed.num_patches if can_drop_tokens(vit) else 0,
         num_prefix_tokens=vit.num_prefix_tokens if plain else 0,
         embed_dim=vit.num_features,

@@ -137,15 +137,16 @@ class Cohort:
             assert split is not None
             assert batch.labels is not None
             features, labels = dequantize(batch.features, batch.scales), batch.labels.long()
-            logits = self.engine.forward_features(weights, features, batch.keep, split)
+            outputs = self.engine.forward_features(weights, features, batch.keep, split)
         elif batch.replay is not None:
             return self._forward_with_replay(weights, leaves, batch, epoch)
         else:
             images, labels = self.images.images[indices], self.images.labels[indices]
-            logits, features = self.engine.forward(weights, images, batch, split, depth)
+            outputs, features = self.engine.forward(weights, images, batch, split, depth)
+        logits, auxiliary = self.engine.net.split_outputs(outputs)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
-        constants = self.inputs.constants.tensors
-        return Step(logits, labels, sample_weight, leaves, constants, batch.shard_positions, epoch, features)
+        constants, positions = self.inputs.constants.tensors, batch.shard_positions
+        return Step(logits, labels, sample_weight, leaves, constants, positions, epoch, features, auxiliary=auxiliary)
 
     def _forward_with_replay(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
         """Run the model on the batch of a step and on the stored samples that it replays, in one forward pass."""
@@ -159,7 +160,8 @@ class Cohort:
         images = torch.cat([self.images.images[indices], stored.pop("images")], dim=axis)
         labels = torch.cat([self.images.labels[indices], stored.pop("labels")], dim=axis)
         both = batch.append(replay, axis)
-        logits, features = self.engine.forward(weights, images, both, objective.split, objective.depth)
+        outputs, features = self.engine.forward(weights, images, both, objective.split, objective.depth)
+        logits, auxiliary = self.engine.net.split_outputs(outputs)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         own, replays = indices.shape[axis], replay.image_indices.shape[axis]
         replayed = ReplayedSamples(
@@ -175,6 +177,7 @@ class Cohort:
             epoch,
             None if features is None else features.narrow(axis, 0, own),
             replayed,
+            auxiliary,
         )
 
     def _reference_gradients(

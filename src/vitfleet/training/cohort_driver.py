@@ -92,6 +92,7 @@ def _can_join(largest: ClientFit, candidate: ClientFit, trainer: Trainer) -> boo
         and first.epochs == second.epochs
         and first.score_samples == second.score_samples
         and first.objective == second.objective
+        and first.weights.keys() == second.weights.keys()
         and first.constants.keys() == second.constants.keys()
         and (first.reference_weights is None) == (second.reference_weights is None)
         and (first.companion_weights is None) == (second.companion_weights is None)

@@ -13,7 +13,6 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.message import Tensors
-from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.training.machine import Machine
 from vitfleet.training.objective import mask_other_tasks
@@ -58,7 +57,7 @@ class StepEngine:
         vit = self.net.module.vit
         machine = self.machine
         return replace(
-            self.net, functional=FunctionalViT(vit, machine.compile, functional.fused_attention, machine.kernels)
+            self.net, functional=type(functional)(vit, machine.compile, functional.fused_attention, machine.kernels)
         )
 
     @cached_property
@@ -74,7 +73,7 @@ class StepEngine:
         depth: int | None,
         keep: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of stored images, and the features at the split if there is one.
+        """Return the model's outputs for stored images, and the features at the split if there is one.
 
         Parameters
         ----------
@@ -92,7 +91,7 @@ class StepEngine:
         with self.machine.autocast():
             inputs = self._training_preprocess(images, batch)
             if split is None:
-                return net(weights, inputs, keep, depth), None
+                return net.outputs(weights, inputs, keep, depth), None
             features = net.forward_to(weights, inputs, keep, split)
             return net.forward_from(weights, features, split), features
 

@@ -76,7 +76,8 @@ def _score_samples(cohort: Cohort, group: Sequence[ClientFit]) -> list[tuple[Ten
     chunks: list[tuple[Tensor, Tensor]] = []
     # A client without samples has no chunk; torch.split would return an empty one.
     for chunk in torch.split(indices, SCORING_BATCH, dim=-1) if indices.shape[-1] else ():
-        logits, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
+        outputs, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
+        logits, _ = engine.net.split_outputs(outputs)
         chunks.append((engine.sample_losses(logits, images.labels[chunk]), logits.float()))
     if not chunks:
         return [(cohort.loss_sum.new_empty(0), cohort.loss_sum.new_empty(0, 0)) for _ in group]

@@ -208,7 +208,10 @@ class MemoryGradients:
         return leaf.to(dtype) if computed_in_it else leaf
 
     def _of_part(self, weights: Tensors, leaves: Mapping[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
-        logits, _ = self.engine.forward(weights, memory["images"], None, None, self.objective.depth, memory.get("keep"))
+        outputs, _ = self.engine.forward(
+            weights, memory["images"], None, None, self.objective.depth, memory.get("keep")
+        )
+        logits, _ = self.engine.net.split_outputs(outputs)
         losses = self.engine.sample_losses(logits, memory["labels"])
         return client_gradients((losses * memory["sample_weight"]).sum(dim=-1), leaves)
 

@@ -66,6 +66,8 @@ class Step:
     replayed
         Samples of the fit's replay buffer, if it has one: :attr:`ReplayBuffer.replays` per sample of the batch, in the
         batch's order.
+    auxiliary
+        The model's outputs besides logits, if it has any, of the batch and then of the replayed samples.
     """
 
     logits: Tensor
@@ -77,6 +79,7 @@ class Step:
     epoch: Tensor
     features: Tensor | None = None
     replayed: ReplayedSamples | None = None
+    auxiliary: Tensor | None = None
 
 
 Loss: TypeAlias = Callable[[Step], Tensor]
@@ -101,8 +104,7 @@ class ReferenceGradients:
 class GradientTransform(Protocol):
     """Turns the gradients of a step into those that the optimiser applies.
 
-    It is written for one client. Its operations may not depend on values of tensors, so that it can be lifted over
-    stacked clients.
+    It is written for one client, to be lifted over stacked clients: its operations may not depend on values of tensors.
     """
 
     @property
@@ -151,7 +153,7 @@ class CompanionRule(Protocol):
 
     Both steps on a batch start from the weights before it: the companion's loss may depend on the weights that train,
     which never depend on the companion. Each has its own optimiser, with the same settings. The functions are written
-    for one client and do not depend on values of tensors, as a gradient transform's.
+    as a gradient transform's are.
     """
 
     @property
