@@ -216,7 +216,21 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
             assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
 
 
-METHODS = ("fedavg", "apfl", "fedper", "gem", "a-gem", "ewc", "mas", "fedknow", "er", "der++", "dytox", "joint", "standalone")
+METHODS = (
+    "fedavg",
+    "apfl",
+    "fedper",
+    "gem",
+    "a-gem",
+    "ewc",
+    "mas",
+    "fedknow",
+    "er",
+    "der++",
+    "dytox",
+    "joint",
+    "standalone",
+)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "transfl", "eftvit"])

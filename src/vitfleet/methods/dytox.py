@@ -65,7 +65,7 @@ _EXCLUDED = -1e9  # logit of a class outside a softmax; finite, so that an empty
 class DyToxParams(StorageParams):
     """A token and a head per task on a shared encoder, with distillation and replay (DyTox)."""
 
-    replays: int = Field(1, ge=1, description="stored samples drawn per sample of the batch")
+    replays: int = Field(1, ge=1, le=1000, description="stored samples drawn per sample of the batch")
     divergence: float = Field(0.1, ge=0, description="weight of the divergence head's loss")
     tokens: Literal["local", "shared"] = Field(
         "local",
