@@ -90,7 +90,7 @@ LATE = ("no reply within", "not connected", "Flower: ")
 REJECTED = {
     "nan": ("not finite",),
     "shape": ("have the shape", "expected: torch."),
-    "scale": ("aggregate.norm_factor",),
+    "scale": ("aggregate.max_change", "aggregate.max_ratio", "aggregate.norm_factor"),
 }
 
 

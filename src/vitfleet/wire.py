@@ -211,9 +211,9 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(item, int | float) for item in value)
-    return isinstance(value, int | float)
+    """Whether a value is a number or a list of numbers. JSON's true and false are Python's integers too."""
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, int | float) and not isinstance(item, bool) for item in items)
 
 
 class _ChunkReader:

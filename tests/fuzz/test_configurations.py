@@ -165,7 +165,7 @@ def check_runs(examples: int, folder: Path) -> Counter[str]:
         chosen = [(key, value) for (key, other), value in drawn if other in ("", selection)]
         texts = [*SMALL_RUN, *([selection] if selection else []), *(f"{key.name}={value}" for key, value in chosen)]
         if "method" in first.name and METHODS[selection.partition("=")[2]].target.needs_tasks:
-            texts = [*texts[1:], TASKS]
+            texts = [*texts, TASKS]
         config = outcome(texts)
         if config is None:
             counts["rejected"] += 1

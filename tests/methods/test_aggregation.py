@@ -58,7 +58,11 @@ def test_trimmed_mean(count: int, trim: float, out: int) -> None:
 def test_a_minority_of_liars_moves_nothing_far(rule: str) -> None:
     honest = updates(7)
     lies = [{name: torch.full_like(one, 1e9) for name, one in KNOWN.tensors.items()} for _ in range(3)]
-    config = MedianParams() if rule == "median" else TrimmedMeanParams(trim=0.3)
+    config = (
+        MedianParams(max_change=None, max_ratio=None)
+        if rule == "median"
+        else TrimmedMeanParams(trim=0.3, max_change=None, max_ratio=None)
+    )
     state, _ = gathered(config, [*honest, *lies])
     for name in KNOWN.tensors:
         assert (state.tensors[name] <= torch.stack([one[name] for one in honest]).amax(0)).all()
@@ -74,7 +78,7 @@ def test_holding_replies_back_gives_the_streamed_bits() -> None:
 def test_an_update_out_of_all_proportion_is_set_aside_and_named() -> None:
     sent = updates(5)
     wild = {name: 1e6 * one for name, one in sent[3].items()}
-    state, gathering = gathered(MeanParams(norm_factor=5), [*sent[:3], wild, sent[4]])
+    state, gathering = gathered(MeanParams(norm_factor=5, max_change=None, max_ratio=None), [*sent[:3], wild, sent[4]])
     assert list(gathering.rejected) == [3]
     gathering = WeightedMean(KNOWN)
     for client in (0, 1, 2, 4):
@@ -114,3 +118,60 @@ def test_nobody_may_claim_the_whole_mean() -> None:
     with pytest.raises(RejectedUpdateError, match="number of samples is 101; "):
         gathering.add(0, Message(updates(1)[0], {"samples": 101}))
     gathering.add(0, Message(updates(1)[0], {"samples": 100}))
+
+
+def test_a_weight_that_changes_beyond_all_proportion_is_refused_by_name() -> None:
+    known = State({"w": torch.full((16,), 3.0), "zero": torch.zeros(4)})  # norms 12 and 0
+    limits = MeanParams(max_change=10.0)
+
+    def add(**changes: float) -> None:
+        sent = {name: tensor.clone() for name, tensor in known.tensors.items()}
+        for name, change in changes.items():
+            sent[name][0] += change
+        WeightedMean(known, limits).add(0, Message(sent, {"samples": 1}))
+
+    add(w=10 * (12 + 4) * 0.999, zero=10 * 2 * 0.999)
+    with pytest.raises(RejectedUpdateError, match=r"its weight 'w' has changed by 160 .*max_change = 10 allows 160"):
+        add(w=10 * (12 + 4) * 1.001)
+    with pytest.raises(RejectedUpdateError, match="its weight 'zero'"):
+        add(zero=10 * 2 * 1.001)
+    with pytest.raises(RejectedUpdateError, match="not finite"):
+        add(w=float("nan"))
+
+
+def test_an_update_beyond_those_before_it_is_refused_and_no_update_is_kept() -> None:
+    sent = updates(6, scale=0.01)
+    aggregator = WeightedMean(KNOWN, MeanParams(max_ratio=20.0))
+    for client in range(3):
+        aggregator.add(client, Message(sent[client], {"samples": 1}))
+    size = float(np.median(list(aggregator.sizes.values())))
+    assert aggregator.sizes[0] == pytest.approx(update_norm(sent[0], KNOWN.tensors) / 15**0.5)
+    for factor, client in ((19.0, 3), (21.0, 4)):
+        flat = {name: torch.full_like(tensor, factor * size) for name, tensor in KNOWN.tensors.items()}
+        message = Message(flat, {"samples": 1})
+        if factor < 20:
+            aggregator.add(client, message)
+            continue
+        with pytest.raises(RejectedUpdateError, match=r"aggregate\.max_ratio = 20 .*the 4 accepted before it"):
+            aggregator.add(client, message)
+    assert not aggregator.pending
+    assert sorted(aggregator.sizes) == [0, 1, 2, 3]
+
+
+def test_the_first_updates_of_a_round_are_compared_with_those_of_the_round_before() -> None:
+    wild = Message({name: torch.full_like(tensor, 5.0) for name, tensor in KNOWN.tensors.items()}, {"samples": 1})
+    aggregator = WeightedMean(KNOWN, MeanParams(max_ratio=20.0))
+    aggregator.add(0, wild)  # nothing to compare with
+    aggregator = WeightedMean(KNOWN, MeanParams(max_ratio=20.0))
+    aggregator.earlier_sizes = (0.01, 0.02, 9.0)  # one of three was wild: the median is not
+    with pytest.raises(RejectedUpdateError, match="max_ratio"):
+        aggregator.add(0, wild)
+
+
+def test_an_update_no_larger_than_the_model_is_no_outlier() -> None:
+    known = State({"w": torch.full((4,), 2.0)})
+    aggregator = WeightedMean(known, MeanParams(max_ratio=20.0))
+    aggregator.earlier_sizes = (1e-6, 1e-6, 1e-6)
+    aggregator.add(0, Message({"w": torch.full((4,), 3.9)}, {"samples": 1}))
+    with pytest.raises(RejectedUpdateError, match="max_ratio"):
+        aggregator.add(1, Message({"w": torch.full((4,), 4.1)}, {"samples": 1}))

@@ -12,6 +12,7 @@ from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
@@ -24,7 +25,7 @@ def message(samples: int, **tensors: Tensor) -> Message:
 
 
 def mean_of(server: State, *messages: Message) -> Tensors:
-    gathering = WeightedMean(server)
+    gathering = WeightedMean(server, MeanParams(max_change=None, max_ratio=None))
     for client, one in enumerate(messages):
         gathering.add(client, one)
     return gathering.finish().tensors

@@ -312,3 +312,12 @@ def test_an_error_in_the_background_write_is_raised_by_the_next_commit(
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)
     assert_first(Checkpoints(tmp_path))
+
+
+def test_the_sizes_of_the_last_updates_survive(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.commit(replace(run_state(1, {}), update_sizes=(0.1, 2.5)), {}, (1, 1))
+    checkpoints.wait()
+    loaded = Checkpoints(tmp_path).load(torch.device("cpu"))
+    assert loaded is not None
+    assert loaded.update_sizes == (0.1, 2.5)

@@ -95,7 +95,21 @@ class AggregationParams(Table):
     norm_factor: float | None = Field(
         None, gt=1, description="updates or features larger than this many times the round's median are rejected"
     )
-    max_samples: int | None = Field(None, ge=1, description="updates that report more samples are rejected")
+    max_change: float | None = Field(
+        100.0,
+        gt=0,
+        description="updates with a weight that changes by more than this many times its size are rejected; "
+        "null: no limit",
+    )
+    max_ratio: float | None = Field(
+        100.0,
+        gt=1,
+        description="updates larger than the model and than this many times the median of those accepted before, in "
+        "this round and the last, are rejected; null: no limit",
+    )
+    max_samples: int | None = Field(
+        10**8, ge=1, description="updates that report more samples are rejected; null: no limit"
+    )
 
 
 def _check_every(value: object) -> object:

@@ -48,7 +48,10 @@ class Features:
         return Features(arrange(self.values), arrange(self.labels), scales)
 
     def rms(self) -> float:
-        """Return the root mean square of all values."""
+        """Return the root mean square of all values; not finite if any of them is not."""
+        if self.scales is None:
+            norm = float(torch.linalg.vector_norm(self.values, dtype=torch.float32))
+            return norm / math.sqrt(max(1, self.values.numel()))
         chunks = torch.split(torch.arange(len(self), device=self.values.device), CHUNK_SAMPLES)
         parts = [self.take(chunk) for chunk in chunks]
         squares = sum(dequantize(part.values, part.scales).double().square().sum().item() for part in parts)

@@ -10,7 +10,6 @@ where they are used.
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 
 from flwr.app import ConfigRecord, RecordDict
@@ -22,10 +21,9 @@ from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.reported_numbers import MAX_NUMBER, check_numbers
 from vitfleet.wire import decode_chunks, encode_chunks
 
-MAX_INTEGER = 2**53  # the largest up to which a float represents every integer
-MAX_LIST_LENGTH = 65536
 MAX_FAILURE_LENGTH = 500
 
 
@@ -126,30 +124,13 @@ def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
         if failure is not None:
             return Reply(client, None, failure=failure, state_lost=bool(header["state_lost"]))
         message = _pop_message(content, "message", max_bytes)
-        check_numbers(message)
+        check_numbers(message.numbers)
         tested = _integer(header, "tested")
         return Reply(client, message, _evaluation(header["correct"], tested) if tested >= 0 else None)
     except KeyError as error:
         return Reply(client, None, failure=f"its reply has no {error.args[0]!r}")
     except (RejectedUpdateError, UserError) as error:
         return Reply(client, None, failure=str(error)[:MAX_FAILURE_LENGTH])
-
-
-def check_numbers(message: Message) -> None:
-    """Reject numbers that no correct client sends: they enter sums and the records."""
-    loss, samples = message.numbers.get("loss"), message.numbers.get("samples")
-    if not isinstance(loss, float) or not math.isfinite(loss):
-        raise RejectedUpdateError(f"its loss is {loss}, not a finite number")
-    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-        raise RejectedUpdateError(f"its number of samples is {samples}, not an integer ≥ 0")
-    for name, value in message.numbers.items():
-        numbers = value if isinstance(value, list) else [value]
-        if len(numbers) > MAX_LIST_LENGTH:
-            raise RejectedUpdateError(
-                f"its list {name!r} has {len(numbers)} numbers; at most {MAX_LIST_LENGTH} are allowed"
-            )
-        if not all(abs(number) <= MAX_INTEGER for number in numbers):  # also false for NaN
-            raise RejectedUpdateError(f"its {name!r} has a number that is NaN or larger than {MAX_INTEGER}")
 
 
 def _pack(
@@ -181,7 +162,7 @@ def _run_spec(header: ConfigRecord) -> RunSpec:
 
 def _evaluation(correct: object, tested: object) -> EvalResult:
     """Return an evaluation if its counts are possible."""
-    if isinstance(correct, int) and isinstance(tested, int) and 0 <= correct <= tested <= MAX_INTEGER:
+    if isinstance(correct, int) and isinstance(tested, int) and 0 <= correct <= tested <= MAX_NUMBER:
         return EvalResult(correct, tested)
     raise RejectedUpdateError(f"its evaluation is impossible: {correct} of {tested} images predicted correctly")
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
-from vitfleet.message import Message, State, Tensors, all_finite
+from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation_rules import AggregationRule, MeanParams, is_weighted_mean
 from vitfleet.methods.base import Aggregator, RejectedUpdateError
+from vitfleet.methods.update_limits import UpdateLimits
 
 
 def check_weights(received: Tensors, expected: Tensors) -> None:
-    """Reject weights that do not fit the model or are not finite. One of them would spoil the mean.
+    """Reject weights that do not fit the model.
 
     Raises
     ------
@@ -32,8 +33,6 @@ def check_weights(received: Tensors, expected: Tensors) -> None:
             raise RejectedUpdateError(
                 f"its weight {name!r} is {_dtype_and_shape(tensor)}; expected: {_dtype_and_shape(expected[name])}"
             )
-    if not all_finite(received.values()):
-        raise RejectedUpdateError("its weights are not finite")
 
 
 def _dtype_and_shape(tensor: Tensor) -> str:
@@ -111,6 +110,8 @@ class WeightedMean(Aggregator):
         self.sums: dict[str, Tensor] = {}
         self.sample_counts: dict[str, float] = {}
         self.pending: dict[int, PendingUpdate] = {}
+        self.limits = UpdateLimits(server_state.tensors, self.config)
+        self.sizes = self.limits.rms
 
     def add(self, client: int, message: Message) -> None:
         """Add one client's weights; an update of a client without samples is ignored."""
@@ -118,6 +119,7 @@ class WeightedMean(Aggregator):
         if not samples:
             return
         check_weights(message.tensors, self.server_state.tensors)
+        self.limits.check(client, message.tensors, self.earlier_sizes)
         weights, norm = self._clipped(message.tensors)
         if not self.is_streaming or self.config.norm_factor is not None:
             size = sum(tensor.numel() for tensor in weights.values())
@@ -127,7 +129,7 @@ class WeightedMean(Aggregator):
 
     def _checked_samples(self, message: Message) -> int:
         samples, limit = message.numbers.get("samples"), self.config.max_samples
-        if not isinstance(samples, int) or samples < 0:
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
             raise RejectedUpdateError(f"its number of samples is {samples}")
         if limit is not None and samples > limit:
             raise RejectedUpdateError(f"its number of samples is {samples}; aggregate.max_samples = {limit}")

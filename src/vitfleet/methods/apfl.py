@@ -56,7 +56,9 @@ class ApflParams(MethodParams):
 class Apfl(WeightAveraging[ApflParams]):
     """Global model by FedAvg; personal models mixed with it."""
 
-    client_metrics = (ClientMetric(ALPHA, "weight α of the personal model, mean over clients and rounds", "mean"),)
+    client_metrics = (
+        ClientMetric(ALPHA, "weight α of the personal model, mean over clients and rounds", "mean", form="number"),
+    )
 
     def objective(self) -> Objective:
         """Return FedAvg's objective; its companion is the personal model."""

@@ -98,9 +98,15 @@ class Aggregator(ABC):
     rejected
         After :meth:`finish`: the clients whose updates were added but not used, and the reason. These are updates that
         can only be judged in comparison with the others.
+    earlier_sizes
+        Set before the first update: sizes of the updates that were used in the round before.
+    sizes
+        By client, the size of each update added so far, if the aggregator limits sizes; what it is, is the method's.
     """
 
     rejected: Mapping[int, str] = MappingProxyType({})
+    earlier_sizes: Sequence[float] = ()
+    sizes: Mapping[int, float] = MappingProxyType({})
 
     @abstractmethod
     def add(self, client: int, message: Message) -> None:
@@ -258,6 +264,15 @@ class Method(ABC, Generic[Params]):
             Of the client's images.
         """
         return {}
+
+    def check_reported(self, numbers: Numbers) -> None:
+        """Check the numbers of a client's update, beyond the form that ``client_metrics`` declare: nothing by default.
+
+        Raises
+        ------
+        RejectedUpdateError
+            A number is one that no correct client can report.
+        """
 
     def num_stored_samples(self, reported: Numbers) -> int:
         """Return how many samples a client keeps besides its data set, by the numbers of its last update."""

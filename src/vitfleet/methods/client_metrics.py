@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias
 from vitfleet.message import Numbers
 
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
+#: What a client may report: a whole number ≥ 0, any number, a list of either, or anything of these.
+Form: TypeAlias = Literal["count", "number", "counts", "numbers", "any"]
 REDUCTIONS: Mapping[Reduction, Callable[[list[int | float]], int | float]] = {"sum": sum, "mean": fmean, "max": max}
 
 
@@ -30,12 +32,15 @@ class ClientMetric:
         How the values of all clients and rounds become the one in the run's summary; ``None``: it is not summarised.
     warning
         Whether a summarised value other than zero is a warning; zero is then not worth a row in a table.
+    form
+        What it is; an update that reports anything else is rejected.
     """
 
     name: str
     description: str
     reduction: Reduction | None = None
     warning: bool = False
+    form: Form = "any"
 
 
 def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Numbers]) -> dict[str, int | float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from vitfleet.message import Message, State, Tensors, to_device
 from vitfleet.methods.aggregation import WeightedMean, norm_outliers
 from vitfleet.methods.base import Aggregator, RejectedUpdateError
 from vitfleet.methods.context import MethodContext
+from vitfleet.methods.update_limits import check_rms
 
 FEATURE_NAMES = ("features", "labels", "scales")
 
@@ -48,7 +50,7 @@ class FeatureStoreUpdate(Aggregator):
         self.device = device or torch.device("cpu")
         self.previous_parts = dict(server_state.parts) if keep_previous else {}
         self.parts = dict(self.previous_parts)
-        self.norms: dict[int, float] = {}
+        self.sizes: dict[int, float] = {}
 
     def add(self, client: int, message: Message) -> None:
         """Store a client's features in place of its previous ones."""
@@ -57,18 +59,31 @@ class FeatureStoreUpdate(Aggregator):
         features = {name: tensor for name, tensor in message.tensors.items() if name in FEATURE_NAMES}
         others = {name: tensor for name, tensor in message.tensors.items() if name not in FEATURE_NAMES}
         check_features(features, self.context, self.dtype)
+        rms = self._checked_rms(features)
         if self.local_modules is not None:
+            self.local_modules.earlier_sizes = ()  # those of the round before are of features
             self.local_modules.add(client, replace(message, tensors=others))
         elif others:
             raise RejectedUpdateError(f"its message has an unknown tensor {min(others)!r}")
         part = State(to_device(features, self.device), {"round": self.round})
         self.parts[part_name(client)] = part
-        if self.context.aggregation.norm_factor is not None:
-            self.norms[client] = features_of(part).rms()
+        self.sizes[client] = rms
+
+    def _checked_rms(self, features: Tensors) -> float:
+        """Return the root mean square of a client's features, if they are within the limits."""
+        config, rms = self.context.aggregation, features_of(State(features)).rms()
+        if not math.isfinite(rms):
+            raise RejectedUpdateError("its features are not finite")
+        if config.max_change is not None and rms > config.max_change:  # as of a weight that starts at zero
+            raise RejectedUpdateError(
+                f"its features have the size {rms:.3g}; aggregate.max_change = {config.max_change:g}"
+            )
+        check_rms(rms, [*self.earlier_sizes, *self.sizes.values()], config, floor=0.0)
+        return rms
 
     def finish(self) -> State:
         """Return the server's state with the new features. Features that are outliers replace no previous ones."""
-        self.rejected = norm_outliers(self.norms, self.context.aggregation.norm_factor)
+        self.rejected = norm_outliers(self.sizes, self.context.aggregation.norm_factor)
         tensors = self.server_state.tensors
         if self.local_modules is not None:
             tensors = self.local_modules.finish().tensors
@@ -106,9 +121,6 @@ def check_features(tensors: Tensors, context: MethodContext, dtype: torch.dtype)
         raise RejectedUpdateError(f"its features are {features.dtype}; expected: {dtype}")
     if is_quantized and (scales is None or tuple(scales.shape) != shape[:2]):
         raise RejectedUpdateError("its features have no scales, or not one per token")
-    floating = [tensor for tensor in (features, scales) if tensor is not None and tensor.is_floating_point()]
-    if not all(bool(tensor.isfinite().all()) for tensor in floating):
-        raise RejectedUpdateError("its features are not finite")
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= context.num_classes):
         raise RejectedUpdateError(f"its labels are not all between 0 and {context.num_classes - 1}")
 

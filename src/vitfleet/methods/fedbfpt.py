@@ -109,7 +109,7 @@ def check_params(params: FedBfptParams, depth: int | None, rounds: int) -> None:
 class FedBfpt(Method[FedBfptParams]):
     """Trains layer after layer through a shallow local model."""
 
-    client_metrics = (ClientMetric("layer", "layer trained"),)
+    client_metrics = (ClientMetric("layer", "layer trained", form="count"),)
 
     @classmethod
     def check_config(cls, params: FedBfptParams, config: Config) -> None:

@@ -20,9 +20,9 @@ from vitfleet.training.objective import FitResult
 
 LAYER_FIGURES = ("sent-layers", "head-gradients")
 LAYER_METRICS = (
-    ClientMetric("layers", "layers sent"),
-    ClientMetric("gradients", "mean |gradient| of each layer"),
-    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer"),
+    ClientMetric("layers", "layers sent", form="counts"),
+    ClientMetric("gradients", "mean |gradient| of each layer", form="numbers"),
+    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer", form="numbers"),
 )
 
 
@@ -106,7 +106,10 @@ class LayerwiseMean(WeightedMean):
                 raise RejectedUpdateError(f"its number {name!r} is not a list of {length} values")
         layers = message.numbers.get("layers", [])
         if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
-            raise RejectedUpdateError(f"its layers {layers} are not all between 0 and {depth - 1}")
+            raise RejectedUpdateError(f"its layers are not all between 0 and {depth - 1}")
+        for name, needed in (("gradients", "layers"), ("head_gradients", "gradients")):
+            if name in message.numbers and needed not in message.numbers:
+                raise RejectedUpdateError(f"it reports {name!r} without {needed!r}")
         super().add(client, message)
 
     def finish(self) -> State:

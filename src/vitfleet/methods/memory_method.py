@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Numbers, Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientJob, RejectedUpdateError
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.episodic_memory import (
     StorageParams,
@@ -28,8 +28,8 @@ Params = TypeVar("Params", bound=StorageParams)
 
 MAX_REPORTED = 2**31  # larger counts in a client's message are not plausible
 MEMORY_METRICS = (
-    ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max"),
-    ClientMetric("stored", "samples stored of each task"),
+    ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max", form="count"),
+    ClientMetric("stored", "samples stored of each task", form="counts"),
 )
 
 
@@ -79,6 +79,16 @@ class MemoryMethod(SharedBody[Params]):
         )
         numbers = {**numbers, **memory_numbers(stored)}
         return LocalTrainingResult({**weights, **result.weights}, result, numbers, memory_tensors(stored), sent)
+
+    def check_reported(self, numbers: Numbers) -> None:
+        """Reject stored samples of more tasks than there are, or more of them than can be."""
+        super().check_reported(numbers)
+        counts, num_tasks = reported_counts(numbers), self.context.num_tasks
+        if len(counts) > num_tasks or any(count >= MAX_REPORTED for count in counts):
+            raise RejectedUpdateError(
+                f"its 'stored' has {len(counts)} tasks, the most samples are {max(counts, default=0)}; expected: at "
+                f"most {num_tasks} tasks and fewer than {MAX_REPORTED} samples of each"
+            )
 
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of the stored samples; implausible counts are reduced to the limit."""

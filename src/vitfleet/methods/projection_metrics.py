@@ -19,10 +19,12 @@ def projection_metrics(prefix: str = "", steps: str = "steps") -> tuple[ClientMe
         What the steps of this training are called.
     """
     return (
-        ClientMetric(f"{prefix}integrated", f"{steps} with reference gradients", "sum"),
-        ClientMetric(f"{prefix}rotated", f"{steps} with a rotated gradient", "sum"),
-        ClientMetric(f"{prefix}degenerate", f"{steps} with a zero or linearly dependent gradient", "sum", warning=True),
-        ClientMetric(f"{prefix}unsolved", f"{steps} whose projection was not solved", "sum", warning=True),
+        ClientMetric(f"{prefix}integrated", f"{steps} with reference gradients", "sum", form="count"),
+        ClientMetric(f"{prefix}rotated", f"{steps} with a rotated gradient", "sum", form="count"),
+        ClientMetric(
+            f"{prefix}degenerate", f"{steps} with a zero or linearly dependent gradient", "sum", True, "count"
+        ),
+        ClientMetric(f"{prefix}unsolved", f"{steps} whose projection was not solved", "sum", True, "count"),
     )
 
 

@@ -134,8 +134,8 @@ class QuadraticPenalty(SharedBody[Params]):
 
     needs_tasks = True
     client_metrics = (
-        ClientMetric("penalized", "rounds with a penalty", "sum"),
-        ClientMetric("latest_task", "index of the latest task whose importance is known"),
+        ClientMetric("penalized", "rounds with a penalty", "sum", form="count"),
+        ClientMetric("latest_task", "index of the latest task whose importance is known", form="number"),
     )
     #: The penalty's factor c for λ = 1.
     factor: ClassVar[float]

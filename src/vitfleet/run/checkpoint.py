@@ -46,7 +46,7 @@ class Manifest:
         File of the server state.
     records_length, timings_length
         Length in bytes of the records and timings up to this checkpoint.
-    total_up_bytes, total_down_bytes, last_seen, stop_reason
+    total_up_bytes, total_down_bytes, last_seen, update_sizes, stop_reason
         See :class:`vitfleet.run.state.RunState`.
     virtual_seconds
         The virtual clock.
@@ -67,7 +67,7 @@ class Manifest:
     clients: dict[int, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
     last_seen: dict[int, int] = field(default_factory=dict)
-    version: int = VERSION
+    update_sizes: list[float] = field(default_factory=list)
 
     def files(self) -> set[str]:
         """Return the names of the checkpoint's files."""
@@ -83,8 +83,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         tree = json.loads(path.read_text())
     except ValueError:
         raise UserError(f"{path}: is damaged; it was modified from outside, the run cannot be resumed") from None
-    if tree.get("version") != VERSION:
-        written_by = tree.get("version")
+    written_by = tree.pop("version", None)
+    if written_by != VERSION:
         raise UserError(f"{path}: written by another version of vitfleet (format {written_by}); start a new run")
     for table in ("clients", "last_seen"):  # JSON has no integer keys
         tree[table] = {int(client): value for client, value in tree[table].items()}
@@ -190,6 +190,7 @@ class Checkpoints:
             manifest.total_down_bytes,
             last_seen=dict(manifest.last_seen),
             in_flight=in_flight,
+            update_sizes=tuple(manifest.update_sizes),
             stop_reason=manifest.stop_reason,
         )
 
@@ -230,6 +231,7 @@ class Checkpoints:
             clients,
             parts,
             dict(state.last_seen),
+            list(state.update_sizes),
         )
         self._unwritten = dict(changed_clients)
         self._writing = self._writer.submit(self._write, files, manifest, HostCopy.begin(files.values()))
@@ -250,7 +252,7 @@ class Checkpoints:
         for name in list(files):
             write_payload(self.folder / name, files.pop(name), write_durably)
         sync_folder(self.folder)
-        write_atomically(self.folder / MANIFEST, json.dumps(asdict(manifest)).encode())
+        write_atomically(self.folder / MANIFEST, json.dumps({**asdict(manifest), "version": VERSION}).encode())
         previous, self.latest = self.latest, manifest
         self._unwritten = {}  # only now: a client's state may be requested during the write
         for name in (previous.files() if previous else set()) - manifest.files():

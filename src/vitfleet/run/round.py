@@ -14,6 +14,7 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State
 from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
+from vitfleet.methods.reported_numbers import parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.context import RunContext
@@ -33,6 +34,7 @@ def run_round(
     config = context.config
     plans, in_flight = context.planner.plan(state, round)
     aggregator = context.method.aggregator(state.server, round)
+    aggregator.earlier_sizes = state.update_sizes
     collected = _collect_updates(context, state, round, plans, aggregator, progress)
     server, rejected = _aggregate(context, state, round, aggregator, collected.accepted, progress)
     used = {client for client in collected.accepted if client not in rejected}
@@ -47,6 +49,7 @@ def run_round(
         total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
         total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
         in_flight=in_flight,
+        update_sizes=tuple(size for client, size in aggregator.sizes.items() if client in used) or state.update_sizes,
     )
     state = _with_updates(state, [entry for entry in entries if entry.client in used])
     accuracy = task = None
@@ -146,8 +149,9 @@ def _take_reply(
     """Add a client's update to the aggregator and return the client's record."""
     if reply.message is None:
         return _entry(plan, failure=reply.failure or "no reply")
-    up_bytes, numbers = message_size(reply.message), dict(reply.message.numbers)
+    up_bytes = message_size(reply.message)
     try:
+        numbers = parse_numbers(reply.message.numbers, context.method)
         aggregator.add(plan.client, _up_to_date(context.config, state.server, reply.message, plan))
     except RejectedUpdateError as error:
         return _entry(plan, up_bytes, failure=str(error))

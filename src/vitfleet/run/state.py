@@ -30,6 +30,8 @@ class RunState:
         One record per task learned so far.
     in_flight
         Clients that are training while the server moves on, and the virtual clock.
+    update_sizes
+        Sizes of the updates that were used in the last round: those of the next round are compared with them.
     stop_reason
         Why the run was stopped early; ``None`` if it was not.
     """
@@ -42,6 +44,7 @@ class RunState:
     client_metrics: Mapping[int, Numbers] = field(default_factory=dict)
     task_records: tuple[TaskRecord, ...] = ()
     in_flight: InFlight = field(default_factory=InFlight)
+    update_sizes: tuple[float, ...] = ()
     stop_reason: str | None = None
 
     def is_finished(self, rounds: int) -> bool:

@@ -1,0 +1,120 @@
+"""Whatever a client replies: the round goes on, names why a reply was refused, and nothing wild enters the model."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from mutations import mutated_reply
+
+from vitfleet.config import load_config
+from vitfleet.config.registry import METHODS
+from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
+from vitfleet.flower.codec import unpack_reply
+from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.round import run_round
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
+
+ROUND = 3
+SETTINGS: tuple[str, ...] = (
+    *("rounds=6", "data.limit=120", "model.dim=16", "model.depth=2", "model.heads=2", "model.patch_size=4"),
+    *("fleet.clients=4", "fleet.per_round=4", "fleet.devices={nano = 1}", "machine.device=cpu", "machine.threads=1"),
+    *("train.epochs=2", "train.batch_size=16", "eval.every=1000", "trackers={}"),
+)
+TASKS = "data.tasks={count = 3, classes = 3, rounds_per_task = 2, per_client = [1, 3], share = [0.2, 0.4]}"
+OPTIONS = {"transfl": ["method.k=1"], "fedbfpt": ["method.local_layers=2"], "eftvit": ["method.local_layers=1"]}
+LARGEST = 1e3  # honest weights of these small models are below 10
+MAX_COSTED = 10  # the memory of a round takes a second to compute
+MUTATED = 1  # the client whose reply is changed
+
+
+@dataclass
+class RecordedReplies(FleetWrapper[Fleet]):
+    """Keeps the replies of the last round."""
+
+    replies: list[Reply]
+
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        self.replies.clear()
+        for reply in self.inner.train(requests):
+            self.replies.append(reply)
+            yield reply
+
+
+@dataclass
+class GivenReplies(FleetWrapper[Fleet]):
+    """Replies what it was given."""
+
+    replies: list[Reply]
+
+    def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        list(requests)
+        yield from self.replies
+
+    def commit(self, accepted: object) -> None:
+        """Keep no states."""
+
+
+def all_methods() -> list[str]:
+    return [entry.name for entry in METHODS if entry.origin.built_in]
+
+
+def opened(name: str, folder: Path) -> tuple[RunContext, RunState, list[Reply]]:
+    """Return a run, its state before a round, and the honest replies of that round."""
+    tasks = [TASKS] if METHODS[name].target.needs_tasks else []
+    config = load_config("digits", [*SETTINGS, f"method.name={name}", *OPTIONS.get(name, []), *tasks])
+    context = open_run(config, folder)
+    recorder = RecordedReplies(context.fleet, [])
+    context = replace(context, fleet=recorder)
+    state = load_state(context)
+    for round in range(1, ROUND):
+        state, _ = run_round(context, state, round)
+    run_round(context, state, ROUND)
+    return replace(context, fleet=recorder.inner), state, list(recorder.replies)
+
+
+def check_method(name: str, folder: Path, examples: int, counts: Counter[str]) -> None:
+    context, state, honest = opened(name, folder)
+    rng, costed = random.Random(name), 0
+    honest_numbers = next(reply.message for reply in honest if reply.client == MUTATED and reply.message).numbers
+    for _ in range(examples):
+        changed = unpack_reply(mutated_reply(honest[MUTATED], rng), MUTATED, 10**7)
+        replies = [changed if reply.client == MUTATED else reply for reply in honest]
+        after, record = run_round(replace(context, fleet=GivenReplies(context.fleet, replies)), state, ROUND)
+        failures = {entry.client: entry.failure for entry in record.clients if entry.failure is not None}
+        assert set(failures) <= {MUTATED}, f"{name}: honest replies were refused: {failures}"
+        assert all(failure.strip() for failure in failures.values())
+        for tensor_name, tensor in after.server.tensors.items():
+            assert float(tensor.abs().max()) < LARGEST, f"{name}: {tensor_name} has {float(tensor.abs().max()):g}"
+        json.dumps([entry.numbers for entry in record.clients], allow_nan=False)
+        context.planner.plan(after, ROUND + 1)
+        reported = dict(after.client_metrics[MUTATED]) if MUTATED in after.client_metrics else {}
+        if costed < MAX_COSTED and not failures and reported.get("stored") != honest_numbers.get("stored"):
+            costed += 1
+            context.client_costs(after.client_metrics)
+        counts["refused" if failures else "used"] += 1
+
+
+@pytest.mark.parametrize("name", ["fedavg", "transfl", "eftvit", "fedvit"])
+def test_mutated_messages(name: str, tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    check_method(name, tmp_path, 30, counts)
+    assert min(counts["refused"], counts["used"]) > 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_thousand_mutated_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts: Counter[str] = Counter()
+    methods = all_methods()
+    for name in methods:
+        check_method(name, tmp_path / name, -(-10_000 // len(methods)), counts)
+    with capsys.disabled():
+        print(f"\nmessages: {dict(counts)}, over {len(methods)} methods")
+    assert sum(counts.values()) >= 10_000
