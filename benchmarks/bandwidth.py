@@ -1,121 +1,144 @@
-"""Communication of FedViT and FedWEIT over bandwidth, clients and tasks, by the virtual clock: FedViT's figure.
+"""Communication of FedViT and FedWEIT over bandwidth, clients and tasks, measured in real runs: FedViT's figure.
 
 Example::
 
-    python benchmarks/bandwidth.py --out docs/img
+    python benchmarks/bandwidth.py --preset fedvit-cifar100 --data-dir data --runs runs/bandwidth --out docs/img
 
-A FedViT client sends and receives the body, 2,691,648 numbers. A FedWEIT client sends base weights B and the sparse
-adaptive weights A of its task; it receives B and, once per task, the adaptive weights of every other client. FedWEIT's
-paper does not give the density of A for this model. Here it is chosen so that FedViT's saving over 20 clients is the
-61.55 % that FedViT's paper reports: 30.5 % of the weights, each with its index.
-
-Rounds, clients per round and epochs are FedViT's: 10 rounds per task, 40 % of the clients, 6 epochs over 250 images.
-Clients are selected as in a run, their speed is that of the hardware (2 AGX, 2 TX2, 8 NX, 8 Nano), and a round waits
-for its slowest client.
+Both methods train on the preset's tasks, once for every number of clients, 40 % of them in a round. The bytes that each
+client received and sent, and its operations, are those of the runs' records. How long a run takes at a bandwidth
+follows from them: a client's speed is that of its hardware (2 AGX, 2 TX2, 8 NX, 8 Nano), and a round waits for its
+slowest client. A run that is complete in ``--runs`` is not repeated, one that was interrupted is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
+from vitfleet.config import load_config
 from vitfleet.config.fleet import SynchronousSchedule
-from vitfleet.config.schema import Config, ModelConfig
-from vitfleet.costs.flops import full_flops
-from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RoundWorkload, assign_hardware, workload_seconds
+from vitfleet.costs.hardware_profiles import (
+    HARDWARE_PROFILES,
+    MEGABYTE,
+    RoundWorkload,
+    assign_hardware,
+    workload_seconds,
+)
 from vitfleet.costs.virtual_clock import close_round
-from vitfleet.models.zoo import build_model
 from vitfleet.report.figure_types import AxisView, Curve, LineChart
 from vitfleet.report.plotting import draw_files
-from vitfleet.run.round_plan import choose_clients
+from vitfleet.run.context import load_state
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.setup import open_run
 
-WEIGHT_BYTES, INDEX_BYTES = 4, 4
-ROUNDS_PER_TASK, CLIENT_FRACTION, EPOCHS, IMAGES = 10, 0.4, 6, 250
-DENSITY = 0.305  # of FedWEIT's adaptive weights
-HARDWARE = {"agx": 2, "tx2": 2, "nx": 8, "nano": 8}
-CLASSES = 100
-
-#: From the body's parameters, the clients, the task, and whether it is the client's first round of the task.
-RoundBytes: TypeAlias = Callable[[int, int, int, bool], tuple[int, int]]
-
-
-def fedvit_bytes(body: int, clients: int, task: int, first: bool) -> tuple[int, int]:
-    """Return the bytes that a client receives and sends in a round: the body, independent of the other clients."""
-    return WEIGHT_BYTES * body, WEIGHT_BYTES * body
+METHODS = {"FedViT": "fedvit", "FedWEIT": "fedweit"}
+HARDWARE: Any = {"agx": 2, "tx2": 2, "nx": 8, "nano": 8}
+CLIENT_FRACTION = 0.4
+BANDWIDTHS = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]  # MB/s
 
 
-def fedweit_bytes(body: int, clients: int, task: int, first: bool) -> tuple[int, int]:
-    """Return the bytes that a client receives and sends in a round; other clients' adaptive weights once per task."""
-    adaptive = int(DENSITY * body) * (WEIGHT_BYTES + INDEX_BYTES)
-    others = (clients - 1) * adaptive if first and task else 0
-    return WEIGHT_BYTES * body + others, WEIGHT_BYTES * body + adaptive
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The records of a run with a number of clients."""
 
+    clients: int
+    seed: int
+    records: Sequence[RoundRecord]
 
-def simulate(
-    round_bytes: RoundBytes, body: int, flops: int, clients: int, tasks: int, bandwidth: float
-) -> tuple[float, float]:
-    """Return the virtual seconds and the bytes of a run."""
-    per_round = max(1, round(CLIENT_FRACTION * clients))
-    config = Config.model_validate({"fleet": {"clients": clients, "per_round": per_round}})
-    profiles = assign_hardware(HARDWARE, clients, config.seed)  # type: ignore[arg-type]
-    now = total_bytes = 0.0
-    for task in range(tasks):
-        seen: set[int] = set()
-        for number in range(ROUNDS_PER_TASK):
-            selected = choose_clients(config, task * ROUNDS_PER_TASK + number + 1)
+    def minutes(self, bandwidth: float) -> float:
+        """Return the virtual minutes of the run at a bandwidth in MB/s."""
+        profiles, now = assign_hardware(HARDWARE, self.clients, self.seed), 0.0
+        for record in self.records:
             seconds = {}
-            for client in selected:
-                down, up = round_bytes(body, clients, task, client not in seen)
-                total_bytes += down + up
-                workload = RoundWorkload(down, flops * IMAGES * EPOCHS, up)
-                seconds[client] = workload_seconds(HARDWARE_PROFILES[profiles[client]], workload, bandwidth)
-            seen |= set(selected)
-            _, now = close_round(SynchronousSchedule(), per_round, now, seconds)
-    return now, total_bytes
+            for entry in record.clients:
+                workload = RoundWorkload(entry.down_bytes, int((entry.gflops or 0) * 1e9), entry.up_bytes)
+                device = HARDWARE_PROFILES[profiles[entry.client]]
+                seconds[entry.client] = workload_seconds(device, workload, bandwidth * MEGABYTE)
+            _, now = close_round(SynchronousSchedule(), len(seconds), now, seconds)
+        return now / 60
+
+    def megabytes_by_task(self) -> list[float]:
+        """Return the megabytes that all clients received and sent, up to the end of each task."""
+        return [(r.total_up_bytes + r.total_down_bytes) / MEGABYTE for r in self.records if r.task is not None]
+
+
+def measure(method: str, clients: int, preset: str, overrides: Sequence[str], folder: Path) -> MeasuredRun:
+    """Train, or finish an earlier run, and return its records."""
+    fleet = f"fleet.clients={clients}", f"fleet.per_round={max(1, round(CLIENT_FRACTION * clients))}"
+    # The keys of a preset's method are those of FedViT.
+    config = load_config(preset, [f"method={{name='{method}'}}", *fleet, *overrides])
+    context = open_run(config, folder)
+    run_rounds(context, load_state(context))
+    return MeasuredRun(clients, config.seed, list(read_records(folder)))
+
+
+def make_curves(x: Sequence[float], values: Callable[[str], Sequence[float]]) -> list[Curve]:
+    """Return a curve of each method."""
+    return [Curve(name, style, list(x), list(values(name))) for style, name in enumerate(METHODS)]
+
+
+def make_figures(runs: dict[str, list[MeasuredRun]], shown: int) -> list[LineChart]:
+    """Return the figures; those over bandwidth and tasks are of the runs at a position."""
+    clients = [run.clients for run in runs["FedViT"]]
+    minutes = make_curves(BANDWIDTHS, lambda name: [runs[name][shown].minutes(bandwidth) for bandwidth in BANDWIDTHS])
+    fleet = make_curves(clients, lambda name: [run.megabytes_by_task()[-1] / run.clients for run in runs[name]])
+    by_task = {name: runs[name][shown].megabytes_by_task() for name in METHODS}
+    tasks = make_curves(range(1, len(by_task["FedViT"]) + 1), by_task.__getitem__)
+    title = f"{clients[shown]} clients"
+    return [
+        LineChart("bandwidth", title, "virtual minutes", [AxisView("line", "MB/s per client", minutes)]),
+        LineChart("bytes-by-clients", "all tasks", "MB per client", [AxisView("clients", "clients", fleet)]),
+        LineChart("bytes-by-tasks", title, "MB, all clients", [AxisView("tasks", "tasks", tasks)]),
+    ]
+
+
+def print_table(figure: LineChart) -> None:
+    """Print a figure as a table."""
+    (view,) = figure.views
+    print(f"\n| {view.label} | " + " | ".join(f"{line.name}, {figure.label}" for line in view.curves) + " |")
+    print("|---|" + "---|" * len(view.curves))
+    for position, x in enumerate(view.curves[0].x):
+        print(f"| {x:g} | " + " | ".join(f"{line.y[position]:.3g}" for line in view.curves) + " |")
+
+
+def density(run: MeasuredRun) -> float:
+    """Return the mean number of adaptive weights that an update has."""
+    kept = [entry.numbers.get("adaptive_kept") for record in run.records for entry in record.clients]
+    numbers = [number for number in kept if isinstance(number, int)]
+    return sum(numbers) / max(1, len(numbers))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="fedvit-digits", help="a preset with tasks (default: %(default)s)")
+    parser.add_argument("--clients", type=int, nargs="+", default=[5, 10, 20], help="numbers of clients")
+    parser.add_argument("--data-dir", type=Path, help="where the data sets are")
+    parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="a key")
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--out", type=Path, help="draw the figures into this folder")
     args = parser.parse_args()
-    model = ModelConfig(dim=192, depth=6, heads=12, patch_size=4)
-    net = build_model(model, CLASSES, 3, 32, 0)
-    body, flops = net.anatomy.count_parameters(net.anatomy.body), full_flops(net).training
-    methods: dict[str, RoundBytes] = {"FedViT": fedvit_bytes, "FedWEIT": fedweit_bytes}
-
-    def make_curves(x: list[float], value: Callable[[RoundBytes, float], float]) -> list[Curve]:
-        return [
-            Curve(name, style, x, [value(round_bytes, position) for position in x])
-            for style, (name, round_bytes) in enumerate(methods.items())
+    overrides = [*args.overrides, *([f"data.dir={args.data_dir}"] if args.data_dir else [])]
+    runs = {
+        name: [
+            measure(method, clients, args.preset, overrides, args.runs / f"{method}-{clients}")
+            for clients in args.clients
         ]
-
-    bandwidths = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
-    hours = make_curves(
-        bandwidths, lambda round_bytes, bandwidth: simulate(round_bytes, body, flops, 20, 10, bandwidth * 1e6)[0] / 3600
-    )
-    fleet = make_curves(
-        [5, 10, 20, 50, 100], lambda round_bytes, n: simulate(round_bytes, body, flops, int(n), 10, 1e6)[1] / n / 1e9
-    )
-    tasks = make_curves(
-        list(range(1, 11)), lambda round_bytes, n: simulate(round_bytes, body, flops, 20, int(n), 1e6)[1] / 1e9
-    )
-    figures = [
-        LineChart("bandwidth", "Ten tasks, 20 clients", "virtual hours", [AxisView("line", "MB/s per client", hours)]),
-        LineChart("bytes-by-clients", "Ten tasks", "GB per client", [AxisView("clients", "clients", fleet)]),
-        LineChart("bytes-by-tasks", "20 clients", "GB, all clients", [AxisView("tasks", "tasks", tasks)]),
-    ]
-    for figure in figures:
-        (view,) = figure.views
-        print(f"\n| {view.label} | " + " | ".join(f"{line.name}, {figure.label}" for line in view.curves) + " |")
-        print("|---|" + "---|" * len(view.curves))
-        for position, x in enumerate(view.curves[0].x):
-            print(f"| {x:g} | " + " | ".join(f"{line.y[position]:.3g}" for line in view.curves) + " |")
+        for name, method in METHODS.items()
+    }
+    shown = args.clients.index(20) if 20 in args.clients else len(args.clients) - 1
+    for figure in make_figures(runs, shown):
+        print_table(figure)
         if args.out:
             draw_files(figure, args.out)
-    fedvit, fedweit = (simulate(round_bytes, body, flops, 20, 10, 1e6)[1] for round_bytes in methods.values())
-    print(f"\nbody {body:,} parameters; FedViT sends {1 - fedvit / fedweit:.2%} less over 20 clients, ten tasks")
+    fedvit, fedweit = (runs[name][shown].megabytes_by_task()[-1] for name in METHODS)
+    print(
+        f"\nFedViT sends and receives {1 - fedvit / fedweit:.2%} less than FedWEIT with {args.clients[shown]} clients;"
+    )
+    print(f"an update of FedWEIT has {density(runs['FedWEIT'][shown]):,.0f} adaptive weights on average")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ WITH_TASKS = {
     "a-gem": "",
     "ewc": "",
     "mas": "",
+    "fedweit": "",
     "fedvit": "method.k=1 method.head_epochs=1",
     "fedknow": "method.k=1",
     "er": "",

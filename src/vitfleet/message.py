@@ -52,6 +52,16 @@ def to_device(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
+def add_prefix(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors under names with a prefix."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def with_prefix(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, under the names without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all numbers of these tensors are finite.
 

@@ -224,6 +224,7 @@ METHODS = (
     "a-gem",
     "ewc",
     "mas",
+    "fedweit",
     "fedknow",
     "er",
     "der++",
@@ -352,7 +353,7 @@ def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedvit", "fedknow", "er", "der++", "joint"]
+    "name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedweit", "fedvit", "fedknow", "er", "der++", "joint"]
 )
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
@@ -392,6 +393,7 @@ RESUMED = {
     "dytox, shared tokens": (*WITHOUT_HEAD_EPOCHS, "method.name=dytox", "method.tokens=shared"),
     "fedknow": (*WITHOUT_HEAD_EPOCHS, "method.name=fedknow", "data.tasks.count=4", "train.epochs=1"),
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
+    "fedweit": (*WITHOUT_HEAD_EPOCHS, "method.name=fedweit", "data.tasks.count=4", "train.epochs=1"),
 }
 
 

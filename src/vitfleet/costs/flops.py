@@ -224,12 +224,14 @@ class CostModel:
         if self._first_round_state is None:
             return None
         stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
-        return State({**self._first_round_state.tensors, **stored}, self._first_round_state.numbers)
+        numbers = {name: client_metrics.get(name, kept) for name, kept in self._first_round_state.numbers.items()}
+        return State({**self._first_round_state.tensors, **stored}, numbers)
 
     def flops(self, fit: Fit, masked: bool = True) -> Flops:
         """Count the operations per sample of a training; without ``masked``, those of an unmasked image."""
         objective, ratio = fit.objective, (fit.train or self.train).mask_ratio if masked else 0.0
-        key = (objective.trainable, objective.depth, objective.split, ratio, frozenset(fit.weights))
+        select = self.net.anatomy.select
+        key = (select(objective.trainable), objective.depth, objective.split, ratio, select(fit.weights))
         if key not in self._flops_cache:
             self._flops_cache[key] = count_flops(self.net, objective, fit.weights, ratio)
         return self._flops_cache[key]
@@ -348,8 +350,12 @@ def full_flops(net: Net) -> Flops:
 
 
 def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
-    """Count the operations per sample under an objective."""
-    trainable = net.anatomy.trainable(objective.trainable)
+    """Count the operations per sample under an objective.
+
+    Where weights are composed, the operations of the composition are not counted: they are few, and per step.
+    """
+    trainable = net.anatomy.select(net.anatomy.trainable(objective.trainable))
+    weights = net.anatomy.select(weights).take(weights)
     leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trainable}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")

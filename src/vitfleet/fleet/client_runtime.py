@@ -62,6 +62,12 @@ class ClientRuntime:
         self, server: State, base_weights: Tensors, client_state: State | None, clients: Sequence[int], num_tasks: int
     ) -> list[EvalReply]:
         """Evaluate the model of clients that have the same state, on each client's first tasks."""
+        if self.method.has_task_models:
+            columns = []
+            for task_index in range(num_tasks):
+                weights = self.method.task_weights(server, base_weights, client_state, task_index)
+                columns.append(self.evaluate_tasks(weights, [ClientTask(client, task_index) for client in clients]))
+            return [EvalReply(client, row) for client, row in zip(clients, zip(*columns, strict=True), strict=True)]
         weights = self.method.model_weights(server, base_weights, client_state)
         tasks = [ClientTask(client, task_index) for client in clients for task_index in range(num_tasks)]
         evaluations = iter(self.evaluate_tasks(weights, tasks))

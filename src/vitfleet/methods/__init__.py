@@ -14,6 +14,7 @@ from vitfleet.methods.fedrep import FedRep  # isort: skip
 from vitfleet.methods.gem import AGem, Gem  # isort: skip
 from vitfleet.methods.ewc import Ewc  # isort: skip
 from vitfleet.methods.mas import Mas  # isort: skip
+from vitfleet.methods.fedweit import FedWeit  # isort: skip
 from vitfleet.methods.fedvit import FedVit  # isort: skip
 from vitfleet.methods.fedknow import FedKnow  # isort: skip
 from vitfleet.methods.er import ExperienceReplay  # isort: skip
@@ -58,6 +59,7 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedVit",
+    "FedWeit",
     "Gem",
     "Joint",
     "Mas",

@@ -147,6 +147,8 @@ class Method(ABC, Generic[Params]):
     has_global_model: bool = True
     #: Whether clients have models whose body the server averages: ``eval.body`` chooses between theirs and its own.
     shares_body: ClassVar[bool] = False
+    #: Whether a client has a model of its own for every task: see :meth:`Method.task_weights`.
+    has_task_models: ClassVar[bool] = False
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
     #: Names of the figures that a report shows for this method: see ``vitfleet.report.method_figures``.
@@ -252,6 +254,12 @@ class Method(ABC, Generic[Params]):
         client_state
             ``None``: a client that has not taken part yet, or the server.
         """
+
+    def task_weights(
+        self, server_state: State, base_weights: Tensors, client_state: State | None, task_index: int
+    ) -> Tensors:
+        """Return the model with which a client is evaluated on one of its tasks: by default the same for all tasks."""
+        return self.model_weights(server_state, base_weights, client_state)
 
     def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
         """Return the shapes of what a client keeps besides its model; its costs follow from them. Nothing by default.

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.message import Numbers, Tensors
+from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.shared_body import HeadsParams, LocalTraining, LocalTrainingResult, SharedBody
@@ -61,8 +61,8 @@ class Penalty:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {
-            **{_IMPORTANCE + name: tensor for name, tensor in self.importance.items()},
-            **{_ANCHOR + name: tensor for name, tensor in self.anchor.items()},
+            **add_prefix(_IMPORTANCE, self.importance),
+            **add_prefix(_ANCHOR, self.anchor),
             _OFFSET: self.offset,
         }
 
@@ -90,7 +90,7 @@ def learned_tensors(learned: LearnedTasks) -> dict[str, Tensor]:
     """Return what a client keeps of its tasks, as tensors of its state."""
     penalty = {} if learned.penalty is None else learned.penalty.tensors()
     return {
-        **{_PENALTY + name: tensor for name, tensor in penalty.items()},
+        **add_prefix(_PENALTY, penalty),
         **{f"{_LATEST}{learned.latest_task:04d}.{name}": tensor for name, tensor in learned.latest_importance.items()},
     }
 
@@ -99,16 +99,12 @@ def read_learned(client_tensors: Tensors) -> LearnedTasks:
     """Return what a client keeps of its tasks, from the tensors of its state."""
     penalty = None
     if _PENALTY + _OFFSET in client_tensors:
-        importance = _with_prefix(client_tensors, _PENALTY + _IMPORTANCE)
-        anchor = _with_prefix(client_tensors, _PENALTY + _ANCHOR)
+        importance = with_prefix(client_tensors, _PENALTY + _IMPORTANCE)
+        anchor = with_prefix(client_tensors, _PENALTY + _ANCHOR)
         penalty = Penalty(importance, anchor, client_tensors[_PENALTY + _OFFSET])
-    latest = {key.split(".", 1)[1]: tensor for key, tensor in _with_prefix(client_tensors, _LATEST).items()}
-    task_indices = {int(key.split(".", 1)[0]) for key in _with_prefix(client_tensors, _LATEST)}
+    latest = {key.split(".", 1)[1]: tensor for key, tensor in with_prefix(client_tensors, _LATEST).items()}
+    task_indices = {int(key.split(".", 1)[0]) for key in with_prefix(client_tensors, _LATEST)}
     return LearnedTasks(penalty, max(task_indices, default=None), latest)
-
-
-def _with_prefix(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,11 @@ class Anatomy:
         return Selection(tuple(name for name in self.shapes if name in selected))
 
     def trainable(self, selection: Selection) -> Selection:
-        """Return the weights of a selection that an optimiser can train, without buffers."""
-        return Selection(tuple(name for name in selection if name in self.parameters))
+        """Return the tensors of a selection that an optimiser can train: all but the model's buffers.
+
+        A selection may have tensors that the model does not have: see :mod:`vitfleet.training.composition`.
+        """
+        return Selection(tuple(name for name in selection if name in self.parameters or name not in self.shapes))
 
     def count_parameters(self, selection: Selection) -> int:
         """Return the number of trainable parameters in a selection."""

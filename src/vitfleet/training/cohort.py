@@ -16,6 +16,7 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.features import dequantize
 from vitfleet.message import Tensors
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.composition import composition_of
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.gradients import client_gradients, clip_gradients
 from vitfleet.training.memory_gradients import MemoryGradients, concatenate
@@ -66,8 +67,20 @@ class Cohort:
 
     @property
     def weights(self) -> Tensors:
-        """All weights of the model, those that train and those that do not."""
+        """All weights of the fits, those that train and those that do not."""
         return self.inputs.weights.tensors
+
+    def model_weights(self, weights: Tensors, trained: Tensors) -> Tensors:
+        """Return the weights of the model; where the objective composes them, those composed of what trains."""
+        composition = composition_of(self.objective.trainable)
+        if composition is None:
+            return weights
+        constants = self.inputs.constants
+        in_dims = dict.fromkeys(trained, 0), constants.in_dims
+        compose = torch.vmap(composition, in_dims=in_dims) if self.stacked else composition
+        composed: Tensors = compose(dict(trained), constants.tensors)
+        of_model = {name: weights[name] for name in self.engine.net.anatomy.shapes if name in weights}
+        return {**of_model, **composed}
 
     def first(self, count: int) -> Cohort:
         """Return a cohort of the first ``count`` clients that works on the same memory."""
@@ -130,6 +143,7 @@ class Cohort:
 
     def _forward(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:
         """Run the model on the batch of a step."""
+        weights = self.model_weights(weights, leaves)
         sample_weight, indices = batch.sample_weight, batch.image_indices
         features: Tensor | None = None
         split, depth = self.objective.split, self.objective.depth

@@ -188,7 +188,11 @@ def _single_inputs(
     trainable = net.anatomy.trainable(fit.objective.trainable)
     leaves = {name: fit.weights[name].detach().clone() for name in trainable}
     # The forward pass writes running statistics in place.
-    buffers = {name: tensor.clone() for name, tensor in fit.weights.items() if name not in net.anatomy.parameters}
+    buffers = {
+        name: tensor.clone()
+        for name, tensor in fit.weights.items()
+        if name not in net.anatomy.parameters and name not in leaves
+    }
     references = fit.reference_weights
     reference_weights = {} if references is None else {name: references[name].detach().clone() for name in trainable}
     return CohortInputs(

@@ -71,12 +71,13 @@ def _score_samples(cohort: Cohort, group: Sequence[ClientFit]) -> list[tuple[Ten
     """Return the loss and the logits of every sample under the trained weights, for each client."""
     engine, images = cohort.engine, cohort.images
     engine.net.module.eval()
+    weights = cohort.model_weights(cohort.weights, cohort.leaves)
     padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
     indices = padded if cohort.stacked else padded[0]
     chunks: list[tuple[Tensor, Tensor]] = []
     # A client without samples has no chunk; torch.split would return an empty one.
     for chunk in torch.split(indices, SCORING_BATCH, dim=-1) if indices.shape[-1] else ():
-        outputs, _ = engine.forward(cohort.weights, images.images[chunk], None, None, cohort.objective.depth)
+        outputs, _ = engine.forward(weights, images.images[chunk], None, None, cohort.objective.depth)
         logits, _ = engine.net.split_outputs(outputs)
         chunks.append((engine.sample_losses(logits, images.labels[chunk]), logits.float()))
     if not chunks:

@@ -15,6 +15,7 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.training.cohort_inputs import CohortInputs
+from vitfleet.training.composition import composition_of
 from vitfleet.training.distillation import distillation_gradients
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.gradients import client_gradients
@@ -55,6 +56,8 @@ class MemoryGradients:
         stacked: bool,
     ) -> MemoryGradients:
         """Allocate the tensors of the selected parts and of the gradients that are reused."""
+        if inputs.part_widths and composition_of(objective.trainable) is not None:
+            raise ValueError("a fit has a memory and composed weights: gradients of a memory need weights that train")
         selector, axis, parts = objective.selector, 1 if stacked else 0, len(inputs.part_widths)
         k = selector.k if selector is not None and parts > selector.k else 0
         memory = inputs.memory.tensors.items() if k else ()

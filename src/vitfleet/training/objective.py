@@ -210,7 +210,8 @@ class Objective:
     Attributes
     ----------
     trainable
-        The weights that train. The others have no gradient and no optimiser state.
+        The weights that train, or a :class:`~vitfleet.training.composition.ComposedSelection` of tensors that the
+        weights are composed of. All others have no gradient and no optimiser state.
     loss
         What is minimised.
     transform
