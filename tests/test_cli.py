@@ -17,7 +17,7 @@ from typing import TypeAlias
 import pytest
 
 from conftest import Command, MakeConfig
-from vitfleet.config import presets
+from vitfleet.config import load_config, presets
 from vitfleet.run.folder import create_run_folder
 
 # Overrides that make any preset on digits a run of seconds.
@@ -92,6 +92,13 @@ def test_every_command_has_help(command: str, vitfleet: Command, tmp_path: Path)
     assert f"vitfleet {command}" in result.stdout
 
 
+def test_a_preset_is_printed_as_a_file_to_start_from(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "presets", "--show", "digits")
+    (tmp_path / "mine.toml").write_text(result.stdout)
+    assert load_config(str(tmp_path / "mine.toml")) == load_config("digits")
+    assert_rejected(vitfleet(tmp_path, "presets", "--show", "digit"), "did you mean 'digits'?")
+
+
 def test_presets_lists_every_preset_with_its_title(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "presets")
     assert result.returncode == 0
@@ -116,6 +123,17 @@ def test_run_prints_a_summary_and_writes_its_folder(finished: tuple[Path, Result
         assert (folder / name).stat().st_size > 0
     assert len((folder / "records.jsonl").read_text().splitlines()) == 3
     assert list((folder / "tensorboard").glob("events.*"))
+
+
+def test_table_prints_and_writes_the_results(finished: tuple[Path, Result], vitfleet: Command) -> None:
+    folder, _ = finished
+    result = vitfleet(folder.parent, "table", "done", "--columns", "accuracy,upload")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("|  | accuracy, % | upload, MiB |")
+    written = vitfleet(folder.parent, "table", "done", "--to", "tex", "--out", "results.tex")
+    assert written.returncode == 0, written.stderr
+    assert r"\begin{tabular}" in (folder.parent / "results.tex").read_text()
+    assert_rejected(vitfleet(folder.parent, "table", "done", "--to", "word"), "--to word", "tex, md, csv")
 
 
 def test_run_rejects_a_folder_that_holds_a_run(finished: tuple[Path, Result], vitfleet: Command) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitfleet.api import Evaluation as Evaluation
     from vitfleet.api import ImagePrediction as ImagePrediction
     from vitfleet.api import Prediction as Prediction
+    from vitfleet.api import ResultTable as ResultTable
     from vitfleet.api import Run as Run
     from vitfleet.api import compare as compare
     from vitfleet.api import cost as cost
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vitfleet.api import load_model as load_model
     from vitfleet.api import load_run as load_run
     from vitfleet.api import predict as predict
+    from vitfleet.api import result_table as result_table
     from vitfleet.api import train as train
     from vitfleet.config import Config as Config
     from vitfleet.config import load_config as load_config
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "vitfleet.api": (
-        "Classifier", "Comparison", "Evaluation", "ImagePrediction", "Prediction", "Run", "compare", "cost", "evaluate",
-        "load_comparison", "load_model", "load_run", "predict", "train",
+        "Classifier", "Comparison", "Evaluation", "ImagePrediction", "Prediction", "ResultTable", "Run", "compare",
+        "cost", "evaluate", "load_comparison", "load_model", "load_run", "predict", "result_table", "train",
     ),
     "vitfleet.config": ("Config", "load_config"),
     "vitfleet.config.registry": (

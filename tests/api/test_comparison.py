@@ -41,6 +41,7 @@ def test_variants_name_methods_and_their_own_keys() -> None:
         ("fed-full", {"method.name": "fed-full", "train.lr": 3e-4, "train.mask_ratio": 0}),
         ("fedprox", {"method.name": "fedprox", "method.mu": 0.1}),
     ]
+    assert variants(["fedprox mu=0.1"]) == [("fedprox", {"method.name": "fedprox", "method.mu": 0.1})]
     several = variants(["fedvit", "fedvit method.tune_epochs=0", "gem"])
     assert [name for name, _ in several] == ["fedvit", "fedvit tune_epochs=0", "gem"]
 

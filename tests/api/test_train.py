@@ -73,6 +73,19 @@ def test_interrupted_run_resumes_to_the_same_records(tmp_path: Path) -> None:
     assert (tmp_path / "stopped/records.jsonl").read_bytes() == (tmp_path / "whole/records.jsonl").read_bytes()
 
 
+def test_added_rounds_are_those_of_a_longer_run(tmp_path: Path) -> None:
+    """With a constant learning rate, a run with added rounds is the longer run."""
+    keys = {**SMALL, "train.schedule": "constant", "train.warmup_rounds": 0, "eval.every": 1}
+    vitfleet.train("digits", overrides={**keys, "rounds": 3}, out=tmp_path / "long")
+    run = vitfleet.train("digits", overrides={**keys, "rounds": 2}, out=tmp_path / "short")
+    with pytest.raises(UserError, match="--rounds 2: must be more than the run's 2"):
+        run.resume(rounds=2)
+    assert run.finished
+    run.resume(rounds=3)
+    assert (run.config.rounds, run.summary["rounds"]) == (3, 3)
+    assert (tmp_path / "short/records.jsonl").read_bytes() == (tmp_path / "long/records.jsonl").read_bytes()
+
+
 def test_model_predicts_as_the_run_measured(tmp_path: Path) -> None:
     """The model's accuracy on the test images is the one in the records."""
     from vitfleet.data.sources import load_dataset

@@ -47,13 +47,13 @@ def test_timeline_marks_unused_updates(make_run: MakeRun) -> None:
     assert [interval for interval in timeline.intervals if not interval[3]] == [(2, 1.0, 2.0, False)]
 
 
-def test_draw_files_writes_every_figure_as_svg_and_png(make_run: MakeRun, tmp_path: Path) -> None:
+def test_draw_files_writes_every_figure_as_svg_pdf_and_png(make_run: MakeRun, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     groups = read_groups([make_run("a", method="transfl"), make_run("b", method="eftvit")])
     details = [figure for group in groups for figure in configuration_figures(group, group.label)]
     for figure in [*comparison_figures(groups), *partition_figures(groups), *details]:
         files = draw_files(figure, tmp_path)
-        assert {file.suffix for file in files} == {".svg", ".png"}
+        assert {file.suffix for file in files} == {".svg", ".pdf", ".png"}
         assert all(file.stat().st_size > 1000 for file in files)
     assert (tmp_path / "accuracy-by-virtual-time.svg").read_text().count("virtual hours") == 1
 

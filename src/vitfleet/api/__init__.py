@@ -15,6 +15,7 @@ from vitfleet.api.training import train
 from vitfleet.inference.classifier import Classifier, Prediction
 from vitfleet.inference.evaluate import Evaluation
 from vitfleet.inference.predict import ImagePrediction
+from vitfleet.report.result_table import ResultTable, result_table
 
 __all__ = [
     "Classifier",
@@ -22,6 +23,7 @@ __all__ = [
     "Evaluation",
     "ImagePrediction",
     "Prediction",
+    "ResultTable",
     "Run",
     "compare",
     "cost",
@@ -30,5 +32,6 @@ __all__ = [
     "load_model",
     "load_run",
     "predict",
+    "result_table",
     "train",
 ]

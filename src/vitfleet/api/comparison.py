@@ -170,8 +170,8 @@ def compare(
     configs
         Presets, files, trees of keys or configurations; one, or a list.
     methods
-        Train every configuration with each of these methods: a name, ``"fed-lora train.lr=5e-3"`` or
-        ``{"name": "fedprox", "mu": 0.1}``.
+        Train every configuration with each of these methods: a name, ``"fed-lora train.lr=5e-3"``, ``"fedprox mu=0.1"``
+        or ``{"name": "fedprox", "mu": 0.1}``.
     seeds
         Every configuration is trained with each of them.
     sweep
@@ -259,7 +259,8 @@ def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not name or "=" in name or not all("=" in text for text in texts):
         example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
         raise UserError(f"method {method!r}: must be a method's name, and key=value after it; for example {example}")
-    return name, parse_overrides(texts)
+    # A key without a table is one of the method's own: "fedprox mu=0.1".
+    return name, parse_overrides([text if "." in text.partition("=")[0] else f"method.{text}" for text in texts])
 
 
 def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:

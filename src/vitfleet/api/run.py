@@ -19,7 +19,7 @@ from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.folder import check_plugins, open_run_folder
+from vitfleet.run.folder import add_rounds, check_plugins, open_run_folder
 from vitfleet.run.records import ClientRecord, RoundRecord, read_records
 
 
@@ -94,16 +94,28 @@ class Run:
         """
         return StoredModels.open(self.path, self.config).classifier(client)
 
-    def resume(self, *, data: Any = None, callbacks: Sequence[Callback] = (), progress: Progress = NO_PROGRESS) -> Run:
+    def resume(
+        self,
+        *,
+        rounds: int | None = None,
+        data: Any = None,
+        callbacks: Sequence[Callback] = (),
+        progress: Progress = NO_PROGRESS,
+    ) -> Run:
         """Run the remaining rounds; the run ends as if it had never been interrupted.
 
         Parameters
         ----------
+        rounds
+            Give the run this many rounds in all, more than it had, even if it is finished.
         data
             The data set of a run that was started with data from Python: the same again.
         """
         folder = open_run_folder(self.path)
         try:
+            if rounds is not None:
+                add_rounds(folder, rounds)
+                self.__dict__.pop("config", None)  # read again
             run_in(folder, as_data_set(data), callbacks, progress)
         finally:
             folder.release()

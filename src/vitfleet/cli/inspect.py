@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
+from vitfleet.files import write_atomically
 
 
 @app.command()
@@ -58,7 +59,7 @@ def report(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Update the page until all runs are finished.")] = False,
 ) -> None:
-    """Write an HTML page about runs and comparisons, which opens without a network, and its figures as SVG and PNG.
+    """Write an HTML page about runs and comparisons, which needs no network, and its figures as SVG, PDF and PNG.
 
     Examples
     --------
@@ -80,10 +81,24 @@ def report(
 
 
 @app.command()
-def presets() -> None:
-    """List the shipped configurations."""
-    from vitfleet.config import presets as shipped
+def presets(
+    show: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print this preset: a file to start your own from.")
+    ] = None,
+) -> None:
+    """List the shipped configurations, or print one.
 
+    Examples
+    --------
+    * `vitfleet presets`
+    * `vitfleet presets --show digits > mine.toml`, then `vitfleet run mine.toml`
+    """
+    from vitfleet.config import presets as shipped
+    from vitfleet.config.load import preset_text
+
+    if show is not None:
+        print(preset_text(show), end="")
+        return
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("preset", style="bold", no_wrap=True)
     table.add_column("description")
@@ -115,3 +130,43 @@ def keys(
     for key in key_table.every_key():
         table.add_row(key.name, key.variant, key.allowed, key.default, key.meaning)
     console.print(table, highlight=False, markup=False)
+
+
+@app.command()
+def table(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
+    to: Annotated[str, typer.Option("--to", help="tex, md or csv.")] = "md",
+    columns: Annotated[
+        str | None, typer.Option(help="Columns, as accuracy,local,upload. `--columns help` lists all of them.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="An accuracy, 0…1: adds the rounds and the traffic to it.", min=0, max=1)
+    ] = None,
+    versus: Annotated[
+        str | None, typer.Option(help="A row's name: a paired t-test of every other row against it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+) -> None:
+    """Print the results of runs and comparisons as a table for a paper: mean ± standard deviation over the seeds.
+
+    The best mean of each column is bold. Runs that differ only in their seed are one row.
+
+    Examples
+    --------
+    * `vitfleet table runs/compare-001 --to tex --out results.tex`
+    * `vitfleet table runs/compare-001 --columns accuracy,forgetting --versus fedavg`
+    * `vitfleet table runs/a runs/b --to csv --target 0.8`
+    """
+    from vitfleet.report.result_table import COLUMNS, result_table
+
+    if columns == "help":
+        for name, column in COLUMNS.items():
+            print_text(console, f"{name}: {column.title}")
+        return
+    names = [] if columns is None else [name.strip() for name in columns.split(",")]
+    text = result_table(runs, names, target=target, versus=versus).to_text(to)
+    if out is None:
+        print(text, end="")
+        return
+    write_atomically(out, text.encode())
+    print_text(console, f"table: {out}")

@@ -84,16 +84,24 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run or comparison that was stopped.")],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Give the run this many rounds in all, even if it is finished.")
+    ] = None,
     jobs: Jobs = 1,
 ) -> None:
     """Resume a run or a comparison from its last checkpoint. It ends as if it had never been stopped.
 
-    Example: `vitfleet resume runs/digits-fedavg-001`
+    Examples
+    --------
+    * `vitfleet resume runs/digits-fedavg-001`
+    * `vitfleet resume runs/digits-fedavg-001 --rounds 50`
     """
     from vitfleet.run.compare import MANIFEST
-    from vitfleet.run.folder import open_run_folder
+    from vitfleet.run.folder import add_rounds, open_run_folder
 
     if (folder / MANIFEST).exists():
+        if rounds is not None:
+            raise UserError(f"--rounds {rounds}: is for one run; name the folder of a run in {folder}")
         from vitfleet.api.comparison import Comparison
         from vitfleet.cli.compare import check_single_process, run_comparison
 
@@ -104,6 +112,8 @@ def resume(
         _follow()
         return
     run_folder = open_run_folder(folder)
+    if rounds is not None:
+        add_rounds(run_folder, rounds)
     _show_summary(train(run_folder), run_folder)
 
 

@@ -139,8 +139,25 @@ def _reference(tree: Tree, registry: Registry[Any]) -> str | None:
     return path
 
 
+def preset_text(name: str) -> str:
+    """Return a shipped preset as the text of its file."""
+    if name not in presets():
+        raise _unknown_preset(name)
+    return _preset_file(name)
+
+
+def _unknown_preset(name: str) -> UserError:
+    close = difflib.get_close_matches(name, presets(), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them."
+    return UserError(f"no preset is called {name!r}: {hint} A file's name must end in .toml or .json.")
+
+
+def _preset_file(name: str) -> str:
+    return (files("vitfleet") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
 def _read_preset(name: str) -> Tree:
-    return tomllib.loads((files("vitfleet") / "presets" / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(_preset_file(name))
 
 
 def _read_source(source: str) -> Tree:
@@ -149,9 +166,7 @@ def _read_source(source: str) -> Tree:
         return _read_preset(source)
     path = Path(source)
     if path.suffix not in {".toml", ".json"}:
-        close = difflib.get_close_matches(source, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them."
-        raise UserError(f"no preset is called {source!r}: {hint} A file's name must end in .toml or .json.")
+        raise _unknown_preset(source)
     if not path.is_file():
         raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
     try:

@@ -1,4 +1,4 @@
-"""Draws the figures of a report to SVG and PNG files, for papers and slides."""
+"""Draws the figures of a report to SVG, PDF and PNG files, for papers and slides."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2)))
 _INK = "#334155"
 _MAX_TICKS = 24
 _MAX_MARKED_POINTS = 12
+_NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs write equal files
 
 
-def draw_files(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "png")) -> list[Path]:
+def draw_files(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "pdf", "png")) -> list[Path]:
     """Draw a figure into a folder and return its files: one per ending and horizontal axis."""
     if isinstance(figure, ImageFigure):
         path = folder / f"{figure.id}.png"
@@ -32,8 +33,7 @@ def draw_files(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "p
         canvas.set_layout_engine("none")  # the layout is computed once for all files
         for ending in endings:
             written.append(folder / f"{name}.{ending}")
-            # No date: equal runs write equal files.
-            canvas.savefig(written[-1], metadata={"Date": None} if ending == "svg" else None)
+            canvas.savefig(written[-1], metadata=_NO_DATE.get(ending))
     return written
 
 
@@ -54,6 +54,7 @@ def _draw(figure: Figure, view: AxisView | None) -> Any:
 
     mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "vitfleet"
+    mpl.rcParams["pdf.fonttype"] = 42  # TrueType: journals reject Type 3 fonts
     canvas = MatplotlibFigure(figsize=(7, _height(figure)), dpi=130, layout="constrained")
     FigureCanvasAgg(canvas)
     axes: Any = canvas.subplots()
@@ -84,7 +85,7 @@ def _height(figure: Figure) -> float:
 
 
 def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     for curve in view.curves:
         colour = COLOURS[curve.style % len(COLOURS)]
@@ -99,6 +100,11 @@ def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
     axes.grid(color="#e2e8f0", linewidth=0.7)
     if figure.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    if view.label == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lowest = min((value for curve in view.curves for value in (*curve.y, *curve.low) if value is not None), default=0.0)
+    if lowest >= 0:  # a band or a transfer may be below zero
+        axes.set_ylim(bottom=0)
     if len(view.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
     _hide_spines(axes)

@@ -36,7 +36,7 @@ def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
 
 
 def write_report(paths: Sequence[Path], out: Path | None = None, progress: Progress = NO_PROGRESS) -> WrittenReport:
-    """Write the report of runs and comparisons: the page, and every figure as SVG and PNG."""
+    """Write the report of runs and comparisons: the page, and every figure as SVG, PDF and PNG."""
     groups = read_groups(paths)
     figures = report_figures(groups)
     folder = _make_folder(report_folder(paths, out))

@@ -119,6 +119,27 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
     return RunFolder(path, lock_seconds)
 
 
+def add_rounds(folder: RunFolder, rounds: int) -> None:
+    """Give a run more rounds, finished or not; the next resume runs them.
+
+    The learning rate of the rounds to come follows the schedule of a run with this number of rounds.
+    """
+    config, summary = folder.config(), folder.path / "summary.json"
+    if config.data.tasks is not None:
+        raise UserError(f"--rounds {rounds}: a run on tasks has as many rounds as its tasks; start one with more tasks")
+    if rounds <= config.rounds:
+        raise UserError(f"--rounds {rounds}: must be more than the run's {config.rounds}")
+    stopped = json.loads(summary.read_text()).get("stopped") if summary.exists() else None
+    if stopped:
+        raise UserError(
+            f"--rounds {rounds}: the run was stopped after round {stopped['round']} ({stopped['reason']}); "
+            "start a new one without that callback"
+        )
+    longer = config.model_copy(update={"rounds": rounds})
+    write_atomically(folder.path / "config.json", longer.model_dump_json(indent=2).encode())
+    summary.unlink(missing_ok=True)
+
+
 def check_plugins(config: Config, path: Path) -> None:
     """Check that the plug-ins of a run are the ones it began with."""
     file = path / PLUGINS_FILE

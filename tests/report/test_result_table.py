@@ -1,0 +1,101 @@
+"""Tables for papers: means and deviations over seeds, the best in bold, a paired test, three formats."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+
+import pytest
+
+from made_runs import MakeRun
+from vitfleet.errors import UserError
+from vitfleet.report.result_table import COLUMNS, result_table
+from vitfleet.report.significance import paired_t_test
+
+
+def three_seeds(make_run: MakeRun, method: str) -> list[str]:
+    return [str(make_run(f"{method}-{seed}", method=method, seed=seed)) for seed in range(3)]
+
+
+def test_rows_are_means_over_seeds(make_run: MakeRun) -> None:
+    table = result_table(three_seeds(make_run, "fedavg"), ["accuracy", "local"])
+    accuracies = [100 * (0.5 + 0.01 * seed) for seed in range(3)]  # of the last of five made rounds
+    cell = table.cells["fedavg"][0]
+    assert cell.mean == pytest.approx(statistics.fmean(accuracies))
+    assert cell.deviation == pytest.approx(statistics.stdev(accuracies))
+    assert "n = 3 seeds" in table.note
+    assert "n − 1" in table.note
+    header, line = csv.reader(io.StringIO(table.to_csv()))
+    assert header[1:4] == ["accuracy, %: mean", "accuracy, %: standard deviation", "accuracy, %: n"]
+    assert float(line[1]) == pytest.approx(51.0)
+    assert line[3] == "3"
+
+
+def test_latex_and_markdown_mark_the_best(make_run: MakeRun) -> None:
+    weak = make_run("weak", method="fedavg", seed=0)
+    strong = make_run("strong", method="fed-head", seed=4)
+    table = result_table([weak, strong], ["accuracy", "upload"])
+    latex = table.to_latex()
+    assert r"fed-head & \textbf{54.0}" in latex
+    assert r"accuracy, \%" in latex
+    assert latex.count(r"\\") == 3
+    # Both send the same: both are the best.
+    assert table.to_markdown().count("**") == 2 + 4
+
+
+def test_target_columns(make_run: MakeRun) -> None:
+    runs = [make_run("a", method="fedavg"), make_run("b", method="fed-head", seed=7)]
+    table = result_table(runs, ["rounds", "traffic"], target=0.45)
+    # Accuracy is 0.1 per round, and 0.07 more with seed 7.
+    assert table.cells["fedavg"][0].mean == 5
+    assert table.cells["fed-head"][0].mean == 4
+    unreached = result_table(runs, ["rounds"], target=0.55)
+    assert unreached.cells["fedavg"][0].mean is None
+    assert "| fedavg | – |" in unreached.to_markdown()
+
+
+def test_paired_test_against_a_row(make_run: MakeRun) -> None:
+    scipy_stats = pytest.importorskip("scipy.stats")
+    first, second = {0: 1.0, 1: 2.5, 2: 3.0, 5: 9.0}, {0: 0.5, 1: 2.0, 2: 1.0, 7: 3.0}
+    test = paired_t_test(first, second)
+    assert test is not None
+    expected = scipy_stats.ttest_rel([1.0, 2.5, 3.0], [0.5, 2.0, 1.0])
+    assert (test.pairs, test.t, test.p) == (3, pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
+    assert paired_t_test({0: 1.0}, {0: 2.0}) is None
+    runs = [*three_seeds(make_run, "fedavg"), *three_seeds(make_run, "fed-head")]
+    table = result_table(runs, ["accuracy"], versus="fedavg")
+    assert table.tests["fedavg"] is None
+    # The made runs differ by seed only: no difference at all.
+    assert table.tests["fed-head"] is not None
+    assert table.tests["fed-head"].p == 1.0
+    assert "paired t-test" in table.note
+
+
+def test_default_columns(make_run: MakeRun) -> None:
+    usual = result_table([make_run("a")])
+    assert [column.title for column in usual.columns] == [
+        COLUMNS[name].title for name in ("accuracy", "local", "upload", "gflops")
+    ]
+    continual = result_table([make_run("tasks", tasks=2)])
+    assert continual.columns[0] == COLUMNS["average"]
+    assert continual.cells["fedavg"][1].mean == 20.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"columns": ["speed"]}, "columns speed: there is no such column; there are accuracy"),
+        ({"columns": ["rounds"]}, "columns rounds: needs a target accuracy"),
+        ({"versus": "gem"}, "versus gem: is no row of the table; its rows are fedavg"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], message: str, make_run: MakeRun) -> None:
+    run = make_run("a")
+    with pytest.raises(UserError, match=message):
+        result_table([run], **options)  # type: ignore[arg-type]
+
+
+def test_unfinished_run_is_named(make_run: MakeRun) -> None:
+    with pytest.raises(UserError, match="the run is not finished"):
+        result_table([make_run("a", finished_rounds=2)])
