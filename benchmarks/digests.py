@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--check", type=Path)
-    parser.add_argument("--export", default="export", help="the command that writes every client's images")
+    parser.add_argument("--export", default="export-data", help="the command that writes every client's images")
     parser.add_argument("names", nargs="*", help="only these cases")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -175,7 +175,9 @@ def measure_rounds(out: Path, overrides: list[str], rounds: int, bandwidth: floa
     vitfleet = [sys.executable, "-m", "vitfleet"]
     certs = ["--certs", str(out / "fleet")]
     subprocess.run([*vitfleet, "certs", out / "fleet", "--host", ADDRESSES[SERVER], "--names", CLIENT_NAME], check=True)
-    subprocess.run([*vitfleet, "export", "digits", "--out", out / "data", "--names", CLIENT_NAME, *options], check=True)
+    subprocess.run(
+        [*vitfleet, "export-data", "digits", "--out", out / "data", "--names", CLIENT_NAME, *options], check=True
+    )
     server = [*vitfleet, "server", "digits", "--host", ADDRESSES[SERVER], "--port", str(PORT), *certs]
     server += ["--out", str(out / "run"), *options]
     client = [*vitfleet, "client", "--server", f"{ADDRESSES[SERVER]}:{PORT}", "--name", CLIENT_NAME, *certs]

@@ -25,7 +25,19 @@ REPOSITORY_FILES = {
     "LICENSE": "LICENSE",
 }
 SOURCES = {page: source for source, page in REPOSITORY_FILES.items()}
-PACKAGES = ("flower", "run", "fleet", "costs", "methods", "training", "models", "data", "config")
+PACKAGES = (
+    "inference",
+    "exporters",
+    "flower",
+    "run",
+    "fleet",
+    "costs",
+    "methods",
+    "training",
+    "models",
+    "data",
+    "config",
+)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
 
 

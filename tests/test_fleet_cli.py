@@ -19,7 +19,7 @@ def test_certs_creates_a_key_for_every_client(vitfleet: Command, tmp_path: Path)
 
 
 def test_export_writes_every_clients_images(vitfleet: Command, tmp_path: Path) -> None:
-    result = vitfleet(tmp_path, "export", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
+    result = vitfleet(tmp_path, "export-data", "digits", "--out", "shards", "--names", "a,b,c", "-o", "data.limit=100")
     assert result.returncode == 0, result.stderr
     spec = DataSpec(DIGITS, 1, 8, 0.2, 0.0)
     assert sum(len(load_local(tmp_path / "shards" / name, spec).train) for name in ("a", "b", "c")) == 100

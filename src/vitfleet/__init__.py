@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitfleet.api import Classifier as Classifier
     from vitfleet.api import Comparison as Comparison
     from vitfleet.api import Evaluation as Evaluation
+    from vitfleet.api import Export as Export
     from vitfleet.api import ImagePrediction as ImagePrediction
     from vitfleet.api import Prediction as Prediction
     from vitfleet.api import ResultTable as ResultTable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vitfleet.api import compare as compare
     from vitfleet.api import cost as cost
     from vitfleet.api import evaluate as evaluate
+    from vitfleet.api import export as export
     from vitfleet.api import load_comparison as load_comparison
     from vitfleet.api import load_model as load_model
     from vitfleet.api import load_run as load_run
@@ -45,8 +47,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "vitfleet.api": (
-        "Classifier", "Comparison", "Evaluation", "ImagePrediction", "Prediction", "ResultTable", "Run", "compare",
-        "cost", "evaluate", "load_comparison", "load_model", "load_run", "predict", "result_table", "train",
+        "Classifier", "Comparison", "Evaluation", "Export", "ImagePrediction", "Prediction", "ResultTable", "Run",
+        "compare", "cost", "evaluate", "export", "load_comparison", "load_model", "load_run", "predict", "result_table",
+        "train",
     ),
     "vitfleet.config": ("Config", "load_config"),
     "vitfleet.config.registry": (

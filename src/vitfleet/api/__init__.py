@@ -1,4 +1,4 @@
-"""The public Python API: train, compare, load, cost, predict, evaluate. The command line uses the same functions.
+"""The public Python API: train, compare, load, cost, predict, evaluate, export. The commands use the same functions.
 
 import vitfleet
 
@@ -9,9 +9,11 @@ run.model()          # the trained model, a torch.nn.Module
 
 from vitfleet.api.comparison import Comparison, compare, load_comparison
 from vitfleet.api.cost_estimate import cost
+from vitfleet.api.exporting import export
 from vitfleet.api.models import evaluate, load_model, predict
 from vitfleet.api.run import Run, load_run
 from vitfleet.api.training import train
+from vitfleet.exporters.write import Export
 from vitfleet.inference.classifier import Classifier, Prediction
 from vitfleet.inference.evaluate import Evaluation
 from vitfleet.inference.predict import ImagePrediction
@@ -21,6 +23,7 @@ __all__ = [
     "Classifier",
     "Comparison",
     "Evaluation",
+    "Export",
     "ImagePrediction",
     "Prediction",
     "ResultTable",
@@ -28,6 +31,7 @@ __all__ = [
     "compare",
     "cost",
     "evaluate",
+    "export",
     "load_comparison",
     "load_model",
     "load_run",

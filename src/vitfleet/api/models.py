@@ -39,8 +39,7 @@ def load_model(source: ModelSource, client: int | None = None, device: str = "au
     --------
     >>> vitfleet.load_model("runs/first", client=7).predict("cat.jpg").label
     """
-    if isinstance(source, str | Path):
-        source = _open(Path(source))
+    source = open_source(source)
     if isinstance(source, Run):
         model = source.model(client)
     elif client is not None:
@@ -109,17 +108,21 @@ def evaluate(
     tuple
         One evaluation per model, and one line for each file or folder that needs a remark.
     """
-    source = _open(Path(source)) if isinstance(source, str | Path) else source
+    source = open_source(source)
     models = _models(source, client, device)
     first = next(models)
-    labelled = _labelled(source, first, data, progress)
+    labelled = labelled_images(source, first, data, progress)
     evaluations = [
         evaluate_images(model, labelled.images, known_task, batch_size, progress) for model in chain([first], models)
     ]
     return evaluations, labelled.notes
 
 
-def _open(path: Path) -> Run | Classifier:
+def open_source(source: ModelSource) -> Run | Classifier:
+    """Return the run in a folder, or the model in a file; anything else as it is."""
+    if not isinstance(source, str | Path):
+        return source
+    path = Path(source)
     if path.is_dir():
         return Run(path)
     if not path.exists():
@@ -137,9 +140,10 @@ def _models(source: Run | Classifier, client: int | Literal["all"] | None, devic
         raise UserError("client = all: a model file holds one model; name a run's folder")
 
 
-def _labelled(
-    source: Run | Classifier, model: Classifier, data: str | Path | None, progress: Progress
+def labelled_images(
+    source: Run | Classifier, model: Classifier, data: str | Path | None, progress: Progress = NO_PROGRESS
 ) -> LabelledImages:
+    """Return the images of a folder, or the test images of a run's own data."""
     if data is not None:
         return read_labelled(Path(data), model.classes, model.image_size, model.channels, progress)
     if not isinstance(source, Run):

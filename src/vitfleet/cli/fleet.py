@@ -38,7 +38,7 @@ CERTS_DIR = Path("fleet")
 
 
 @app.command()
-def export(
+def export_data(
     source: Annotated[
         str, typer.Argument(metavar="PRESET|FILE", help="Configuration of the data and of its partition.")
     ],
@@ -50,7 +50,7 @@ def export(
 ) -> None:
     """Write each client's images to a folder of its own, to try out a fleet whose clients have no images yet.
 
-    Example: `vitfleet export digits --out shards --names kitchen,garden,porch`
+    Example: `vitfleet export-data digits --out shards --names kitchen,garden,porch`
     """
     from vitfleet.data.assignment import assign_images
     from vitfleet.data.export import export_clients

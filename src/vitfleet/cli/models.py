@@ -119,6 +119,53 @@ def evaluate(
         print(json.dumps([evaluation.as_json() for evaluation in evaluations]))
 
 
+@app.command()
+def export(
+    model: Model,
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, timm, onnx, executorch, torch-export.")],
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: RUN/export/FORMAT[-client-N].")] = None,
+    client: Client = None,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Write ONNX with eight-bit weights too, and measure its accuracy.")
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Images to compare with. Default: the test images of the run's data."),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many of these images to use.")] = 500,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub; needs a token.")
+    ] = None,
+    plugin: Plugins = [],  # noqa: B006
+) -> None:
+    """Write a trained model in the format of other software, with class names, preprocessing and a model card.
+
+    What was written is loaded again and compared with the original.
+
+    Examples
+    --------
+    * `vitfleet export runs/first --to timm`
+    * `vitfleet export runs/first --to onnx --int8 --client 7 --out phone`
+    """
+    from vitfleet.api import export as export_model
+    from vitfleet.exporters.model_card import quantised_text
+
+    _prepare(plugin, False)
+    default = (model / "export" if model.is_dir() else Path()) / (to if client is None else f"{to}-client-{client}")
+    written = export_model(
+        model, to, out or default, client=client, int8=int8, data=data, images=images, push_to_hub=push_to_hub,
+        progress=_progress(),
+    )  # fmt: skip
+    for path in [*written.files, written.folder / "README.md"]:
+        print_text(console, f"written: {path}")
+    difference = f"logits differ by at most {written.max_difference:.1e} on {written.compared} images"
+    print_text(console, f"compared with the original: {difference}")
+    if written.quantised is not None:
+        print_text(console, f"eight-bit weights: {quantised_text(written)}")
+    if push_to_hub is not None:
+        print_text(console, f"uploaded: {push_to_hub}")
+
+
 def _prepare(plugins: Sequence[Path], reserved: bool) -> None:
     from vitfleet.config.plugins import load_plugins
 

@@ -96,13 +96,33 @@ class LowRankLinear(nn.Linear):
             b = torch.zeros(linear.out_features // target.num_slices, rank)
             self.register_parameter(f"{LORA_PREFIX}b_{name}", nn.Parameter(b))
 
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the factors A and B of one target."""
+        return getattr(self, f"{LORA_PREFIX}a_{name}"), getattr(self, f"{LORA_PREFIX}b_{name}")
+
+    def update(self) -> Tensor:
+        """Return BA as one matrix of the layer's shape, with each target's in its slice."""
+        a, b = self.joint_factors()
+        return b @ a
+
+    def joint_factors(self) -> tuple[Tensor, Tensor]:
+        """Return the factors of all targets as one pair: the rows of A below each other, B in blocks."""
+        rows = self.out_features // self.num_slices
+        factors = [(target.slice, *self.factors(name)) for name, target in self.targets.items()]
+        joint_b = torch.zeros(self.out_features, sum(a.shape[0] for _, a, _ in factors))
+        column = 0
+        for slice_index, a, b in factors:
+            joint_b[slice_index * rows : (slice_index + 1) * rows, column : column + a.shape[0]] = b
+            column += a.shape[0]
+        return torch.cat([a for _, a, _ in factors]), joint_b
+
     def forward(self, input: Tensor) -> Tensor:
         """Return Wx + b with the low-rank updates added to their slices."""
         output = super().forward(input)
         slices = list(output.chunk(self.num_slices, dim=-1))
         for name, target in self.targets.items():
-            low_rank = F.linear(input, getattr(self, f"{LORA_PREFIX}a_{name}"))
-            update = F.linear(low_rank, getattr(self, f"{LORA_PREFIX}b_{name}"))
+            a, b = self.factors(name)
+            update = F.linear(F.linear(input, a), b)
             slices[target.slice] = slices[target.slice] + self.scale * update
         return torch.cat(slices, dim=-1)
 
@@ -112,3 +132,12 @@ def _has_linear(block: nn.Module, path: str) -> bool:
         return isinstance(block.get_submodule(path), nn.Linear)
     except AttributeError:
         return False
+
+
+def merged_weights(vit: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights without low-rank factors: each update is added to the weight that it updates."""
+    weights = {name: tensor.detach().clone() for name, tensor in vit.state_dict().items()}
+    for path, module in vit.named_modules():
+        if isinstance(module, LowRankLinear):
+            weights[f"{path}.weight"] += module.scale * module.update()
+    return {name: tensor for name, tensor in weights.items() if not name.rpartition(".")[2].startswith(LORA_PREFIX)}

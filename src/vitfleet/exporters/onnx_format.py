@@ -1,0 +1,83 @@
+"""ONNX: the graph with its metadata, and its weights quantised to eight bits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitfleet.errors import UserError
+from vitfleet.exporters.graph import ExportGraph
+
+INPUT, OUTPUT = "images", "logits"
+REMEDY = "--to onnx needs packages that are not installed: pip install 'vitfleet[export]'"
+
+
+def write_onnx(graph: ExportGraph, path: Path) -> None:
+    """Write the graph, for any number of images at a time, with the class names and the input's form as metadata."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  (torch's exporter needs it)
+    except ImportError:
+        raise UserError(REMEDY) from None
+    batch = torch.export.Dim("batch")
+    program = torch.onnx.export(
+        graph,
+        (graph.example(),),
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        dynamic_shapes={"images": {0: batch}},
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None
+    model: Any = program.model_proto
+    _set_metadata(model, graph)
+    onnx.checker.check_model(model)
+    onnx.save(model, str(path))
+
+
+def quantise_onnx(source: Path, path: Path) -> None:
+    """Write a copy whose matrix products have eight-bit weights; activations are quantised as they are computed."""
+    try:
+        import onnx
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+    except ImportError:
+        raise UserError(REMEDY) from None
+    model = onnx.load(str(source))
+    # The exporter's shapes of intermediate values would contradict those that the quantiser infers.
+    del model.graph.value_info[:]
+    logging.getLogger().addFilter(_no_advice)
+    try:
+        quantize_dynamic(model, str(path), weight_type=QuantType.QInt8, per_channel=True)
+    finally:
+        logging.getLogger().removeFilter(_no_advice)
+
+
+def onnx_logits(path: Path, images: Tensor) -> Tensor:
+    """Return the logits that onnxruntime computes on the CPU."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise UserError(REMEDY) from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (logits,) = session.run([OUTPUT], {INPUT: images.numpy().astype(np.float32)})
+    return torch.from_numpy(logits)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    """Drop the quantiser's advice to simplify the graph first: torch's exporter has done that."""
+    return "pre-processing before quantization" not in record.getMessage()
+
+
+def _set_metadata(model: Any, graph: ExportGraph) -> None:
+    for key, value in {**graph.info.as_json(), "input": "pixels in 0…1, [batch, channels, height, width]"}.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = f"vitfleet.{key}", value if isinstance(value, str) else json.dumps(value)

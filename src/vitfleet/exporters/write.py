@@ -1,0 +1,197 @@
+"""Export of a model: write it, compare it with the original, measure what quantisation costs, describe it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from vitfleet.data.images import ImageSet
+from vitfleet.errors import UserError
+from vitfleet.exporters.graph import ExportGraph
+from vitfleet.exporters.onnx_format import onnx_logits, quantise_onnx, write_onnx
+from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
+from vitfleet.exporters.program_format import (
+    executorch_logits,
+    torch_export_logits,
+    write_executorch,
+    write_torch_export,
+)
+from vitfleet.exporters.timm_format import timm_logits, write_timm
+from vitfleet.files import write_atomically
+from vitfleet.inference.classifier import Classifier
+from vitfleet.inference.stored_models import load_model_file
+from vitfleet.run.model_file import MODEL_FILE, write_model
+
+FORMATS = ("safetensors", "timm", "onnx", "executorch", "torch-export")
+Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
+ONNX_FILE = "model.onnx"
+COMPARED_IMAGES = 100  # with which an exported model is compared with the original
+MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
+BATCH = 32
+PREPROCESSING_FILE = "preprocessing.json"
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What eight-bit weights cost.
+
+    Attributes
+    ----------
+    images
+        Number of labelled images on which both accuracies were measured; 0: there were none.
+    agreement
+        Share of images with the same predicted class.
+    bytes, original_bytes
+        Sizes of the two files.
+    """
+
+    images: int
+    accuracy: float | None
+    original_accuracy: float | None
+    agreement: float
+    bytes: int
+    original_bytes: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """An exported model.
+
+    Attributes
+    ----------
+    files
+        What was written.
+    max_difference
+        Largest difference between a logit of the exported model and of the original, over ``compared`` images.
+    """
+
+    folder: Path
+    format: str
+    files: list[Path]
+    max_difference: float
+    compared: int
+    quantised: Quantised | None = None
+
+
+def write_export(
+    model: Classifier, format: str, folder: Path, int8: bool = False, labelled: ImageSet | None = None
+) -> Export:
+    """Write a model in a format and compare what was written with the original.
+
+    Parameters
+    ----------
+    int8
+        Write the ONNX model with eight-bit weights too, and measure it.
+    labelled
+        Images for the comparison and for the accuracy of quantised models. ``None``: random ones, and no accuracy.
+
+    Raises
+    ------
+    UserError
+        The format cannot express the model, a package is missing, or the exported model computes something else.
+    """
+    if format not in FORMATS:
+        raise UserError(f"--to {format}: must be one of {', '.join(FORMATS)}")
+    if int8 and format != "onnx":
+        raise UserError(f"--int8: eight-bit weights are written for --to onnx only, not for {format}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+    model = model.cpu()
+    graph = ExportGraph(model)
+    images = graph.example(COMPARED_IMAGES) if labelled is None else graph.prepare(labelled.images[:COMPARED_IMAGES])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporters, about their own insides
+        files, logits = _write(model, graph, format, folder)
+    difference = float((logits(images) - _in_batches(graph, images)).abs().max())
+    if not difference <= MAX_DIFFERENCE:
+        raise UserError(f"--to {format}: the written model is not the original: logits differ by {difference:.3g}")
+    quantised = None
+    if int8:
+        files.append(folder / "model-int8.onnx")
+        quantise_onnx(folder / ONNX_FILE, files[-1])
+        quantised = _measure(folder / ONNX_FILE, files[-1], graph, labelled, images)
+    write_atomically(folder / PREPROCESSING_FILE, json.dumps(graph.info.as_json(), indent=1).encode())
+    return Export(folder, format, [*files, folder / PREPROCESSING_FILE], difference, len(images), quantised)
+
+
+def _write(model: Classifier, graph: ExportGraph, format: str, folder: Path) -> tuple[list[Path], Logits]:
+    """Write a model and return its files, and the function that computes logits from them."""
+    files, logits = _WRITERS[format](model, graph, folder)
+    if has_lora(model) and format in {"safetensors", "timm"}:
+        write_peft_adapter(model, folder)
+        files += [folder / BASE_FILE, folder / ADAPTER_FOLDER]
+    return files, logits
+
+
+def _write_safetensors(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
+    path = folder / MODEL_FILE
+    write_model(path, model.net, model.vit.state_dict(), model.info)
+    return [path], partial(_in_batches, ExportGraph(load_model_file(path)))
+
+
+def _write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
+    built = write_timm(model, graph, folder)
+    return [folder / MODEL_FILE, folder / "config.json"], partial(timm_logits, built, graph)
+
+
+def _write_onnx(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
+    path = folder / ONNX_FILE
+    write_onnx(graph, path)
+    return [path], partial(onnx_logits, path)
+
+
+def _write_torch_export(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
+    path = folder / "model.pt2"
+    write_torch_export(graph, path)
+    return [path], partial(torch_export_logits, path)
+
+
+def _write_executorch(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
+    path = folder / "model.pte"
+    write_executorch(graph, path)
+    return [path], partial(executorch_logits, path)
+
+
+_WRITERS: dict[str, Callable[[Classifier, ExportGraph, Path], tuple[list[Path], Logits]]] = {
+    "safetensors": _write_safetensors,
+    "timm": _write_timm,
+    "onnx": _write_onnx,
+    "executorch": _write_executorch,
+    "torch-export": _write_torch_export,
+}
+
+
+def _in_batches(graph: ExportGraph, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([graph(batch) for batch in torch.split(images, BATCH)])
+
+
+def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet | None, images: Tensor) -> Quantised:
+    """Compare a quantised model with the original one: on labelled images, or without accuracy on others."""
+    inputs = images if labelled is None else graph.prepare(labelled.images)
+    before, after = (
+        torch.cat([onnx_logits(file, batch) for batch in torch.split(inputs, BATCH)]).argmax(dim=1)
+        for file in (original, path)
+    )
+    labels = None if labelled is None else labelled.labels.cpu()
+    accuracy, original_accuracy = (
+        None if labels is None else float((predicted == labels).float().mean()) for predicted in (after, before)
+    )
+    return Quantised(
+        images=0 if labels is None else len(labels),
+        accuracy=accuracy,
+        original_accuracy=original_accuracy,
+        agreement=float((before == after).float().mean()),
+        bytes=path.stat().st_size,
+        original_bytes=original.stat().st_size,
+    )
