@@ -135,15 +135,24 @@ def test_models_do_not_need_the_file_of_the_initial_weights(tiny_config: MakeCon
     assert torch.equal(after[f"vit.{name}"], load_file(source.path / "model.safetensors")[name])
 
 
-@pytest.mark.parametrize("method", ["fed-prompt", "fed-lora"])
+ADAPTED = {"fed-prompt": (), "fed-lora": (), "dytox": ("rounds=2", *TASKS)}
+
+
+@pytest.mark.parametrize("method", ADAPTED)
 def test_a_model_file_is_used_as_the_run_measured_it(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    """Prompts and low-rank factors take part in the forward pass."""
-    run = finish(tiny_config(f"method.name={method}", "train.lr=1e-2"), tmp_path / "run")
-    data = load_dataset(run.config.data)
-    model = load_model_file(run.path / "model.safetensors")
-    with torch.inference_mode():
-        correct = (model(data.test.images).argmax(dim=1) == data.test.labels).float().mean()
-    assert float(correct) == pytest.approx(run.summary["accuracy"]["global"])
+    """What a method adds to the architecture takes part in the forward pass."""
+    config = tiny_config(f"method.name={method}", "train.lr=1e-2", *ADAPTED[method])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config.model_dump_json())
+    context = open_run(config, tmp_path / "run")
+    state = run_rounds(context).state
+    images = context.data.test.images[:30]
+    weights = context.method.model_weights(state.server, context.base.tensors, None)
+    expected = context.net(weights, context.trainer.preprocess(images))
+    run, path = vitfleet.load_run(tmp_path / "run"), tmp_path / "run" / "model.safetensors"
+    if context.method.has_global_model:
+        torch.testing.assert_close(load_model_file(path)(images), expected)
+    torch.testing.assert_close(run.model()(images), load_model_file(path)(images))
 
 
 def test_files_that_are_not_models_are_named(tmp_path: Path) -> None:

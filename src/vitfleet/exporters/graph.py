@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from vitfleet.config.schema import ModelConfig
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.adapters import merged_weights
-from vitfleet.models.anatomy import PROMPTS_NAME
 from vitfleet.models.zoo import build_model
 
 
@@ -55,6 +54,13 @@ class ExportGraph(nn.Module):
     ----------
     model
         A model on the CPU.
+
+    Attributes
+    ----------
+    network
+        From normalised images to logits.
+    is_plain
+        Whether the network is timm's own module.
     """
 
     mean: Tensor
@@ -71,8 +77,9 @@ class ExportGraph(nn.Module):
             std=info.std,
             model_size=info.input_size,
         )
-        self.has_prompts = getattr(model.vit, PROMPTS_NAME, None) is not None
-        self.network: nn.Module = PromptedNetwork(model) if self.has_prompts else plain_timm_model(model)
+        plain = plain_timm_model(model)
+        self.is_plain = plain is not None
+        self.network: nn.Module = AdaptedNetwork(model) if plain is None else plain
         self.register_buffer("mean", model.mean.detach().clone()[:, None, None])
         self.register_buffer("std", model.std.detach().clone()[:, None, None])
         self.eval()
@@ -100,8 +107,8 @@ class ExportGraph(nn.Module):
         return torch.rand(batch, self.info.channels, size, size, generator=generator)
 
 
-class PromptedNetwork(nn.Module):
-    """A ViT with prompts, which timm's own forward pass would ignore."""
+class AdaptedNetwork(nn.Module):
+    """A ViT with parts that timm's own forward pass would ignore, such as prompts."""
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
@@ -112,11 +119,13 @@ class PromptedNetwork(nn.Module):
         return self.model.logits(pixels)
 
 
-def plain_timm_model(model: Classifier) -> nn.Module:
-    """Return timm's module with the trained weights, low-rank factors merged. The model is on the CPU."""
+def plain_timm_model(model: Classifier) -> nn.Module | None:
+    """Return timm's module with the trained weights, low-rank factors merged; ``None`` if they have no place in it."""
     data = model.info.data
     config = ModelConfig.model_validate(model.info.model)
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0)
-    vit = net.module.vit
-    vit.load_state_dict(merged_weights(model.vit))
+    vit, weights = net.module.vit, merged_weights(model.vit)
+    if vit.state_dict().keys() != weights.keys():
+        return None
+    vit.load_state_dict(weights)
     return vit.eval().requires_grad_(False)

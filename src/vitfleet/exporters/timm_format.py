@@ -27,12 +27,13 @@ def write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> nn.Module
     Raises
     ------
     UserError
-        The model has prompts, or is not one that timm can build.
+        The model has parts that timm's does not have (prompts), or is not one that timm can build.
     """
     import timm
 
-    if graph.has_prompts:
-        raise UserError("--to timm: prompts are not part of a timm model; export to onnx or torch-export instead")
+    if not graph.is_plain:
+        name = model.info.method["name"]
+        raise UserError(f"--to timm: {name} adds parts that timm's model does not have; use --to onnx or torch-export")
     architecture, arguments = timm_arguments(model)
     weights = graph.network.state_dict()
     write_atomically(folder / "model.safetensors", safetensors_chunks(weights, {"format": "pt"}))

@@ -109,12 +109,12 @@ class Classifier(nn.Module):
         return Preprocess(self.net.image_size, self.mean, self.std)
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """Return the logits of preprocessed images, computed as in training: timm's module alone ignores prompts."""
+        """Return the logits of preprocessed images, computed as in training: timm's module ignores added parts."""
         if self.net.functional is None:
             logits: Tensor = self.vit(pixels)
             return logits
         weights = {**dict(self.vit.named_parameters()), **dict(self.vit.named_buffers())}
-        return self.net.functional(weights, pixels, None, 0, None, None)
+        return self.net(weights, pixels)
 
     @torch.inference_mode()
     def probabilities(self, images: Tensor, task: int | Sequence[int] | None = None) -> Tensor:

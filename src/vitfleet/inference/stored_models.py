@@ -117,7 +117,7 @@ def load_model_file(path: Path) -> Classifier:
     except ValidationError as error:
         raise UserError(f"{path}: its model cannot be built here ({error.errors()[0]['msg']})") from None
     data = info.data
-    adapt = partial(adapt_model, method)
+    adapt = partial(adapt_model, method, class_tasks=info.task_of_class or ())
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
     return Classifier(net, weights, info)
 
