@@ -210,7 +210,7 @@ def test_code_spans_name_existing_keys(document: Path) -> None:
 def test_code_spans_name_existing_options(document: Path) -> None:
     known = {option for command in SUBCOMMANDS.values() for parameter in command.params for option in parameter.opts}
     for span in spans_of(document):
-        for option in re.findall(r"^(--?[a-z][a-z-]*)", span):
+        for option in re.findall(r"^(--?[a-z][a-z0-9-]*)", span):
             assert option in known | {"--help", "--version"} | FOREIGN_OPTIONS.keys(), f"{document.name}: `{span}`"
 
 
