@@ -130,6 +130,8 @@ def main() -> None:
         for name, method in METHODS.items()
     }
     shown = args.clients.index(20) if 20 in args.clients else len(args.clients) - 1
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
     for figure in make_figures(runs, shown):
         print_table(figure)
         if args.out:
