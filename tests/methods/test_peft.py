@@ -14,7 +14,8 @@ from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.methods.peft import FedLoraParams, FedPromptParams
-from vitfleet.models.adapters import LoraTarget, LowRankLinear
+from vitfleet.models.adapters import LowRankLinear
+from vitfleet.models.layout import LoraTarget
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state

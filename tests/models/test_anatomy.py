@@ -12,7 +12,8 @@ from torch import nn
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig
-from vitfleet.models.anatomy import Anatomy, Selection, dissect
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.layout import layout_of
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 
@@ -138,13 +139,13 @@ def test_head_of_a_distilled_model_is_both_heads() -> None:
     assert "dist_token" in anatomy.embed
 
 
-def test_dissect_rejects_a_model_without_blocks() -> None:
+def test_layout_of_rejects_a_model_without_blocks() -> None:
     class Convolutions(nn.Module):
         def get_classifier(self) -> nn.Module:
             return self
 
     with pytest.raises(TypeError, match="Convolutions has no transformer blocks"):
-        dissect(Convolutions())
+        layout_of(Convolutions())
 
 
 # Selections

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
-from vitfleet.models.net import Net
+from vitfleet.models.net import BatchStatistics, Net
 from vitfleet.models.stacked_ops import attention
 from vitfleet.models.zoo import build_model
 
@@ -160,7 +160,7 @@ def test_unfused_attention_in_bfloat16_differs_by_rounding_only() -> None:
     exact = [torch.randn(2, 3, 17, 8, generator=rng, requires_grad=True) for _ in range(3)]
     rounded = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
     q, k, v = exact
-    expected, actual = F.scaled_dot_product_attention(q, k, v), attention(*rounded)
+    expected, actual = F.scaled_dot_product_attention(q, k, v), attention(rounded[0], rounded[1], rounded[2])
     assert actual.dtype == torch.bfloat16
     assert torch.allclose(expected, actual.float(), atol=0.03)
     grad_output = torch.randn(expected.shape, generator=rng)
@@ -257,12 +257,28 @@ def test_nets_of_one_architecture_are_the_same_function(small: Net) -> None:
 
 def test_running_statistics_are_updated_in_the_given_weights_only() -> None:
     net = make(OTHERS["levit"])
-    net.module.train()
     weights = net.initial_weights()
     before = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
-    net(weights, images(net).float())
-    assert not torch.equal(weights["stem.conv1.bn.running_mean"], before["stem.conv1.bn.running_mean"])
+    everyone = torch.ones(BATCH, dtype=torch.bool)
+    trained = net.trained_batch_norms(net.anatomy.blocks[0])
+    net(weights, images(net).float(), statistics=BatchStatistics(trained, everyone))
+    assert not torch.equal(
+        weights["stages.0.blocks.0.attn.qkv.bn.running_mean"], before["stages.0.blocks.0.attn.qkv.bn.running_mean"]
+    )
+    assert torch.equal(weights["stem.conv1.bn.running_mean"], before["stem.conv1.bn.running_mean"])
     assert all(torch.equal(tensor, before[key]) for key, tensor in net.initial_weights().items())
+
+
+def test_nothing_that_is_derived_from_one_clients_weights_is_used_for_another() -> None:
+    """LeViT keeps its attention biases in evaluation mode, which would be those of the first weights it saw."""
+    net = make(OTHERS["levit"]).with_constants_on("cpu")
+    net.module.eval()
+    first, second = ({key: tensor.float() for key, tensor in perturbed_weights(net, seed).items()} for seed in (1, 2))
+    inputs = images(net).float()
+    with torch.no_grad():
+        net(first, inputs)
+        other = make(OTHERS["levit"])
+        assert torch.equal(net(second, inputs), other(second, inputs))
 
 
 @pytest.mark.parametrize("name", ["class token", "class and distillation token", *OTHERS])

@@ -197,6 +197,8 @@ def assert_equal_evaluations(one: GlobalEvaluation, other: GlobalEvaluation) -> 
 class SpyForward:
     """Records the inputs of a net's forward passes."""
 
+    stackable = True
+
     def __init__(self, net: Net) -> None:
         assert net.functional is not None
         self.functional = net.functional
@@ -281,16 +283,21 @@ def test_equal_models_are_evaluated_once(copies: int, evaluator: FleetEvaluator,
     assert sum(shape[0] for shape in spy.shapes) == len(evaluator.test)
 
 
-def test_other_families_are_evaluated_one_after_the_other(evaluator: FleetEvaluator) -> None:
+@pytest.mark.parametrize("stacked", [True, False])
+def test_other_families_are_evaluated_as_one_after_the_other(
+    stacked: bool, evaluator: FleetEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ModelConfig(name="cait_xxs24_224", image_size=8, patch_size=4, depth=1)
     net = build_model(config, 5, 1, 8, seed=0)
-    assert not net.stackable
+    assert net.stacking == "vmap"
+    if not stacked:
+        monkeypatch.setitem(net.__dict__, "stacking", "none")
     models = [random_weights(net, seed) for seed in range(3)]
     preprocess = preprocess_for(net, torch.device("cpu"))
     other = Evaluator(net, preprocess, replace(evaluator.machine, cohort=8), batch_size=16)
-    assert other.models_at_once == 1
+    assert other.models_at_once == (8 if stacked else 1)
     correct, losses = other.evaluate_models(models, evaluator.test)
     for index, weights in enumerate(models):
         expected = other.evaluate(weights, evaluator.test)
         assert torch.equal(correct[index], expected[0])
-        assert torch.equal(losses[index], expected[1])
+        torch.testing.assert_close(losses[index], expected[1])

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from conftest import NO_IMAGES, MakeShard, MakeTrainer
+from family_configs import tiny_family
+from vitfleet.config.schema import AugmentConfig, TrainConfig
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.data.preprocess import Preprocess
+from vitfleet.errors import UserError
 from vitfleet.models.net import Net
+from vitfleet.training.cohort_driver import group_fits
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.execution import ExecutionSummary
+from vitfleet.training.machine import Machine
 from vitfleet.training.objective import Fit, Objective
 from vitfleet.training.step_runner import CudaGraphRunner
-from vitfleet.training.trainer import Trainer
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 
 def train(trainer: Trainer, net: Net, make_shard: MakeShard, clients: int) -> None:
@@ -29,7 +36,7 @@ def test_execution_summary_of_eager_training(tiny_net: Net, make_trainer: MakeTr
     assert trainer.execution_summary() == ExecutionSummary(), "a client without samples takes no step"
     for clients in (1, 3, 2):
         train(trainer, tiny_net, make_shard, clients)
-    assert trainer.execution_summary() == ExecutionSummary("eager", largest_cohort=3)
+    assert trainer.execution_summary() == ExecutionSummary("eager", largest_cohort=3, stacking="tensor operations")
     assert str(trainer.execution_summary()) == "eager, stacked 3 clients"
 
 
@@ -57,8 +64,81 @@ def test_execution_summary_of_captured_training(
         "kernels": False,
         "largest_cohort": 2,
         "captured_steps": len(captured),
+        "stacking": "tensor operations",
     }
     assert len(captured) == 2
     assert str(graphed.execution_summary()) == "cuda graph, stacked 2 clients, captured 2 steps"
     train(eager, tiny_net, make_shard, 1)
     assert eager.execution_summary().clients == "mixed", "both trainers share the cache"
+
+
+def test_execution_summary_of_a_module_that_is_stacked() -> None:
+    trainer, group = family_group("swin")
+    trainer.fit_cohort(group)
+    summary = trainer.execution_summary()
+    assert summary == ExecutionSummary("eager", largest_cohort=2, stacking="vmap")
+    assert str(summary) == "eager, stacked 2 clients with vmap"
+
+
+def test_a_module_that_cannot_be_stacked_is_captured_one_client_at_a_time(
+    captured: list[CudaGraphRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, group = family_group("swin")
+    monkeypatch.setitem(trainer.net.__dict__, "stacking", "none")
+    trainer = replace(trainer, machine=replace(trainer.machine, graphs=True))
+    groups = list(group_fits(list(enumerate(group)), trainer))
+    assert [len(part) for part in groups] == [1, 1]
+    for part in groups:
+        trainer.fit_cohort([client_fit for _, client_fit in part])
+    assert captured
+    assert trainer.execution_summary().clients == "cuda graph"
+    assert trainer.execution_summary().stacking == "none"
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["cvt", "t2t", *(pytest.param(name, marks=pytest.mark.long) for name in ("cait", "levit", "pvt", "pit", "swin"))],
+)
+def test_captured_steps_of_a_family_are_its_eager_steps(family: str, captured: list[CudaGraphRunner]) -> None:
+    trainer, group = family_group(family)
+    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
+    for _ in range(2):  # the second time the captured step is reused
+        results, expected = graphed.fit_cohort(group), trainer.fit_cohort(group)
+        for result, eager in zip(results, expected, strict=True):
+            for name, tensor in result.weights.items():
+                torch.testing.assert_close(tensor, eager.weights[name], rtol=1e-5, atol=1e-7, msg=name)
+    assert len(captured) == 1
+
+
+def test_a_step_that_cannot_be_captured_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, group = family_group("vit")
+    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
+
+    def capture(*arguments: object, **options: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured; set it to"):
+        graphed.fit_cohort(group)
+
+
+def family_group(family: str) -> tuple[Trainer, list[ClientFit]]:
+    """Return a trainer in double precision and two unequal clients of a family."""
+    net, cpu = tiny_family(family), torch.device("cpu")
+    net.module.double()
+    preprocess = preprocess_for(net, cpu)
+    exact = Preprocess(preprocess.image_size, preprocess.mean.double(), preprocess.std.double())
+    config = TrainConfig(batch_size=4, optimizer="sgd", lr=0.05)
+    trainer = Trainer(net, exact, config, AugmentConfig(), 1, Machine(cpu, False))
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (9, 1, net.image_size, net.image_size), generator=generator, dtype=torch.uint8)
+    images = ImageSet(pixels, torch.arange(9) % 4)
+    weights = {name: tensor.double() for name, tensor in net.initial_weights().items()}
+    fit = Fit(weights, Objective(net.anatomy.whole), 1)
+    ends = (9, 3)
+    return trainer, [
+        ClientFit(fit, Shard(images, torch.arange(end)), RngContext(7, 1, client)) for client, end in enumerate(ends)
+    ]

@@ -14,11 +14,14 @@ EvaluatedBody: TypeAlias = Literal["own", "aggregated"]
 
 
 class ModelConfig(Table):
-    """The model. ``vit`` is built from the sizes below; any other name is a registered model or timm's."""
+    """The model. The sizes below are those of ``vit``; other families have theirs in ``params``."""
 
-    name: str = Field("vit", description="vit, a registered model, or a timm name such as vit_tiny_patch16_224")
+    name: str = Field(
+        "vit",
+        description="vit, deit, cait, cvt, levit, pvt, pit, swin, t2t, another registered model, or a timm name",
+    )
     image_size: int | None = Field(None, ge=4, le=1024, description="default: the data's size, or timm's own")
-    patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, or timm's own")
+    patch_size: int | None = Field(None, ge=1, le=64, description="default: 4, the family's or timm's own")
     dim: int = Field(64, ge=8, le=16384, description="embedding width (for vit)")
     depth: int | None = Field(None, ge=1, le=64, description="number of layers; default: 4, or timm's own")
     heads: int = Field(4, ge=1, le=1024, description="attention heads (for vit)")

@@ -8,9 +8,8 @@ a training is computed by :mod:`vitfleet.costs.memory`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -173,7 +172,7 @@ class CostModel:
     def __init__(self, method: Method[Any], net: Net, train: TrainConfig, side: int | None = None) -> None:
         self.method = method
         self.train = train
-        self.net = with_constants_on(net, "meta")
+        self.net = net.with_constants_on("meta")
         self.side = side or net.image_size
         self.blank = shapes_of(net)
         self._flops_cache: dict[object, Flops] = {}
@@ -325,19 +324,6 @@ def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
     return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
 
 
-def with_constants_on(net: Net, device: str) -> Net:
-    """Return a copy whose buffers (index tables of some model families) are on another device.
-
-    The parameters are shared, not copied: weights are an argument of every call.
-    """
-    shared = {id(weight): weight for weight in net.module.parameters()}
-    module = copy.deepcopy(net.module, shared)
-    for submodule in module.modules():
-        for name, constant in submodule.named_buffers(recurse=False):
-            submodule._buffers[name] = constant.to(device)
-    return replace(net, module=module)
-
-
 def message_size(message: Message) -> int:
     """Return a message's encoded size in bytes; an empty message is not sent, so its size is 0."""
     return encoded_size(message) if message.tensors or message.numbers else 0
@@ -345,7 +331,7 @@ def message_size(message: Message) -> int:
 
 def full_flops(net: Net) -> Flops:
     """Count the operations of full training on an unmasked image, the reference for comparisons."""
-    meta_net = with_constants_on(net, "meta")
+    meta_net = net.with_constants_on("meta")
     return count_flops(meta_net, Objective(net.anatomy.whole), shapes_of(net), 0.0)
 
 
@@ -360,7 +346,6 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")
     keep = torch.empty(1, net.num_kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
-    net.module.eval()  # in training mode, batch norm needs more than one sample
     with FlopCounterMode(display=False) as counter:
         logits = forward(net, objective, {**blank, **leaves}, images, keep)
         forward_flops = counter.get_total_flops()

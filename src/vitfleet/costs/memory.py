@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.flops import DryRun, num_trained_models, with_constants_on
+from vitfleet.costs.flops import DryRun, num_trained_models
 from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
@@ -132,8 +132,7 @@ def training_memory(
     trainable = net.anatomy.trainable(fit.objective.trainable)
     received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
     trained = num_trained_models(fit) * _total_bytes([fit.weights[name] for name in trainable])
-    cpu_net = with_constants_on(net, "cpu")
-    cpu_net.module.train()
+    cpu_net = net.with_constants_on("cpu")
     machine = Machine(torch.device("cpu"), bf16)
     trainer = Trainer(
         cpu_net,

@@ -64,7 +64,7 @@ class InlineFleet:
         """Train clients in cohorts, or each in a worker thread. Clients start only as replies are consumed."""
         machine = self.runtime.trainer.machine
         # A module that holds its weights while it runs cannot be shared between threads.
-        threaded = machine.workers > 1 and machine.cohort == 1 and self.runtime.trainer.net.stackable
+        threaded = machine.workers > 1 and machine.cohort == 1 and self.runtime.trainer.net.thread_safe
         for reply, client_state in self._train_in_threads(requests) if threaded else self._train_in_cohorts(requests):
             if reply.message is not None:
                 self.stage_state(reply.client, client_state)

@@ -86,8 +86,12 @@ class EftVit(Method[EftVitParams]):
 
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        if not self.anatomy.is_plain_vit:
-            raise ConfigError("method.name", self.name, "needs a plain ViT (vit_*, deit_*), which can be split")
+        if not self.anatomy.uniform_blocks:
+            raise ConfigError(
+                "method.name",
+                self.name,
+                "needs a model that can be split before any layer; choose model.name = vit, deit or t2t",
+            )
         check_layers("local_layers", params.local_layers, self.anatomy.depth, reserved=1)
         blocks = self.anatomy.blocks
         self.local_module = self.anatomy.union(self.anatomy.embed, *blocks[: params.local_layers])

@@ -120,8 +120,12 @@ class FedBfpt(Method[FedBfptParams]):
     def __init__(self, params: FedBfptParams, context: MethodContext) -> None:
         super().__init__(params, context)
         check_params(params, self.anatomy.depth, context.rounds)
-        if not self.anatomy.is_plain_vit:
-            raise ConfigError("method.name", self.name, "needs a plain ViT, whose layers can be skipped")
+        if not self.anatomy.uniform_blocks:
+            raise ConfigError(
+                "method.name",
+                self.name,
+                "needs a model whose layers are interchangeable; choose model.name = vit, deit or t2t",
+            )
         layers = layer_schedule(context.rounds - params.head_rounds, params.local_layers - params.keep_last)
         # The layer that each round trains; None: only the head.
         self.schedule: list[int | None] = [*[None] * params.head_rounds, *layers]

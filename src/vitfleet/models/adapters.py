@@ -8,8 +8,7 @@ no longer be the model's, and its layers hold dictionaries of adapters, which ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,64 +16,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import LORA_PREFIX, PROMPTS_NAME, find_blocks, is_plain_vit
+from vitfleet.models.anatomy import LORA_PREFIX, PROMPTS_NAME
+from vitfleet.models.layout import LoraTarget, layout_of
 
 
 def add_prompts(vit: Any, count: int, deep: bool) -> None:
     """Add visual prompts (Jia et al., 2022): learned tokens before the first block or, if deep, before every block."""
-    if not is_plain_vit(vit):
-        raise UserError(f"model.name: a {type(vit).__name__} cannot take prompts; choose a plain ViT (vit_*, deit_*)")
+    if layout_of(vit).functional is None:
+        raise UserError(
+            f"model.name: a {type(vit).__name__} cannot take prompts; choose a plain ViT (vit, deit, t2t, or timm's "
+            "vit_*, deit_*)"
+        )
     embed_dim = vit.embed_dim
-    patch_size = vit.patch_embed.proj.kernel_size[0]
-    channels = vit.patch_embed.proj.in_channels
-    bound = math.sqrt(6 / (channels * patch_size**2 + embed_dim))  # as in the paper's code
+    patch_numbers = vit.patch_embed.proj.weight[0].numel()
+    bound = math.sqrt(6 / (patch_numbers + embed_dim))  # as in the paper's code
     prompts = torch.empty(len(vit.blocks) if deep else 1, count, embed_dim).uniform_(-bound, bound)
     vit.register_parameter(PROMPTS_NAME, nn.Parameter(prompts))
 
 
-@dataclass(frozen=True)
-class LoraTarget:
-    """The layer that a low-rank update is added to.
-
-    Attributes
-    ----------
-    path
-        Module path of a linear layer within a block.
-    slice, num_slices
-        Which of how many equal slices of the layer's outputs.
-    """
-
-    path: str
-    slice: int = 0
-    num_slices: int = 1
-
-
-LORA_TARGETS = {
-    "q": LoraTarget("attn.qkv", 0, 3),
-    "k": LoraTarget("attn.qkv", 1, 3),
-    "v": LoraTarget("attn.qkv", 2, 3),
-    "proj": LoraTarget("attn.proj"),
-    "fc1": LoraTarget("mlp.fc1"),
-    "fc2": LoraTarget("mlp.fc2"),
-}
-
-
 def add_lora(vit: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Add low-rank updates W + α/r·BA (Hu et al., 2022) to the named layers of every block."""
-    blocks = [vit.get_submodule(path) for path in find_blocks(vit)]
-    available = [
-        name for name, target in LORA_TARGETS.items() if all(_has_linear(block, target.path) for block in blocks)
-    ]
+    layout = layout_of(vit)
+    blocks = [vit.get_submodule(path) for path in layout.blocks]
+    found = [{name: _find_target(block, places) for name, places in layout.lora_targets.items()} for block in blocks]
+    available = [name for name in layout.lora_targets if all(of_block[name] is not None for of_block in found)]
     for name in targets:
         if name not in available:
             choice = (
                 f"choose from {', '.join(available)}" if available else f"a {type(vit).__name__} has no such layers"
             )
             raise ConfigError("method.targets", name, f"is not in this model; {choice}")
-    for block in blocks:
-        for path in dict.fromkeys(LORA_TARGETS[name].path for name in targets):
+    for block, of_block in zip(blocks, found, strict=True):
+        wanted = {name: target for name in targets if (target := of_block[name]) is not None}
+        for path in dict.fromkeys(target.path for target in wanted.values()):
             parent_path, _, attribute = path.rpartition(".")
-            of_layer = {name: LORA_TARGETS[name] for name in targets if LORA_TARGETS[name].path == path}
+            of_layer = {name: target for name, target in wanted.items() if target.path == path}
             parent = block.get_submodule(parent_path)
             setattr(parent, attribute, LowRankLinear(getattr(parent, attribute), rank, alpha / rank, of_layer))
 
@@ -82,7 +58,7 @@ def add_lora(vit: nn.Module, rank: int, alpha: float, targets: Sequence[str]) ->
 class LowRankLinear(nn.Linear):
     """A linear layer with low-rank updates of its outputs or of slices of them; weight and bias keep their names."""
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, targets: dict[str, LoraTarget]) -> None:
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, targets: Mapping[str, LoraTarget]) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
@@ -125,6 +101,11 @@ class LowRankLinear(nn.Linear):
             update = F.linear(F.linear(input, a), b)
             slices[target.slice] = slices[target.slice] + self.scale * update
         return torch.cat(slices, dim=-1)
+
+
+def _find_target(block: nn.Module, places: Sequence[LoraTarget]) -> LoraTarget | None:
+    """Return the first of the places where a block has a linear layer; ``None`` if there is none."""
+    return next((target for target in places if _has_linear(block, target.path)), None)
 
 
 def _has_linear(block: nn.Module, path: str) -> bool:

@@ -59,6 +59,11 @@ class FunctionalViT:
         self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
     ) -> None:
         self.vit = vit
+        self.settings: dict[str, Any] = {
+            "compile_blocks": compile_blocks,
+            "fused_attention": fused_attention,
+            "short_attention": short_attention,
+        }
         self.fused_attention = fused_attention
         # Imported only if it is used: the module needs Triton.
         self.kernel: Any = import_module("vitfleet.models.short_attention") if short_attention else None
@@ -73,6 +78,15 @@ class FunctionalViT:
             name for name in ("cls_token", "dist_token", "reg_token") if getattr(vit, name, None) is not None
         ]
         self.has_prompts: bool = getattr(vit, PROMPTS_NAME, None) is not None
+
+    @property
+    def stackable(self) -> bool:
+        """Whether weights may have a leading axis of clients."""
+        return self.vit.attn_pool is None
+
+    def with_settings(self, vit: Any = None, **settings: bool) -> FunctionalViT:
+        """Return the same forward pass with other settings of the constructor, or of another module."""
+        return type(self)(self.vit if vit is None else vit, **{**self.settings, **settings})
 
     def __call__(
         self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None
@@ -112,13 +126,9 @@ class FunctionalViT:
 
     def embed(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
         """Embed the kept patches of images with their positions, after the prefix tokens."""
-        vit = self.vit
-        kernel = weights["patch_embed.proj.weight"]
-        size = kernel.shape[-1]
-        patches = patchify(images, size) if keep is None else kept_patches(images, size, keep)
         prefix = [weights[name] for name in self.prefix_names]
-        positions = weights["pos_embed"]
-        prefix_positions = 0 if vit.no_embed_class else sum(token.shape[-2] for token in prefix)
+        positions = self.positions(weights)
+        prefix_positions = 0 if self.vit.no_embed_class else sum(token.shape[-2] for token in prefix)
         patch_positions = positions[..., prefix_positions:, :]
         if keep is not None:
             if patch_positions.dim() == 3:
@@ -126,14 +136,25 @@ class FunctionalViT:
             else:
                 client = torch.arange(keep.shape[0], device=keep.device)[:, None, None]
                 patch_positions = patch_positions[:, 0][client, keep]
-        embedded = linear(patches, kernel.flatten(-3), weights.get("patch_embed.proj.bias"))
-        tokens = self._norm(weights, "patch_embed.norm", vit.patch_embed.norm, embedded) + patch_positions
+        tokens = self.embed_patches(weights, images, keep) + patch_positions
         if not prefix:
             return tokens
         prefix_tokens = torch.cat(prefix, dim=-2)
         if prefix_positions:
             prefix_tokens = prefix_tokens + positions[..., :prefix_positions, :]
         return torch.cat([prefix_tokens.expand(*tokens.shape[:-2], -1, -1), tokens], dim=-2)
+
+    def embed_patches(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
+        """Embed the kept patches of images, without positions."""
+        kernel = weights["patch_embed.proj.weight"]
+        size = kernel.shape[-1]
+        patches = patchify(images, size) if keep is None else kept_patches(images, size, keep)
+        embedded = linear(patches, kernel.flatten(-3), weights.get("patch_embed.proj.bias"))
+        return self._norm(weights, "patch_embed.norm", self.vit.patch_embed.norm, embedded)
+
+    def positions(self, weights: Tensors) -> Tensor:
+        """Return the position embeddings."""
+        return weights["pos_embed"]
 
     def block(self, weights: Tensors, index: int, tokens: Tensor) -> Tensor:
         """Run one transformer block."""

@@ -2,26 +2,59 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, can_drop_tokens, dissect, is_plain_vit
-from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
-from vitfleet.models.stacked_ops import kept_patches, linear
+from vitfleet.models.anatomy import Anatomy, dissect
+from vitfleet.models.batch_norm import MASK_NAME, replace_batch_norms, trained_batch_norms
+from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.layout import KeptForward, Layout, layout_of
+from vitfleet.models.module_call import call_module
+
+#: How several clients are stacked: by tensor operations of ours, by ``torch.vmap`` over the module, or not at all.
+Stacking: TypeAlias = Literal["tensor operations", "vmap", "none"]
 
 
-class TimmWrapper(nn.Module):
-    """A timm model under the attribute ``vit``; a CaiT can run on some of an image's patches."""
+@dataclass(frozen=True)
+class BatchStatistics:
+    """The batch norms that normalise with their batch, and the samples that count.
 
-    def __init__(self, vit: nn.Module) -> None:
+    Attributes
+    ----------
+    batch_norms
+        Module paths of these batch norms. Their running statistics are updated in place, in the weights of the call.
+    sample_mask
+        Which samples are not padding, ``[…, batch]``.
+    """
+
+    batch_norms: tuple[str, ...]
+    sample_mask: Tensor
+
+
+class ModuleWrapper(nn.Module):
+    """A model under the attribute ``vit``, with its forward pass on some of an image's patches if it has one.
+
+    It is always in training mode: nothing of a model is random, batch norms are told what to do in every call, and
+    some families keep values that they derived from their weights in evaluation mode.
+    """
+
+    def __init__(self, vit: nn.Module, forward_kept: KeptForward | None) -> None:
         super().__init__()
         self.vit = vit
+        self.forward_kept = forward_kept
+        self.train()
+
+    def train(self, mode: bool = True) -> ModuleWrapper:
+        """Stay in training mode."""
+        return super().train(True)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
         """Return logits.
@@ -29,19 +62,12 @@ class TimmWrapper(nn.Module):
         Parameters
         ----------
         keep
-            For a CaiT: positions of the patches that are kept; the others are never embedded.
+            Positions of the patches that are kept; the others are never embedded.
         """
         if keep is None:
             return cast(Tensor, self.vit(images))
-        vit: Any = self.vit
-        kernel = vit.patch_embed.proj.weight
-        kept = kept_patches(images, kernel.shape[-1], keep)
-        embedded = linear(kept, kernel.flatten(1), vit.patch_embed.proj.bias)
-        tokens = vit.blocks(vit.patch_embed.norm(embedded) + vit.pos_embed[0][keep])
-        class_token = vit.cls_token.expand(len(tokens), -1, -1)
-        for block in vit.blocks_token_only:
-            class_token = block(tokens, class_token)
-        return cast(Tensor, vit.forward_head(vit.norm(torch.cat([class_token, tokens], dim=1))))
+        assert self.forward_kept is not None
+        return self.forward_kept(self.vit, images, keep)
 
 
 @dataclass(frozen=True)
@@ -51,23 +77,26 @@ class Net:
     Attributes
     ----------
     module
-        The timm model that defines the architecture.
+        The model that defines the architecture.
+    layout
+        Where its family keeps its parts.
     anatomy
         The names of its weights, by part.
     functional
-        The forward pass of a plain ViT; ``None`` for other families, whose module is called instead.
-    num_patches
-        Patches per image; 0 for a family whose tokens cannot be dropped.
+        The forward pass as tensor operations; ``None`` where the module is called instead.
+    batch_norms
+        Module paths of its batch norms.
     num_prefix_tokens, embed_dim
         Tokens before the patches (class token, registers), and the width of a token.
     image_size, mean, std
         The model's input: height and width in pixels, and the normalisation of pixels in 0…1.
     """
 
-    module: TimmWrapper
+    module: ModuleWrapper
+    layout: Layout
     anatomy: Anatomy
     functional: FunctionalViT | None
-    num_patches: int
+    batch_norms: tuple[str, ...]
     num_prefix_tokens: int
     embed_dim: int
     image_size: int
@@ -75,34 +104,86 @@ class Net:
     std: tuple[float, ...]
 
     @property
+    def num_patches(self) -> int:
+        """Patches per image; 0 for a family whose tokens cannot be dropped."""
+        return self.layout.num_patches
+
+    @property
     def stackable(self) -> bool:
         """Whether weights may have a leading axis of clients."""
-        return self.functional is not None and self.module.vit.attn_pool is None
+        return self.stacking != "none"
+
+    @cached_property
+    def stacking(self) -> Stacking:
+        """How several clients are stacked; a module is tried on two clients without values."""
+        if self.functional is not None:
+            return "tensor operations" if self.functional.stackable else "none"
+        net = self.with_constants_on("meta")
+        empty = partial(torch.empty, dtype=next(self.module.parameters()).dtype, device="meta")
+        weights = {name: empty(2, *shape) for name, shape in self.anatomy.shapes.items()}
+        images = empty(2, 2, len(self.mean), self.image_size, self.image_size)
+        mask = torch.ones(2, 2, dtype=torch.bool, device="meta")
+        try:
+            net(weights, images, statistics=BatchStatistics(self.batch_norms, mask))
+        except (RuntimeError, TypeError, ValueError):  # whatever an operation that cannot be lifted raises
+            return "none"
+        return "vmap"
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may call it. A module holds the weights of a call while it runs."""
+        return self.stacking == "tensor operations"
+
+    def trained_batch_norms(self, selected: Collection[str]) -> tuple[str, ...]:
+        """Return the batch norms whose running statistics are among the selected weights."""
+        return trained_batch_norms(self.batch_norms, frozenset(selected)) if self.batch_norms else ()
 
     def __call__(
-        self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None
+        self,
+        weights: Tensors,
+        images: Tensor,
+        keep: Tensor | None = None,
+        depth: int | None = None,
+        statistics: BatchStatistics | None = None,
     ) -> Tensor:
         """Return logits; see :meth:`outputs`."""
-        return self.split_outputs(self.outputs(weights, images, keep, depth))[0]
+        return self.split_outputs(self.outputs(weights, images, keep, depth, statistics))[0]
 
-    def outputs(self, weights: Tensors, images: Tensor, keep: Tensor | None = None, depth: int | None = None) -> Tensor:
+    def outputs(
+        self,
+        weights: Tensors,
+        images: Tensor,
+        keep: Tensor | None = None,
+        depth: int | None = None,
+        statistics: BatchStatistics | None = None,
+    ) -> Tensor:
         """Return logits, and after them the outputs that only the loss of a training needs, if the model has any.
 
         Parameters
         ----------
+        images
+            ``[batch, …]``, or ``[clients, batch, …]`` where weights have a leading axis of clients.
         keep
             Positions of the patches that are kept; the others are never embedded.
         depth
             Number of blocks to use, if not all of them; the last ones are skipped.
+        statistics
+            The batch norms that train; all others use their running statistics.
         """
         skipped = self.anatomy.blocks[depth:] if depth is not None else ()
         needed = self.anatomy.shapes.keys() - {name for block in skipped for name in block}
         if missing := needed - weights.keys():
             raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
-        if self.functional is None:
-            module_weights = {f"vit.{name}": tensor for name, tensor in weights.items()}
-            return cast(Tensor, functional_call(self.module, module_weights, (images, keep), tie_weights=False))
-        return self.functional(weights, images, keep, 0, None, depth)
+        if self.functional is not None:
+            return self.functional(weights, images, keep, 0, None, depth)
+        shapes = self.anatomy.shapes
+        given = {f"vit.{name}": weights[name] for name in shapes}
+        stacked = {f"vit.{name}" for name, shape in shapes.items() if weights[name].dim() > len(shape)}
+        if statistics is not None:
+            masks = {f"vit.{path}.{MASK_NAME}": statistics.sample_mask for path in statistics.batch_norms}
+            given |= masks
+            stacked |= set(masks) if images.dim() > 4 else set()
+        return call_module(self.module, given, frozenset(stacked), images, keep)
 
     def split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits among the model's outputs, and the other outputs; ``None`` if there are no others."""
@@ -112,12 +193,12 @@ class Net:
         return outputs[..., :num_classes], outputs[..., num_classes:]
 
     def forward_to(self, weights: Tensors, images: Tensor, keep: Tensor | None, block: int) -> Tensor:
-        """Return the tokens that enter a block. Only for a plain ViT."""
+        """Return the tokens that enter a block. Only for a model with uniform blocks."""
         assert self.functional is not None
         return self.functional(weights, images, keep, 0, block, None)
 
     def forward_from(self, weights: Tensors, tokens: Tensor, block: int) -> Tensor:
-        """Return the logits of tokens that enter a block. Only for a plain ViT."""
+        """Return the logits of tokens that enter a block. Only for a model with uniform blocks."""
         assert self.functional is not None
         return self.functional(weights, tokens, None, block, None, None)
 
@@ -142,7 +223,20 @@ class Net:
         """Return the same function without the fused attention kernel, if it has one."""
         if self.functional is None:
             return self
-        return replace(self, functional=type(self.functional)(self.module.vit, fused_attention=False))
+        return replace(self, functional=self.functional.with_settings(fused_attention=False))
+
+    def with_constants_on(self, device: str) -> Net:
+        """Return a copy whose buffers (index tables of some families) are on another device.
+
+        The parameters are shared, not copied: weights are an argument of every call.
+        """
+        shared = {id(weight): weight for weight in self.module.parameters()}
+        module = copy.deepcopy(self.module, shared)
+        for submodule in module.modules():
+            for name, constant in submodule.named_buffers(recurse=False):
+                submodule._buffers[name] = constant.to(device)
+        functional = None if self.functional is None else self.functional.with_settings(vit=module.vit)
+        return replace(self, module=module, functional=functional)
 
     def num_kept_patches(self, mask_ratio: float) -> int:
         """Return how many patches a mask keeps. The number is the same for every image, so that shapes are static."""
@@ -165,15 +259,23 @@ def num_kept(count: int, dropped: float) -> int:
     return max(1, int(count * (1 - dropped) + 1e-6))
 
 
-def wrap_timm_model(vit: Any, image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
-    """Return a timm model as a :class:`Net`."""
-    plain = is_plain_vit(vit)
+def make_net(vit: Any, image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
+    """Return a model as a :class:`Net`.
+
+    Raises
+    ------
+    TypeError
+        If the model has no transformer blocks in a known place.
+    """
+    layout = layout_of(vit)
+    batch_norms = replace_batch_norms(vit)
     return Net(
-        module=TimmWrapper(vit),
-        anatomy=dissect(vit),
-        functional=getattr(vit, FORWARD_PASS, FunctionalViT)(vit) if plain else None,
-        num_patches=vit.patch_embed.num_patches if can_drop_tokens(vit) else 0,
-        num_prefix_tokens=vit.num_prefix_tokens if plain else 0,
+        module=ModuleWrapper(vit, layout.forward_kept),
+        layout=layout,
+        anatomy=dissect(vit, layout),
+        functional=None if layout.functional is None else cast(FunctionalViT, layout.functional(vit)),
+        batch_norms=batch_norms,
+        num_prefix_tokens=0 if layout.functional is None else vit.num_prefix_tokens,
         embed_dim=vit.num_features,
         image_size=image_size,
         mean=mean,

@@ -29,7 +29,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         outputs = F.linear(inputs, weight)
     else:
         rows = inputs.flatten(1, -2)
-        autocast = torch.is_autocast_enabled(rows.device.type)
+        autocast = not rows.is_meta and torch.is_autocast_enabled(rows.device.type)
         dtype = torch.get_autocast_dtype(rows.device.type) if autocast else rows.dtype
         product: Tensor
         if weight.dim() == 4:
@@ -105,9 +105,20 @@ def broadcast_channels(vector: Tensor, inputs: Tensor) -> Tensor:
     return vector if vector.dim() == 1 else vector.view(vector.shape[0], *(1,) * (inputs.dim() - 2), -1)
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return scaled dot-product attention without a fused kernel; all ``[batch, heads, tokens, head_dim]``."""
-    scores: Tensor = (queries * queries.shape[-1] ** -0.5) @ keys.mT
+def attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Return scaled dot-product attention without a fused kernel; all ``[batch, heads, tokens, head_dim]``.
+
+    Parameters
+    ----------
+    bias
+        Added to the scores; broadcast over them.
+    scale
+        Default: 1 / √head_dim.
+    """
+    scores: Tensor = (queries * (queries.shape[-1] ** -0.5 if scale is None else scale)) @ keys.mT
+    scores = scores if bias is None else scores + bias
     return scores.softmax(dim=-1) @ values
 
 
@@ -126,6 +137,11 @@ def kept_patches(images: Tensor, patch_size: int, keep: Tensor) -> Tensor:
     kept = keep.reshape(len(grid), -1)
     image = torch.arange(len(grid), device=keep.device).unsqueeze(-1)
     return grid[image, kept // columns, kept % columns].reshape(*lead, kept.shape[-1], -1)
+
+
+def gather_tokens(tokens: Tensor, keep: Tensor) -> Tensor:
+    """Return the tokens at the kept positions ``[…, batch, kept]``."""
+    return tokens.gather(-2, keep.unsqueeze(-1).expand(*keep.shape, tokens.shape[-1]))
 
 
 def insert_prompts(tokens: Tensor, prompts: Tensor, num_prefix_tokens: int, num_replaced: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import is_plain_vit
+from vitfleet.models.families.vit import is_plain_vit
 from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT, layer_scale
 from vitfleet.models.stacked_ops import layer_norm, linear
 

@@ -1,50 +1,29 @@
-"""Build a model by its name: a plain ViT of any size, a timm model, or a registered one."""
+"""Build a model by its name: a registered family, or any vision transformer of timm."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import PatchEmbed
 from torch import nn
 
-from vitfleet.config.registry import MODELS, NoParams, register_model, validate_params
+import vitfleet.models.families  # noqa: F401  (registers the built-in families)
+from vitfleet.config.registry import MODELS, validate_params
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import is_plain_vit
-from vitfleet.models.net import Net, wrap_timm_model
+from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
+from vitfleet.models.request import HUB_WEIGHTS, ModelRequest, check_patch_size
 from vitfleet.randomness import Address, Purpose
 
-PLAIN_VIT = "vit"
-HUB_WEIGHTS = "hub"
-DEFAULT_PATCH_SIZE = 4
-DEFAULT_DEPTH = 4
 DEFAULT_TIMM_SIZE = 224
-MAX_PATCHES = 4096  # attention costs their square: more is a mistake
 DEFAULT_NORMALISATION = (0.5, 0.5, 0.5)  # mean and std of models that declare none: maps 0…1 to −1…1
 
-
-@dataclass(frozen=True)
-class ModelRequest:
-    """Arguments of a registered model's constructor.
-
-    Attributes
-    ----------
-    config
-        The table ``model``.
-    classes, channels, data_image_size
-        Number of classes and colour channels of the data, and the height and width of its images in pixels.
-    """
-
-    config: ModelConfig
-    classes: int
-    channels: int
-    data_image_size: int
+__all__ = ["ModelRequest", "build_model"]
 
 
 def build_model(
@@ -84,7 +63,7 @@ def build_model(
     mean = tuple(declared.get("mean", DEFAULT_NORMALISATION))[:channels]
     std = tuple(declared.get("std", DEFAULT_NORMALISATION))[:channels]
     try:
-        net = wrap_timm_model(vit.requires_grad_(False), image_size, mean, std)
+        net = make_net(vit.requires_grad_(False), image_size, mean, std)
     except (TypeError, AttributeError) as error:
         raise ConfigError(
             "model.name", config.name, f"is not a vision transformer whose blocks vitfleet can find ({error})"
@@ -92,28 +71,6 @@ def build_model(
     if config.depth is not None and len(getattr(vit, "blocks", ())) != config.depth:  # some families ignore it
         raise ConfigError("model.depth", config.depth, f"cannot be set for {config.name}; leave it out")
     return net
-
-
-@register_model(PLAIN_VIT)
-def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module, int]:
-    """Build a plain ViT of the sizes in the table ``model``."""
-    config = request.config
-    if config.weights == HUB_WEIGHTS:
-        raise ConfigError("model.weights", HUB_WEIGHTS, "needs a timm name in model.name, such as vit_tiny_patch16_224")
-    image_size = config.image_size or request.data_image_size
-    patch_size = config.patch_size or DEFAULT_PATCH_SIZE
-    _check_patch_size(image_size, patch_size)
-    vit = VisionTransformer(
-        img_size=image_size,
-        patch_size=patch_size,
-        in_chans=request.channels,
-        num_classes=request.classes,
-        embed_dim=config.dim,
-        depth=config.depth or DEFAULT_DEPTH,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-    )
-    return vit, image_size
 
 
 def _build_timm_model(request: ModelRequest) -> tuple[nn.Module, int]:
@@ -145,19 +102,6 @@ def _build_timm_model(request: ModelRequest) -> tuple[nn.Module, int]:
             f"model.weights = '{HUB_WEIGHTS}': the weights of {config.name} cannot be downloaded ({error}); "
             "give a .safetensors file instead"
         ) from error
-    if is_plain_vit(vit):
-        _check_patch_size(image_size, vit.patch_embed.proj.kernel_size[0])
+    if isinstance(getattr(vit, "patch_embed", None), PatchEmbed):
+        check_patch_size(image_size, vit.patch_embed.proj.kernel_size[0])
     return vit, image_size
-
-
-def _check_patch_size(image_size: int, patch_size: int) -> None:
-    num_patches = (image_size // patch_size) ** 2
-    if num_patches > MAX_PATCHES:
-        raise ConfigError(
-            "model.patch_size",
-            patch_size,
-            f"cuts an image of {image_size} x {image_size} pixels into {num_patches:,} patches, more than "
-            f"{MAX_PATCHES:,}; choose larger patches or a smaller model.image_size",
-        )
-    if image_size % patch_size:
-        raise ConfigError("model.patch_size", patch_size, f"must divide the image size, {image_size} pixels")

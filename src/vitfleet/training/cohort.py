@@ -15,6 +15,7 @@ from torch import Tensor
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import dequantize
 from vitfleet.message import Tensors
+from vitfleet.models.batch_norm import statistics_names
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.composition import composition_of
 from vitfleet.training.engine import StepEngine
@@ -42,6 +43,7 @@ class Cohort:
         self.stacked = self.num_clients > 1
         self.objective = group[0].fit.objective
         self.images = group[0].shard.images
+        self.batch_norms = engine.net.trained_batch_norms(self.objective.trainable)
         self._bind(inputs)
         self.memory_gradients = MemoryGradients.create(engine, self.objective, inputs, self.leaves, self.stacked)
         num_stacked = self.num_clients if self.stacked else None
@@ -156,7 +158,7 @@ class Cohort:
             return self._forward_with_replay(weights, leaves, batch, epoch)
         else:
             images, labels = self.images.images[indices], self.images.labels[indices]
-            outputs, features = self.engine.forward(weights, images, batch, split, depth)
+            outputs, features = self.engine.forward(weights, images, batch, split, depth, batch_norms=self.batch_norms)
         logits, auxiliary = self.engine.net.split_outputs(outputs)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         constants, positions = self.inputs.constants.tensors, batch.shard_positions
@@ -174,7 +176,9 @@ class Cohort:
         images = torch.cat([self.images.images[indices], stored.pop("images")], dim=axis)
         labels = torch.cat([self.images.labels[indices], stored.pop("labels")], dim=axis)
         both = batch.append(replay, axis)
-        outputs, features = self.engine.forward(weights, images, both, objective.split, objective.depth)
+        outputs, features = self.engine.forward(
+            weights, images, both, objective.split, objective.depth, batch_norms=self.batch_norms
+        )
         logits, auxiliary = self.engine.net.split_outputs(outputs)
         logits = mask_other_tasks(logits, labels, self.engine.class_tasks)
         own, replays = indices.shape[axis], replay.image_indices.shape[axis]
@@ -208,7 +212,9 @@ class Cohort:
         leaves = self.inputs.reference_weights.tensors
         if not leaves:
             return None
-        step = self._forward({**self.weights, **leaves}, leaves, batch, epoch)
+        # Only the step's own forward pass updates the client's running statistics; here they are copies.
+        statistics = {name: self.weights[name].clone() for path in self.batch_norms for name in statistics_names(path)}
+        step = self._forward({**self.weights, **statistics, **leaves}, leaves, batch, epoch)
         losses = lift(self.objective.loss, self.stacked, self.inputs.constants)(step)
         axis = 1 if self.stacked else 0
         rows = {name: gradient.unsqueeze(axis) for name, gradient in client_gradients(losses, leaves).items()}

@@ -164,7 +164,9 @@ def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> Coh
     if len(fits) == 1:
         return _single_inputs(fits[0], net, memories[0], widths, buffers[0])
     trainable = net.anatomy.trainable(fits[0].objective.trainable)
-    leaves = stack([{name: fit.weights[name].detach() for name in trainable} for fit in fits], share=False)
+    # What training changes in place: the weights that train, and the running statistics among the selected weights.
+    selected = fits[0].objective.trainable
+    leaves = stack([{name: fit.weights[name].detach() for name in selected} for fit in fits], share=False)
     frozen = stack(
         [{name: tensor for name, tensor in fit.weights.items() if name not in leaves.stacked_names} for fit in fits]
     )
@@ -186,17 +188,12 @@ def _single_inputs(
 ) -> CohortInputs:
     """Return the inputs of a single client, with copies of everything that training changes in place."""
     trainable = net.anatomy.trainable(fit.objective.trainable)
-    leaves = {name: fit.weights[name].detach().clone() for name in trainable}
-    # The forward pass writes running statistics in place.
-    buffers = {
-        name: tensor.clone()
-        for name, tensor in fit.weights.items()
-        if name not in net.anatomy.parameters and name not in leaves
-    }
+    # The weights that train, and running statistics, which the forward pass writes in place.
+    leaves = {name: fit.weights[name].detach().clone() for name in fit.objective.trainable}
     references = fit.reference_weights
     reference_weights = {} if references is None else {name: references[name].detach().clone() for name in trainable}
     return CohortInputs(
-        weights=unstacked({**fit.weights, **buffers, **leaves}),
+        weights=unstacked({**fit.weights, **leaves}),
         constants=unstacked(dict(fit.constants)),
         observer_state=unstacked({name: tensor.clone() for name, tensor in fit.observer_state.items()}),
         reference_weights=unstacked(reference_weights),

@@ -13,7 +13,7 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.message import Tensors
-from vitfleet.models.net import Net
+from vitfleet.models.net import BatchStatistics, Net
 from vitfleet.training.machine import Machine
 from vitfleet.training.objective import mask_other_tasks
 
@@ -45,7 +45,7 @@ class StepEngine:
 
     @property
     def compiled(self) -> bool:
-        """Whether the model is compiled. Only plain ViTs are."""
+        """Whether the model is compiled. Only models with uniform blocks are."""
         return self.machine.compile and self.net.functional is not None
 
     @cached_property
@@ -54,11 +54,9 @@ class StepEngine:
         functional = self.net.functional
         if functional is None:
             return self.net
-        vit = self.net.module.vit
         machine = self.machine
-        return replace(
-            self.net, functional=type(functional)(vit, machine.compile, functional.fused_attention, machine.kernels)
-        )
+        settings = {"compile_blocks": machine.compile, "short_attention": machine.kernels}
+        return replace(self.net, functional=functional.with_settings(**settings))
 
     @cached_property
     def _training_preprocess(self) -> Preprocess | CompiledPreprocess:
@@ -72,6 +70,7 @@ class StepEngine:
         split: int | None,
         depth: int | None,
         keep: Tensor | None = None,
+        batch_norms: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Return the model's outputs for stored images, and the features at the split if there is one.
 
@@ -85,13 +84,16 @@ class StepEngine:
             Number of blocks of the client's model; ``None``: all.
         keep
             Without a batch: positions of the patches that are kept, ``[…, batch, kept]``; ``None``: all.
+        batch_norms
+            With a batch: the batch norms that normalise with it and update their running statistics.
         """
+        statistics = None if batch is None or not batch_norms else BatchStatistics(batch_norms, batch.sample_weight > 0)
         keep = keep if batch is None else batch.keep
         net = self._training_net
         with self.machine.autocast():
             inputs = self._training_preprocess(images, batch)
             if split is None:
-                return net.outputs(weights, inputs, keep, depth), None
+                return net.outputs(weights, inputs, keep, depth, statistics), None
             features = net.forward_to(weights, inputs, keep, split)
             return net.forward_from(weights, features, split), features
 

@@ -106,7 +106,6 @@ class Evaluator:
         num_models
             Number of stacked models; the logits have a leading axis of models. ``None``: weights of one model.
         """
-        self.net.module.eval()
         indices = torch.arange(len(images), device=self.machine.device) if index is None else index
         stacked_size = STACKED_BATCHES * self.batch_size // (num_models or STACKED_BATCHES)
         for batch in torch.split(indices, max(1, stacked_size)):

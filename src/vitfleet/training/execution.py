@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, TypeAlias
 
+from vitfleet.models.net import Stacking
 from vitfleet.training.engine import StepEngine
 
 RunnerName: TypeAlias = Literal["eager", "cuda graph"]
@@ -29,6 +30,8 @@ class ExecutionSummary:
         Most clients that were stacked in one training; 1 where no clients were stacked, 0 where none was trained.
     captured_steps
         CUDA graphs that were captured.
+    stacking
+        How clients were stacked: see :attr:`vitfleet.models.net.Net.stacking`; "none" where they were not.
     """
 
     clients: RunnerSummary = "none"
@@ -37,13 +40,14 @@ class ExecutionSummary:
     kernels: bool = False
     largest_cohort: int = 0
     captured_steps: int = 0
+    stacking: Stacking = "none"
 
     def __str__(self) -> str:
         words: list[str] = [self.clients]
         if self.server != "none":
             words = [f"clients {self.clients}, server {self.server}"]
         if self.largest_cohort > 1:
-            words.append(f"stacked {self.largest_cohort} clients")
+            words.append(f"stacked {self.largest_cohort} clients" + (" with vmap" if self.stacking == "vmap" else ""))
         if self.captured_steps:
             words.append(f"captured {self.captured_steps} steps")
         if self.compiled:
@@ -64,6 +68,7 @@ class ExecutionLog:
     _kernels: bool = False
     _largest_cohort: int = 0
     _captured_steps: int = 0
+    _stacking: Stacking = "none"
 
     def add_training(self, runner: RunnerName, engine: StepEngine, clients: int, server: bool) -> None:
         """Record a training that took at least one step: of some clients, or of the server."""
@@ -72,6 +77,7 @@ class ExecutionLog:
             self._compiled |= engine.compiled
             self._kernels |= engine.machine.kernels
             self._largest_cohort = max(self._largest_cohort, clients)
+            self._stacking = engine.net.stacking if clients > 1 else self._stacking
 
     def add_captured_step(self) -> None:
         """Record that a step was captured in a CUDA graph."""
@@ -88,6 +94,7 @@ class ExecutionLog:
                 self._kernels,
                 self._largest_cohort,
                 self._captured_steps,
+                self._stacking,
             )
 
 

@@ -70,7 +70,6 @@ def fit_results(
 def _score_samples(cohort: Cohort, group: Sequence[ClientFit]) -> list[tuple[Tensor, Tensor]]:
     """Return the loss and the logits of every sample under the trained weights, for each client."""
     engine, images = cohort.engine, cohort.images
-    engine.net.module.eval()
     weights = cohort.model_weights(cohort.weights, cohort.leaves)
     padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
     indices = padded if cohort.stacked else padded[0]

@@ -167,7 +167,7 @@ class MemoryGradients:
 
     def _of_chunk(self, memory: Tensors) -> dict[str, Tensor]:
         """Return the gradients of parts of one width: several parts become clients of the same forward pass."""
-        axis, stacked, weights = self.part_axis, self.stacked, self.inputs.weights
+        axis, stacked, weights, net = self.part_axis, self.stacked, self.inputs.weights, self.engine.net
         parts = memory["sample_weight"].shape[axis]
         if parts == 1:
             part = {name: tensor.select(axis, 0) for name, tensor in memory.items()}
@@ -183,7 +183,7 @@ class MemoryGradients:
 
         def repeat_leaf(name: str, leaf: Tensor) -> Tensor:
             """Repeat a weight that trains. A matrix is not copied: see :func:`vitfleet.models.stacked_ops.linear`."""
-            if leaf.dim() - axis == 2 and not self.engine.compiled:
+            if leaf.dim() - axis == 2 and net.stacking == "tensor operations" and not self.engine.compiled:
                 matrices = leaf if stacked else leaf.unsqueeze(0)
                 return self._matrices(matrices).unsqueeze(1).expand(-1, parts, -1, -1)
             return repeat(name, leaf).contiguous()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from vitfleet.data.batches import Batch, EpochBatches
+from vitfleet.errors import UserError
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
@@ -183,6 +184,11 @@ class CudaGraphRunner:
             # Only calls of this thread can break the capture: another thread may be copying a checkpoint to the host.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 self._step(kind)
+        except torch.OutOfMemoryError:  # the trainer continues with fewer clients
+            raise
+        except RuntimeError as error:
+            remedy = "a step of this model cannot be captured; set it to false"
+            raise UserError(f"machine.graphs = true: {remedy} ({error})") from error
         finally:
             if collecting:
                 gc.enable()

@@ -116,9 +116,7 @@ class Trainer:
         if not len(group[0]):
             runner = self.runners.eager_runner(engine, group, inputs, lr)
             return fit_results(runner.cohort, group, [0], tensors_reused=False)
-        if not self.net.module.training:  # setting the mode visits every submodule
-            self.net.module.train()
-        use_graphs = self.machine.graphs and self.net.stackable
+        use_graphs = self.machine.graphs
         loader = None if fit.features is None else FeatureLoader(fit.features, self.machine.device, self.feature_block)
         active_runner: StepRunner | None = None
         num_steps = [0] * len(group)

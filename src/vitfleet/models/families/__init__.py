@@ -1,0 +1,8 @@
+"""Model families: one file each, with the builder of its models and the layout of their parts.
+
+A family without a layout of its own has the one that timm's naming suggests.
+"""
+
+from vitfleet.models.families import cait, cvt, deit, levit, pit, pvt, swin, t2t, vit
+
+__all__ = ["cait", "cvt", "deit", "levit", "pit", "pvt", "swin", "t2t", "vit"]

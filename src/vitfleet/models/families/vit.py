@@ -1,0 +1,78 @@
+"""The plain ViT: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021. The module is timm's.
+
+DeiT's and timm's other plain ViTs have the same layout, with more prefix tokens or another pooling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.layers import Attention as SelfAttention
+from timm.layers import LayerScale, Mlp, PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
+
+from vitfleet.config.registry import NoParams, register_model
+from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
+from vitfleet.models.layout import Layout, default_layout, register_layout
+from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
+
+DEFAULT_PATCH_SIZE = 4
+DEFAULT_DEPTH = 4
+
+
+@register_model("vit")
+def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module, int]:
+    """Build a plain ViT of the sizes in the table ``model``."""
+    refuse_hub_weights(request)
+    config, image_size = request.config, request.image_size
+    patch_size = config.patch_size or DEFAULT_PATCH_SIZE
+    check_patch_size(image_size, patch_size)
+    vit = VisionTransformer(
+        img_size=image_size,
+        patch_size=patch_size,
+        in_chans=request.channels,
+        num_classes=request.classes,
+        embed_dim=config.dim,
+        depth=config.depth or DEFAULT_DEPTH,
+        num_heads=config.heads,
+        mlp_ratio=config.mlp_ratio,
+    )
+    return vit, image_size
+
+
+@register_layout(VisionTransformer)
+def vit_layout(vit: Any) -> Layout:
+    """Return the layout. Patches can be dropped in front of standard blocks, if they do not overlap."""
+    layout = default_layout(vit)
+    if not is_plain_vit(vit):
+        return layout
+    forward_pass = getattr(vit, FORWARD_PASS, FunctionalViT)
+    return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
+
+
+def is_plain_vit(vit: Any) -> bool:
+    """Whether it is one token sequence with position embeddings through standard blocks."""
+    return (
+        isinstance(vit, VisionTransformer)
+        and vit.pos_embed is not None
+        and (vit.attn_pool is not None or vit.global_pool in ("token", "avg"))
+        and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches overlap
+        and all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in (vit.norm_pre, vit.norm, vit.fc_norm))
+        and isinstance(vit.patch_embed.norm, nn.Identity | nn.LayerNorm)
+        and all(is_standard_block(block) for block in vit.blocks)
+    )
+
+
+def is_standard_block(block: Any) -> bool:
+    """Whether a block consists of layers that :class:`FunctionalViT` has."""
+    if type(block) is not Block or type(block.attn) is not SelfAttention or type(block.mlp) is not Mlp:
+        return False
+    attention, mlp = block.attn, block.mlp
+    norms = (block.norm1, block.norm2, attention.q_norm, attention.k_norm, attention.norm, mlp.norm)
+    return (
+        all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in norms)
+        and all(isinstance(scale, nn.Identity | LayerScale) for scale in (block.ls1, block.ls2))
+        and getattr(attention, "gate", None) is None
+        and isinstance(mlp.fc1, nn.Linear)
+    )
