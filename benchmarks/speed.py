@@ -108,10 +108,10 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
     return run_round
 
 
-def eager_round(task: Task, clients: int, samples: int) -> Callable[[], None]:
+def eager_round(task: Task, clients: int, samples: int, module: torch.nn.Module | None = None) -> Callable[[], None]:
     """Return a function that trains one client after the other with timm's module and torch's optimiser."""
     device = task.machine.device
-    module = task.net.module.vit
+    module = task.net.module.vit if module is None else module
     initial = to_device(task.net.initial_weights(), device)
     trainable = set(task.net.anatomy.trainable(task.method.trainable))
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (task.net.mean, task.net.std))
@@ -131,7 +131,7 @@ def eager_round(task: Task, clients: int, samples: int) -> Callable[[], None]:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trainable)
         for client in range(clients):
-            module.load_state_dict(initial)
+            module.load_state_dict(initial, strict=False)  # batch norms count their batches besides
             weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
             optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.05, fused=True)
             shard = task.shard(client, samples)

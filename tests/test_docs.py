@@ -28,7 +28,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 
 # Commands in code blocks that are only parsed, and why: the others are executed. Every pattern must match something.
 NOT_EXECUTED = {
-    r"(run|compare|resume) .*(cifar|ucmerced)": "needs a data set that is not part of the repository",
+    r"(run|compare|resume) .*(cifar|ucmerced|imagenet)": "needs a data set that is not part of the repository",
     r"data\.path=|--data ": "needs images of the reader's own",
     r"^vitfleet predict ": "needs images of the reader's own",
     r"\.toml": "needs a configuration file of the reader's own",

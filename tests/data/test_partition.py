@@ -403,7 +403,7 @@ def test_source_partition_without_test_sources_assigns_by_shares() -> None:
         (ClassesPartition(per_client=2), 4, "data.partition.per_client", "between 3 and 10"),
         (ClassesPartition(per_client=11), 4, "data.partition.per_client", "between 3 and 10"),
         (ShardsPartition(per_client=6), 20, "data.partition.per_client", "between 1 and 5"),
-        (SourcePartition(), 4, "data.partition.kind", "train/<source>/<class>"),
+        (SourcePartition(), 4, "data.partition.kind", "the layout <source>/<class>"),
     ],
     ids=str,
 )

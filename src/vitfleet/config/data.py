@@ -79,6 +79,9 @@ class DataSource(Table):
     label_column: str | None = Field(
         None, description="parquet and hub: column of classes; default: fine_label, label, labels, class"
     )
+    source_column: str | None = Field(
+        None, description="parquet and hub: column of sources; default: source, client, writer, user, domain, if any"
+    )
     train_split: str | None = Field(None, description="hf:owner/name: split to train on; default: train")
     test_split: str | None = Field(
         None, description="hf:owner/name: split to test on; default: test, valid, validation, val"

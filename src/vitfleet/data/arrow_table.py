@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +25,24 @@ class ColumnNames:
     image, label
         Encoded images and their classes.
     source
-        Origin of an image (client, writer, …); this column is optional.
+        Origin of an image (client, writer, domain, …); this column is optional.
+    source_required
+        Whether it is an error if no source column exists.
     """
 
     image: tuple[str, ...] = ("image", "img")
     label: tuple[str, ...] = ("fine_label", "label", "labels", "class")
-    source: tuple[str, ...] = ("source", "client", "writer", "user")
+    source: tuple[str, ...] = ("source", "client", "writer", "user", "domain")
+    source_required: bool = False
 
-    def override(self, image: str | None, label: str | None) -> ColumnNames:
-        """Return these names with the image or label column that a user has named."""
-        return replace(self, image=(image,) if image else self.image, label=(label,) if label else self.label)
+    def override(self, image: str | None, label: str | None, source: str | None = None) -> ColumnNames:
+        """Return these names with the columns that a user has named; a source column that is named must exist."""
+        return ColumnNames(
+            image=(image,) if image else self.image,
+            label=(label,) if label else self.label,
+            source=(source,) if source else self.source,
+            source_required=source is not None or self.source_required,
+        )
 
 
 DEFAULT_COLUMNS = ColumnNames()
@@ -70,6 +78,8 @@ def read_tables(train: list[TablePart], test: list[TablePart] | None, columns: C
     parts = train + (test or [])
     names: Sequence[str] = train[0].table.column_names
     label = find_column(names, columns.label, train[0].name, "label")
+    if columns.source_required:
+        find_column(names, columns.source, train[0].name, "source")
     source = next((name for name in columns.source if name in names), None)
     for part in parts:
         find_column(part.table.column_names, [label], part.name, "label")
@@ -97,7 +107,7 @@ def find_column(names: Sequence[str], candidates: Sequence[str], table: str, rol
     for name in candidates:
         if name in names:
             return name
-    remedy = "" if role == "source" else f"; set data.{role}_column ({role}_column= in Python)"
+    remedy = f"; set data.{role}_column ({role}_column= in Python)"
     raise DataError(
         f"{table} has no {role} column: expected one named {' or '.join(candidates)}, found {', '.join(names)}{remedy}"
     )

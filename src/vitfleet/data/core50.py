@@ -12,7 +12,7 @@ from vitfleet.errors import DataError
 SESSIONS = tuple(f"s{number}" for number in range(1, 12))
 OBJECTS = tuple(f"o{number}" for number in range(1, 51))
 TEST_SESSIONS = ("s3", "s7", "s10")  # the benchmark's choice
-ARCHIVE_FOLDER = "core50_128x128"
+ARCHIVE_FOLDERS = ("core50_128x128", "core50_350x350", "core50_32x32")
 
 
 def read_core50(root: Path) -> RawDataset | None:
@@ -29,7 +29,7 @@ def read_core50_sessions(root: Path) -> RawDataset | None:
 
 
 def _read(root: Path, read: Callable[[Path], RawDataset]) -> RawDataset | None:
-    for folder in (root, root / ARCHIVE_FOLDER):
+    for folder in (root, *(root / name for name in ARCHIVE_FOLDERS)):
         if any((folder / session / OBJECTS[0]).is_dir() for session in SESSIONS):
             return read(folder)
     return None

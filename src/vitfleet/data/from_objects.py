@@ -79,6 +79,7 @@ def from_hf(
     label_column: str | None = None,
     name: str = "datasets",
     options: DecodeOptions = HF_OPTIONS,
+    source_column: str | None = None,
 ) -> DataSet:
     """Make a data set of a ``datasets.Dataset`` or ``datasets.DatasetDict``.
 
@@ -93,6 +94,8 @@ def from_hf(
         Name of the data set in messages and reports.
     options
         How images are decoded; by default greyscale images stay greyscale.
+    source_column
+        The column of sources; default: ``source``, ``client``, ``writer``, ``user`` or ``domain``, if there is one.
 
     Raises
     ------
@@ -105,7 +108,7 @@ def from_hf(
             kind = type(rows).__name__
             raise DataError(f"{name}: split '{split}' is a {kind}; pass a datasets.Dataset, loaded without streaming")
     try:
-        raw = read_splits(splits, DEFAULT_COLUMNS.override(image_column, label_column))
+        raw = read_splits(splits, DEFAULT_COLUMNS.override(image_column, label_column, source_column))
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
     return decode_dataset(name, raw, options)

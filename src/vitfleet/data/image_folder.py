@@ -26,7 +26,7 @@ class ImageFile:
 
 
 def read_image_folder(root: Path) -> RawDataset:
-    """Read ``root/<class>/*``, ``root/train|test/<class>/*`` or ``root/train|test/<source>/<class>/*``.
+    """Read ``root/<class>/*``, ``root/<source>/<class>/*``, or either of them in ``root/train`` and ``root/test``.
 
     Raises
     ------
@@ -41,18 +41,18 @@ def read_image_folder(root: Path) -> RawDataset:
     train_root = root / TRAIN_SPLIT if has_splits else root
     test_root = test_folders[0] if has_splits and test_folders else None
 
-    by_source = has_splits and _has_source_level(train_root)
+    by_source = _has_source_level(train_root)
     classes = _class_names(train_root, by_source)
     train = _list_images(train_root, by_source)
     if not train:
         raise DataError(
             f"{root} holds neither parquet files nor images: expected root/<class>/*.jpg, "
-            f"root/train/<class>/*.jpg or root/train/<source>/<class>/*.jpg"
+            f"root/train/<class>/*.jpg, root/<source>/<class>/*.jpg or root/train/<source>/<class>/*.jpg"
         )
     if by_source and len(classes) == 1:
         raise DataError(
             f"{train_root}: every folder holds the one folder '{classes[0]}', which would be read as "
-            f"<source>/<class> with a single class; move the images up, to train/<class>/*"
+            f"<source>/<class> with a single class; move the images up, to <class>/*"
         )
     test = None if test_root is None else _list_images(test_root, by_source)
     if test is not None and not test:
@@ -107,7 +107,10 @@ def natural_sort_key(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def _enter_wrapper_folders(root: Path) -> Path:
-    """Return the folder inside wrapper folders of an archive: ``UCMerced_LandUse/Images/<class>/*``."""
+    """Return the folder inside wrapper folders of an archive: ``UCMerced_LandUse/Images/<class>/*``.
+
+    A source may have them too, as in Office-31: ``amazon/images/<class>/*``.
+    """
     while True:
         inner = subfolders(root)
         is_wrapper = len(inner) == 1 and inner[0].name not in (TRAIN_SPLIT, *TEST_SPLITS)
@@ -119,7 +122,11 @@ def _enter_wrapper_folders(root: Path) -> Path:
 def _has_source_level(root: Path) -> bool:
     """Return whether the folders of a split are sources that hold class folders."""
     flat = [folder for folder in subfolders(root) if image_files(folder)]
-    deep = [folder for folder in subfolders(root) if any(image_files(inner) for inner in subfolders(folder))]
+    deep = [
+        folder
+        for folder in subfolders(root)
+        if any(image_files(inner) for inner in subfolders(_enter_wrapper_folders(folder)))
+    ]
     if flat and deep:
         raise DataError(
             f"{root} mixes two layouts: images are directly in '{flat[0].name}' but one folder deeper "
@@ -129,7 +136,7 @@ def _has_source_level(root: Path) -> bool:
 
 
 def _class_names(root: Path, by_source: bool) -> tuple[str, ...]:
-    parents = subfolders(root) if by_source else [root]
+    parents = [_enter_wrapper_folders(folder) for folder in subfolders(root)] if by_source else [root]
     return tuple(sorted({folder.name for parent in parents for folder in subfolders(parent)}))
 
 
@@ -138,7 +145,7 @@ def _list_images(root: Path, by_source: bool) -> list[ImageFile]:
         return [
             ImageFile(path, folder.name, source.name)
             for source in subfolders(root)
-            for folder in subfolders(source)
+            for folder in subfolders(_enter_wrapper_folders(source))
             for path in image_files(folder)
         ]
     return [ImageFile(path, folder.name) for folder in subfolders(root) for path in image_files(folder)]

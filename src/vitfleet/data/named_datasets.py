@@ -14,6 +14,7 @@ from vitfleet.data.core50 import read_core50, read_core50_sessions
 from vitfleet.data.decode import encode_png
 from vitfleet.data.encoded import EncodedSplit, RawDataset
 from vitfleet.data.images import DataSet
+from vitfleet.data.miniimagenet import read_miniimagenet
 from vitfleet.data.sources import DataRequest, DatasetInfo, read_dataset
 from vitfleet.errors import DataError
 
@@ -51,7 +52,7 @@ DATASET_INFOS = (
         columns=ColumnNames(source=(SUPERCLASS_COLUMN,)),
         transform=order_by_superclass,
     ),
-    DatasetInfo("miniimagenet", "timm/mini-imagenet"),
+    DatasetInfo("miniimagenet", "timm/mini-imagenet", read_folder=read_miniimagenet),
     DatasetInfo("core50", read_folder=read_core50, download_hint=CORE50_DOWNLOAD),
     DatasetInfo(
         "core50_sessions", folders=("core50",), read_folder=read_core50_sessions, download_hint=CORE50_DOWNLOAD

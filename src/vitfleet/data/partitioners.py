@@ -136,8 +136,8 @@ def by_source(params: SourcePartition, data: PartitionInput) -> Owners:
     """Assign each image to the client of its source; test images of other sources follow the training shares."""
     if data.sources is None:
         remedy = (
-            "the data set does not record the sources of its images; use a folder with the layout "
-            "train/<source>/<class>/*, or parquet files with a column source, client, writer or user"
+            "the data set does not record the sources of its images; use a folder with the layout <source>/<class>/*, "
+            "or parquet files with a column source, client, writer, user or domain, or set data.source_column"
         )
         raise ConfigError("data.partition.kind", "source", remedy)
     sources, owners = np.unique(data.sources, return_inverse=True)

@@ -12,6 +12,7 @@ from vitfleet.config.registry import DATASETS, validate_params
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.arrow_table import DEFAULT_COLUMNS, ColumnNames
 from vitfleet.data.decode import DecodeOptions, decode_dataset
+from vitfleet.data.domain_lists import has_domain_lists, read_domain_lists
 from vitfleet.data.encoded import RawDataset
 from vitfleet.data.hub import HubDataset, read_hub
 from vitfleet.data.image_folder import read_image_folder
@@ -143,7 +144,7 @@ def _load_from_hub(request: DataRequest) -> DataSet:
         raise ConfigError("data.name", config.name, f"must be {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:config")
     hub = HubDataset(repository, hub_config or None, config.train_split, config.test_split)
     try:
-        raw = read_hub(hub, DEFAULT_COLUMNS.override(config.image_column, config.label_column))
+        raw = read_hub(hub, DEFAULT_COLUMNS.override(config.image_column, config.label_column, config.source_column))
     except DataError as error:
         raise DataError(f"data.name = {config.name!r}: the Hugging Face hub ({repository}): {error}") from error
     return request.decode(repository, raw, channels=None)
@@ -151,7 +152,7 @@ def _load_from_hub(request: DataRequest) -> DataSet:
 
 def _find(config: DataConfig, info: DatasetInfo) -> RawDataset:
     """Return the data set from the first place that has it."""
-    columns = info.columns.override(config.image_column, config.label_column)
+    columns = info.columns.override(config.image_column, config.label_column, config.source_column)
     if config.path is not None:
         root = Path(config.path).expanduser()
         if not root.exists():
@@ -194,4 +195,6 @@ def _read_path(root: Path, info: DatasetInfo, columns: ColumnNames) -> RawDatase
         return read_parquet(root, columns)
     if root.is_file():
         raise DataError(f"{root} is neither a parquet file nor a folder of images")
+    if has_domain_lists(root):
+        return read_domain_lists(root)
     return read_image_folder(root)
