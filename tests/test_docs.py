@@ -47,7 +47,7 @@ FOREIGN_OPTIONS = {
 }
 # Attributes in the text that look like keys.
 NOT_KEYS = {"data.rng": "of PartitionInput"}
-FILE_ENDINGS = (".json", ".jsonl", ".safetensors", ".onnx", ".pt", ".pte", ".py", ".png", ".md", ".toml")
+FILE_ENDINGS = (".csv", ".json", ".jsonl", ".safetensors", ".onnx", ".pt", ".pte", ".py", ".png", ".md", ".toml")
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^(?:\$ )?(?P<launcher>torchrun .*-m )?(?P<command>vitfleet( .*)?)$")
