@@ -14,7 +14,7 @@ from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
 from vitfleet.files import write_atomically
 from vitfleet.inference.classifier import Classifier
-from vitfleet.models.zoo import DEFAULT_DEPTH, DEFAULT_PATCH_SIZE, PLAIN_VIT
+from vitfleet.models.families.vit import DEFAULT_DEPTH, DEFAULT_PATCH_SIZE, PLAIN_VIT
 from vitfleet.wire import safetensors_chunks
 
 # A plain ViT of any size is one of timm's with other arguments.

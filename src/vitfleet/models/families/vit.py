@@ -17,11 +17,12 @@ from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.layout import Layout, default_layout, register_layout
 from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
 
+PLAIN_VIT = "vit"
 DEFAULT_PATCH_SIZE = 4
 DEFAULT_DEPTH = 4
 
 
-@register_model("vit")
+@register_model(PLAIN_VIT)
 def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a plain ViT of the sizes in the table ``model``."""
     refuse_hub_weights(request)
