@@ -1,5 +1,22 @@
 """Errors that the user can fix. The command prints their message without a traceback and exits with code 2."""
 
+import errno
+
+# What a file system or a full machine refuses; a defect of the program is none of these.
+_OUTSIDE = {
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EIO, errno.ELOOP),
+    *(errno.EMFILE, errno.ENFILE, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EFBIG, errno.ESTALE, errno.ENODEV),
+}
+
+
+def describe_os_error(error: OSError) -> str | None:
+    """Return what the system refused, as a sentence; ``None`` if the user cannot know what to do about it."""
+    if error.errno not in _OUTSIDE:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{where}{error.strerror}{remedy}"
+
 
 class UserError(Exception):
     """An error outside the program. The message says what is wrong, where, and how to fix it."""

@@ -1,11 +1,14 @@
-"""Writing files that survives a crash: a file is complete, or does not exist."""
+"""Writing files that survives a crash: a file is complete, or does not exist. Reading what may have been damaged."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from vitfleet.errors import UserError
 
 Data: TypeAlias = bytes | Iterable[bytes | memoryview]
 
@@ -22,6 +25,20 @@ def write_atomically(path: Path, data: Data) -> None:
     write_durably(temporary, data)
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that vitfleet wrote.
+
+    Raises
+    ------
+    UserError
+        It is damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: is damaged ({error}); restore it from a copy") from None
 
 
 def write_durably(path: Path, data: Data) -> None:

@@ -21,6 +21,7 @@ from vitfleet.message import State
 from vitfleet.run import checkpoint
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.in_flight import InFlight
+from vitfleet.run.manifest import read_manifest
 from vitfleet.run.state import RunState
 
 
@@ -79,7 +80,10 @@ def assert_second(checkpoints: Checkpoints) -> None:
 def assert_only_named(checkpoints: Checkpoints) -> None:
     latest = checkpoints.latest
     named = {"checkpoint.json", latest.server, *latest.clients.values()} if latest else set()
-    assert {path.name for path in checkpoints.folder.iterdir()} == named
+    assert {path.name for path in checkpoints.folder.iterdir()} - {"previous"} == named
+    before = read_manifest(checkpoints.folder / "previous")
+    kept = {"checkpoint.json"} | before.manifest.files() - named if before else set()
+    assert {path.name for path in (checkpoints.folder / "previous").glob("*")} == kept
 
 
 def test_commit_can_be_read_back(tmp_path: Path) -> None:

@@ -108,8 +108,8 @@ class Runner:
     def mid_write(self) -> bool:
         """Whether it was killed between a round's record and the end of its checkpoint."""
         manifest = json.loads((self.folder / "checkpoint" / "checkpoint.json").read_text())
-        named = {"checkpoint.json", manifest["server"], *manifest["clients"].values()}
-        present = {path.name for path in (self.folder / "checkpoint").iterdir()}
+        named = {"checkpoint.json", "previous", manifest["server"], *manifest["clients"].values()}
+        present = {"previous", *(path.name for path in (self.folder / "checkpoint").iterdir())}
         return self.lines() > self.round() or present != named
 
     def log(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -15,6 +14,7 @@ from vitfleet.api.training import run_in
 from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
+from vitfleet.files import read_json
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -79,7 +79,7 @@ class Run:
         path = self.path / "summary.json"
         if not path.is_file():
             raise UserError(f"{self.path}: the run is not finished; resume it with `vitfleet resume {self.path}`")
-        summary: dict[str, Any] = json.loads(path.read_text())
+        summary: dict[str, Any] = read_json(path)
         return summary
 
     def model(self, client: int | None = None) -> Classifier:

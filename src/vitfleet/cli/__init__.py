@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 from vitfleet.cli.base import app, error_console
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, describe_os_error
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
 for module in ("train", "compare", "inspect", "models", "fleet", "new"):
@@ -18,5 +19,16 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        error_console.print(f"vitfleet: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:
+        sentence = describe_os_error(error)
+        if sentence is None:
+            raise
+        _fail(sentence)
+
+
+def _fail(sentence: str) -> NoReturn:
+    # A path may have bytes that are not UTF-8, which cannot be printed.
+    text = f"vitfleet: {sentence}".encode(errors="replace").decode()
+    error_console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -24,6 +23,7 @@ from vitfleet.cli.base import (
     raise_interrupt,
 )
 from vitfleet.errors import UserError
+from vitfleet.files import read_json
 
 if TYPE_CHECKING:
     from vitfleet.flower.commands import ServerSettings
@@ -151,10 +151,13 @@ def client(
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
     from vitfleet.flower.certificates import Certs
+    from vitfleet.flower.client_name import check_client_name
     from vitfleet.flower.commands import client_command
     from vitfleet.flower.processes import run_forever
+    from vitfleet.flower.tls import check_authority
 
     fleet_certs = Certs(certs.resolve())
+    check_client_name(name)
     if insecure:
         _warn_insecure()
     else:
@@ -169,6 +172,8 @@ def client(
     command = client_command(address, name, data.resolve(), home, None if insecure else fleet_certs, machine, plugin)
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
+        if not insecure:
+            check_authority(address, fleet_certs.ca)
         run_forever(command, home / "flower", lambda text: print_text(error_console, text))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -202,7 +207,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
         print_text(error_console, f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     draw_results(folder)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read_json(folder / "summary.json")
     console.print(summary_table(summary, config.title))
     print_text(console, f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
@@ -210,7 +215,12 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
 
 
 def _split_names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    from vitfleet.flower.client_name import check_client_name
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        check_client_name(name)
+    return names
 
 
 def _fleet_size(names: list[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from vitfleet.cli.base import (
     reserve_stdout,
     with_data_dir,
 )
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
@@ -149,6 +149,12 @@ def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
         arguments = shlex.quote(str(path)) + options
         print_text(error_console, f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
         raise typer.Exit(130) from None
+    except OSError as error:
+        sentence = describe_os_error(error)
+        if sentence is None or not (path / "checkpoint" / "checkpoint.json").exists():
+            raise
+        command = f"vitfleet resume {shlex.quote(str(path))}{options}"
+        raise UserError(f"{sentence}. The last checkpoint is sound: then resume with {command}") from None
     finally:
         display.close()
 

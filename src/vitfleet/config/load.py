@@ -19,6 +19,7 @@ from vitfleet.config.explain import explain
 from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
+from vitfleet.files import read_json
 
 Tree = dict[str, Any]
 #: Keys to set: ``{"train.lr": 1e-3}``, or texts as given to ``-o``: ``["train.lr=1e-3"]``.
@@ -85,7 +86,10 @@ def from_tree(
 
 def read_config(path: Path) -> Config:
     """Read back the configuration that a run saved."""
-    return validate(json.loads(path.read_text(encoding="utf-8")))
+    tree = read_json(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: is damaged (it holds no table); restore it from a copy")
+    return validate(tree)
 
 
 def validate(tree: Tree, load_plugins: bool = True) -> Config:

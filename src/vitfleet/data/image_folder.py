@@ -84,11 +84,32 @@ def encode_labels(
     )
 
 
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder.
+
+    Raises
+    ------
+    DataError
+        It cannot be read, or a name in it is not text.
+    """
+    try:
+        entries = list(folder.iterdir())
+    except PermissionError:
+        raise DataError(f"{folder}: cannot be read (permission denied); allow it, or move the folder away") from None
+    for path in entries:
+        try:
+            path.name.encode()
+        except UnicodeEncodeError:
+            shown = path.name.encode(errors="surrogateescape")
+            raise DataError(f"{folder}: the name {shown!r} in it is not valid UTF-8; rename it") from None
+    return entries
+
+
 def image_files(folder: Path) -> list[Path]:
     """Return the image files directly in a folder, sorted by name."""
     return sorted(
         path
-        for path in folder.iterdir()
+        for path in _entries(folder)
         if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
     )
 
@@ -96,7 +117,7 @@ def image_files(folder: Path) -> list[Path]:
 def subfolders(folder: Path) -> list[Path]:
     """Return the folders directly in a folder, sorted by name, without hidden ones."""
     return sorted(
-        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name != "__MACOSX"
+        path for path in _entries(folder) if path.is_dir() and not path.name.startswith(".") and path.name != "__MACOSX"
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,10 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from vitfleet.errors import UserError
+from vitfleet.flower.client_name import check_client_name
 
 CURVE = ec.SECP384R1()
 LOOPBACK = ("127.0.0.1", "localhost")
-CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,7 @@ def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str], days: i
         Validity of the certificates.
     """
     for name in names:
-        if not CLIENT_NAME.fullmatch(name):
-            raise UserError(
-                f"{name!r}: a client's name must have at most 63 characters: letters, digits, '.', '_', '-'; "
-                "the first a letter or digit"
-            )
+        check_client_name(name)
     certs = Certs(folder)
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from vitfleet.config.data import EvalSplit
 from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
+from vitfleet.files import read_json
 from vitfleet.run.compare import MANIFEST
 from vitfleet.run.data_info import DATA_FILE
 from vitfleet.run.records import RoundRecord, read_records
@@ -83,7 +84,7 @@ def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
     folders: list[tuple[Path, str | None]] = []
     for path in paths:
         if (path / MANIFEST).is_file():
-            for member in json.loads((path / MANIFEST).read_text())["members"]:
+            for member in read_json(path / MANIFEST)["members"]:
                 folder = path / f"{member['name']}-s{member['config']['seed']}"
                 if (folder / "config.json").is_file():
                     folders.append((folder, member["name"]))
@@ -121,7 +122,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     name
         The run's name in a comparison; default: the method's name.
     """
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     patches = path / "patches.png"
     devices = _read_json(path / "devices.json")
     partition = _read_partition(path)
@@ -151,7 +152,7 @@ def all_finished(groups: Iterable[RunGroup]) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
 def _read_partition(path: Path) -> dict[str, Any] | None:

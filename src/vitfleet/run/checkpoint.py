@@ -2,8 +2,9 @@
 
 A checkpoint is a manifest, ``checkpoint.json``, that names the files it consists of. Files are written under
 names that were never used before, and only then is the manifest replaced, so a crash at any moment leaves the last
-complete checkpoint. A client's state is written when it changed, not in every round. Files that are no longer named by
-the manifest are removed after the commit.
+complete checkpoint. A client's state is written when it changed, not in every round. The checkpoint before the last is
+kept in the folder ``previous``, with the files that only it names. A manifest holds the checksums of its files. When a
+run is opened they are compared; if a file is damaged, the run goes on from the checkpoint before.
 
 Writing overlaps with the next round: states are values that are never modified, and a background thread copies them
 from the device and writes them. Until a checkpoint is complete, the client states in it are read from memory, and a
@@ -12,10 +13,12 @@ crash leaves the previous checkpoint.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -23,72 +26,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vitfleet.errors import UserError
-from vitfleet.files import sync_folder, write_atomically, write_durably
+from vitfleet.files import Data, sync_folder, write_durably
 from vitfleet.message import State
 from vitfleet.run.host_copy import HostCopy
 from vitfleet.run.in_flight import InFlight, is_past_state
+from vitfleet.run.manifest import (
+    MANIFEST,
+    PREVIOUS,
+    DamagedManifestError,
+    Manifest,
+    StoredManifest,
+    find_file,
+    read_manifest,
+    write_manifest,
+)
 from vitfleet.run.state import RunState
 from vitfleet.wire import parse_numbers, read_payload, write_payload
 
-MANIFEST = "checkpoint.json"
-VERSION = 2
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Contents of a checkpoint.
-
-    Attributes
-    ----------
-    round
-        The last finished round.
-    server
-        File of the server state.
-    records_length, timings_length
-        Length in bytes of the records and timings up to this checkpoint.
-    total_up_bytes, total_down_bytes, last_seen, update_sizes, stop_reason
-        See :class:`vitfleet.run.state.RunState`.
-    virtual_seconds
-        The virtual clock.
-    clients
-        File of each client's state.
-    parts
-        File of each part of the server state that is stored separately.
-    """
-
-    round: int
-    server: str
-    records_length: int
-    timings_length: int
-    total_up_bytes: int = 0
-    total_down_bytes: int = 0
-    virtual_seconds: float = 0.0
-    stop_reason: str | None = None
-    clients: dict[int, str] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
-    last_seen: dict[int, int] = field(default_factory=dict)
-    update_sizes: list[float] = field(default_factory=list)
-
-    def files(self) -> set[str]:
-        """Return the names of the checkpoint's files."""
-        return {self.server, *self.clients.values(), *self.parts.values()}
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest in a checkpoint folder; ``None`` before the first checkpoint."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        tree = json.loads(path.read_text())
-    except ValueError:
-        raise UserError(f"{path}: is damaged; it was modified from outside, the run cannot be resumed") from None
-    written_by = tree.pop("version", None)
-    if written_by != VERSION:
-        raise UserError(f"{path}: written by another version of vitfleet (format {written_by}); start a new run")
-    for table in ("clients", "last_seen"):  # JSON has no integer keys
-        tree[table] = {int(client): value for client, value in tree[table].items()}
-    return Manifest(**tree)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,24 +63,24 @@ class StoredStates:
     def of_run(cls, run_folder: Path) -> StoredStates:
         """Return the states in a run's last checkpoint."""
         folder = run_folder / "checkpoint"
-        manifest = read_manifest(folder)
-        if manifest is None:
+        stored = read_manifest(folder)
+        if stored is None:
             raise UserError(f"{run_folder}: has no checkpoint yet; resume the run with `vitfleet resume {run_folder}`")
-        return cls(folder, manifest)
+        return cls(folder, stored.manifest)
 
     def server(self) -> State:
         """Read the server's state, without its separately stored parts."""
-        return read_payload(State, self.folder / self.manifest.server)
+        return _read_state(self.folder / self.manifest.server)
 
     def client(self, client: int) -> State | None:
         """Read a client's state; ``None`` if it has none."""
         name = self.manifest.clients.get(client)
-        return None if name is None else read_payload(State, self.folder / name)
+        return None if name is None else _read_state(self.folder / name)
 
     def clients(self) -> Iterator[State]:
         """Read the states of all clients that have one, one after the other."""
         for _, name in sorted(self.manifest.clients.items()):
-            yield read_payload(State, self.folder / name)
+            yield _read_state(self.folder / name)
 
 
 class Checkpoints:
@@ -137,26 +92,53 @@ class Checkpoints:
         The last complete checkpoint, or ``None`` before the first.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, verify: bool = True) -> None:
         self.folder = folder / "checkpoint"
         self.folder.mkdir(exist_ok=True)
-        self.latest = read_manifest(self.folder)
+        self.latest: Manifest | None = None
+        self._checksums: dict[str, str] = {}
+        if verify:
+            self._take(self._last_sound())
+            self._sort_files()
+        else:
+            self.reload()
         self._parts: Mapping[str, State] = {}  # as last written or read
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._unwritten: Mapping[int, State | None] = {}  # client states of a checkpoint that is not complete yet
-        self._remove_unnamed_files()
 
     def reload(self) -> None:
         """Switch to a checkpoint that another process committed."""
-        self.latest = read_manifest(self.folder)
+        self._take(read_manifest(self.folder))
+
+    def _take(self, stored: StoredManifest | None) -> None:
+        self.latest = None if stored is None else stored.manifest
+        self._checksums = {} if stored is None else dict(stored.checksums)
+
+    def _last_sound(self) -> StoredManifest | None:
+        """Return the last checkpoint whose files are sound, and make it the last one; ``None`` before the first."""
+        before = self.folder / PREVIOUS
+        latest, damage = _read_sound(self.folder, (self.folder, before))
+        if damage is None and (latest is not None or not (before / MANIFEST).exists()):
+            return latest
+        previous, _ = _read_sound(before, (before, self.folder))
+        damage = damage or f"{self.folder / MANIFEST} is missing"
+        if previous is None:
+            raise UserError(
+                f"{damage}, and there is no earlier checkpoint that is sound: the weights of the run are lost, its "
+                f"records are in {self.folder.parent / 'records.jsonl'}; start a new run"
+            )
+        logger.warning("%s; the run goes on from its checkpoint of round %d", damage, previous.manifest.round)
+        for name in previous.manifest.files():
+            if (path := find_file(name, (before,))) is not None:
+                path.replace(self.folder / name)
+        sync_folder(self.folder)
+        write_manifest(self.folder, previous)
+        return previous
 
     def read(self, name: str) -> State:
         """Read one of the checkpoint's states."""
-        try:
-            return read_payload(State, self.folder / name)
-        except (UserError, FileNotFoundError) as error:
-            raise UserError(f"{self.folder / name}: cannot be read ({error}); the run cannot be resumed") from None
+        return _read_state(self.folder / name)
 
     def client(self, client: int) -> State | None:
         """Return a client's state as of the last commit. Its file is memory-mapped: only what is used is read."""
@@ -249,14 +231,23 @@ class Checkpoints:
     def _write(self, files: dict[str, State], manifest: Manifest, host_copy: HostCopy | None) -> None:
         if host_copy is not None:
             files = host_copy.finish(files)
-        for name in list(files):
-            write_payload(self.folder / name, files.pop(name), write_durably)
+        checksums, new = dict(self._checksums), list(files)
+        try:
+            for name in new:
+                write_payload(self.folder / name, files.pop(name), _hashing_writer(name, checksums))
+        except OSError:  # the disk is full or has become read-only: what was written is of no use
+            for name in new:
+                with suppress(OSError):
+                    (self.folder / name).unlink(missing_ok=True)
+            raise
         sync_folder(self.folder)
-        write_atomically(self.folder / MANIFEST, json.dumps({**asdict(manifest), "version": VERSION}).encode())
-        previous, self.latest = self.latest, manifest
+        if self.latest is not None:
+            (self.folder / PREVIOUS).mkdir(exist_ok=True)
+            write_manifest(self.folder / PREVIOUS, StoredManifest(self.latest, self._checksums))
+        write_manifest(self.folder, StoredManifest(manifest, checksums))
+        self._take(StoredManifest(manifest, checksums))
         self._unwritten = {}  # only now: a client's state may be requested during the write
-        for name in (previous.files() if previous else set()) - manifest.files():
-            (self.folder / name).unlink()
+        self._sort_files()
 
     def wait(self) -> None:
         """Wait until the last commit is complete. An error in writing it is raised here."""
@@ -278,9 +269,53 @@ class Checkpoints:
             numbers = parse_numbers(file.metadata())
         return State(load_file(path), numbers)
 
-    def _remove_unnamed_files(self) -> None:
-        """Remove what a crash left behind: files that the manifest does not name."""
-        named = {MANIFEST} | (self.latest.files() if self.latest else set())
-        for path in self.folder.iterdir():
-            if path.name not in named:
+    def _sort_files(self) -> None:
+        """Move files that only the checkpoint before the last names to its folder; remove those that none names."""
+        before = self.folder / PREVIOUS
+        latest = set() if self.latest is None else self.latest.files()
+        stored, _ = _read_sound(before, ())
+        previous = set() if stored is None else stored.manifest.files()
+        for path in list(self.folder.iterdir()):
+            if path.name in {MANIFEST, PREVIOUS} or path.name in latest:
+                continue
+            if path.name in previous:
+                path.replace(before / path.name)
+            else:
                 path.unlink()
+        for path in list(before.iterdir()) if before.is_dir() else ():
+            if path.name != MANIFEST and path.name not in previous - latest:
+                path.unlink()
+
+
+def _read_sound(folder: Path, folders: tuple[Path, ...]) -> tuple[StoredManifest | None, str | None]:
+    """Return a folder's checkpoint, or what is wrong with it; without ``folders`` its files are not read."""
+    try:
+        stored = read_manifest(folder)
+    except DamagedManifestError as error:
+        return None, str(error)
+    damage = stored.damage(folders) if stored is not None and folders else None
+    return (stored, None) if damage is None else (None, damage)
+
+
+def _read_state(path: Path) -> State:
+    try:
+        return read_payload(State, path)
+    except (UserError, FileNotFoundError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); resume the run to go back to a sound checkpoint") from None
+
+
+def _hashing_writer(name: str, checksums: dict[str, str]) -> Callable[[Path, Data], None]:
+    """Return a function that writes a file durably and notes its checksum."""
+
+    def write(path: Path, data: Data) -> None:
+        digest = sha256()
+
+        def hashed() -> Iterator[bytes | memoryview]:
+            for chunk in [data] if isinstance(data, bytes) else data:
+                digest.update(chunk)
+                yield chunk
+
+        write_durably(path, hashed())
+        checksums[name] = digest.hexdigest()
+
+    return write

@@ -13,7 +13,7 @@ from typing import Any
 from vitfleet.config.load import validate
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import read_json, write_atomically
 from vitfleet.run.folder import next_free_folder
 from vitfleet.run.partitions import partition_file
 from vitfleet.run.records import read_records
@@ -76,7 +76,7 @@ def read_command(path: Path) -> str:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    tree: dict[str, Any] = read_json(path / MANIFEST)
     return tree
 
 
@@ -131,7 +131,7 @@ def read_comparison(path: Path) -> ComparisonResult:
     """
     members = read_members(path)
     folders = [member.folder(path) for member in members]
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    summaries = [read_json(folder / "summary.json") for folder in folders]
     best = [summary["accuracy"]["best"] for summary in summaries]
     reached_by_all = None if None in best else int(100 * min(best)) / 100
     chosen = _read_manifest(path).get("target")
@@ -168,7 +168,7 @@ def partitions_differ(path: Path) -> bool:
     """Whether runs of the same seed have different partitions, so that their accuracies are not comparable."""
     hashes: dict[int, set[str]] = {}
     for member in read_members(path):
-        partition = json.loads((member.folder(path) / partition_file(member.config)).read_text())
+        partition = read_json(member.folder(path) / partition_file(member.config))
         hashes.setdefault(member.config.seed, set()).add(partition["sha256"])
     return any(len(different) > 1 for different in hashes.values())
 

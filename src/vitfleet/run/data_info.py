@@ -9,7 +9,7 @@ from pathlib import Path
 from vitfleet.config.data import EvalSplit
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import read_json, write_atomically
 
 DATA_FILE = "data.json"
 
@@ -51,5 +51,8 @@ def read_data_info(folder: Path) -> DataInfo:
     path = folder / DATA_FILE
     if not path.is_file():
         raise UserError(f"{folder}: has no {DATA_FILE}; the run was never set up: `vitfleet resume {folder}`")
-    tree = json.loads(path.read_text())
-    return DataInfo(**{**tree, "classes": tuple(tree["classes"])})
+    tree = read_json(path)
+    try:
+        return DataInfo(**{**tree, "classes": tuple(tree["classes"])})
+    except (TypeError, LookupError):
+        raise UserError(f"{path}: is damaged; `vitfleet resume {folder}` writes it again") from None

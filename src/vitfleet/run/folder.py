@@ -22,7 +22,7 @@ from vitfleet.config.load import read_config
 from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import read_json, write_atomically
 
 PLUGINS_FILE = "plugins.json"  # origin and hash of every component that is not part of vitfleet
 # Files that a process which was killed before it wrote config.json may have left.
@@ -144,7 +144,11 @@ def check_plugins(config: Config, path: Path) -> None:
     """Check that the plug-ins of a run are the ones it began with."""
     file = path / PLUGINS_FILE
     if file.exists():
-        check_unchanged(config, [UsedComponent(**component) for component in json.loads(file.read_text())], str(path))
+        try:
+            recorded = [UsedComponent(**component) for component in read_json(file)]
+        except TypeError:
+            raise UserError(f"{file}: is damaged; restore it from a copy") from None
+        check_unchanged(config, recorded, str(path))
 
 
 def next_free_folder(parent: Path, stem: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vitfleet.config.schema import Config
+from vitfleet.files import read_json
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.callbacks import Callback, make_callbacks
@@ -144,7 +144,7 @@ def _execution(context: RunContext) -> dict[str, Any]:
     execution = asdict(context.trainer.execution_summary())
     written = context.folder / "summary.json"
     if execution["clients"] == "none" and written.exists():
-        return {**execution, **json.loads(written.read_text()).get("execution", {})}
+        return {**execution, **read_json(written).get("execution", {})}
     return execution
 
 

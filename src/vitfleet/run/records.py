@@ -221,10 +221,14 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
     path = folder / "records.jsonl"
     if not path.exists():
         return
-    with path.open() as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield RoundRecord.parse(line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield RoundRecord.parse(line.decode())
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise UserError(f"{path}: line {number} is damaged; restore the file from a copy") from None
 
 
 def read_seconds(folder: Path, which: str = "seconds") -> float:
@@ -238,8 +242,12 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
     path = folder / "timings.jsonl"
     if not path.exists():
         return 0.0
-    with path.open() as file:
-        return sum(float(json.loads(line).get(which, 0.0)) for line in file if line.endswith("\n"))
+    with path.open("rb") as file:
+        lines = [line for line in file if line.endswith(b"\n")]
+    try:
+        return sum(float(json.loads(line).get(which, 0.0)) for line in lines)
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f"{path}: is damaged; restore it from a copy, or remove it") from None
 
 
 @dataclass(frozen=True)

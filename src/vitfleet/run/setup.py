@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.flops import CostModel
@@ -19,8 +20,8 @@ from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.sources import load_dataset
 from vitfleet.data.subsets import hold_out_validation
 from vitfleet.data.tasks import assign_classes_to_tasks
-from vitfleet.errors import ConfigError
-from vitfleet.files import write_atomically
+from vitfleet.errors import ConfigError, UserError
+from vitfleet.files import read_json, write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import Components, build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
@@ -79,7 +80,7 @@ def open_run(
         if processes.is_first:
             write_data_info(data, config.data.eval_split, folder)
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
-        checkpoints = Checkpoints(folder)
+        checkpoints = Checkpoints(folder, verify=processes.is_first)
     class_tasks = _class_tasks(config, data)
     components = build_components(config, net, len(data.classes), machine, config.num_tasks, class_tasks)
     base = components.method.base_message(to_device(components.net.initial_weights(), machine.device))
@@ -113,7 +114,11 @@ def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up. A resumed run computes as it began, whatever this shell or machine would choose."""
     path = folder / "machine.json"
     if path.exists():
-        return set_up_machine(MachineConfig.model_validate_json(path.read_text()), net.embed_dim)
+        try:
+            recorded = MachineConfig.model_validate(read_json(path))
+        except ValidationError:
+            raise UserError(f"{path}: is damaged; restore it from a copy") from None
+        return set_up_machine(recorded, net.embed_dim)
     machine = set_up_machine(config.machine, net.embed_dim, estimate_client_bytes(net, config.train))
     write_atomically(path, resolve_machine_config(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
