@@ -60,6 +60,7 @@ WITH_TASKS = {
     "er": "",
     "der++": "",
     "dytox": "",
+    "bcn": "",
     "joint": "",
 }
 MORE = {

@@ -229,6 +229,7 @@ METHODS = (
     "er",
     "der++",
     "dytox",
+    "bcn",
     "joint",
     "standalone",
 )
@@ -337,7 +338,7 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
     assert all(record.loss is None or np.isfinite(record.loss) for record in records)
 
 
-@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "dytox", "joint"])
+@pytest.mark.parametrize("method", ["fedknow", "er", "der++", "dytox", "bcn", "joint"])
 def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
     """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
     keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
@@ -353,7 +354,8 @@ def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedweit", "fedvit", "fedknow", "er", "der++", "joint"]
+    "name",
+    ["fedper", "fedrep", "gem", "a-gem", "ewc", "mas", "fedweit", "fedvit", "fedknow", "er", "der++", "bcn", "joint"],
 )
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
@@ -392,6 +394,7 @@ RESUMED = {
     **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "dytox", "joint")},
     "dytox, shared tokens": (*WITHOUT_HEAD_EPOCHS, "method.name=dytox", "method.tokens=shared"),
     "fedknow": (*WITHOUT_HEAD_EPOCHS, "method.name=fedknow", "data.tasks.count=4", "train.epochs=1"),
+    "bcn": (*WITHOUT_HEAD_EPOCHS, "method.name=bcn", "data.tasks.count=4", "train.epochs=1"),
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
     "fedweit": (*WITHOUT_HEAD_EPOCHS, "method.name=fedweit", "data.tasks.count=4", "train.epochs=1"),
 }

@@ -25,8 +25,9 @@ from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import memory_widths
+from vitfleet.training.game import SequentialGame
 from vitfleet.training.memories import Teachers
-from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.objective import Fit, FitResult, Loss, Objective
 from vitfleet.wire import encoded_size
 
 NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client without images
@@ -253,7 +254,7 @@ class CostModel:
         total = 0
         for fit in dry_run_result.fits:
             steps = -(-samples // (fit.train or self.train).batch_size)
-            per_sample = 1 if fit.replay is None else 1 + fit.replay.replays
+            per_sample = 1 if fit.replay is None else 1 + fit.replay.replays * memory_passes(fit.objective.loss)
             passes = fit.epochs * samples * per_sample
             total += passes * (num_trained_models(fit) + (fit.reference_weights is not None)) * self.flops(fit).training
             if isinstance(fit.memory, Teachers):
@@ -289,6 +290,11 @@ class CostModel:
             message_size(self.method.client_message(server, self.method.cost_round, 0, None)),
             message_size(self.method.base_message(blank)),
         )
+
+
+def memory_passes(loss: Loss) -> int:
+    """Return how often a step passes its replayed samples through the model."""
+    return loss.memory_passes if isinstance(loss, SequentialGame) else 1
 
 
 def num_trained_models(fit: Fit) -> int:

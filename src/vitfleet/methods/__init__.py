@@ -20,6 +20,7 @@ from vitfleet.methods.fedknow import FedKnow  # isort: skip
 from vitfleet.methods.er import ExperienceReplay  # isort: skip
 from vitfleet.methods.derpp import DerPlusPlus  # isort: skip
 from vitfleet.methods.dytox import DyTox  # isort: skip
+from vitfleet.methods.bcn import Bcn  # isort: skip
 from vitfleet.methods.joint import Joint  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.context import MethodContext  # isort: skip
@@ -38,6 +39,7 @@ __all__ = [
     "AGem",
     "Aggregator",
     "Apfl",
+    "Bcn",
     "ClientGenerator",
     "ClientJob",
     "ClientMetric",

@@ -1,4 +1,4 @@
-"""Base class of methods that replay stored samples of earlier tasks in every step: ER and DER++.
+"""Base class of methods that replay stored samples of earlier tasks in every step: ER, DER++ and BCN.
 
 Body and head are trained together. At the end of every round the client stores a random fraction ρ of each class of its
 current task, the same samples in every round of the task. The papers fill their memory by reservoir sampling, because

@@ -1,7 +1,7 @@
 """Base class of methods that share the body and keep the head local.
 
 The server averages the body (all weights except the head). The head, and whatever else a method keeps, never leaves its
-client. FedPer, FedRep, GEM, A-GEM, EWC, MAS and FedViT differ only in the local training.
+client. FedPer, FedRep, GEM, A-GEM, EWC, MAS, FedViT, FedKNOW and others differ only in the local training.
 
 Methods that are not defined by a local head have the key ``method.heads`` (:class:`HeadsParams`): with ``shared`` heads
 are sent and averaged with the body. A client's model is the one that it trained last; with ``eval.body = "aggregated"``

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from vitfleet.models.batch_norm import statistics_names
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.composition import composition_of
 from vitfleet.training.engine import StepEngine
+from vitfleet.training.game import SequentialGame, game_gradients
 from vitfleet.training.gradients import client_gradients, clip_gradients
 from vitfleet.training.memory_gradients import MemoryGradients, concatenate
 from vitfleet.training.objective import ReferenceGradients, ReplayedSamples, Step, mask_other_tasks
@@ -122,9 +124,7 @@ class Cohort:
         all_active
             Whether all clients are known to have this step. If not, the batch says which have it, on the device.
         """
-        step = self._forward(self.weights, self.leaves, batch, epoch)
-        losses = lift(self.objective.loss, self.stacked, self.inputs.constants)(step)
-        gradients = client_gradients(losses, self.leaves)
+        step, losses, gradients = self._step_gradients(batch, epoch)
         of_memory = self.memory_gradients.compute(gradients, refresh, restore, self.images, batch)
         references = self._reference_gradients(of_memory, batch, epoch)
         # Before the step: the companion's loss may depend on the weights that train.
@@ -138,6 +138,45 @@ class Cohort:
             self.loss_sum += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
             # A sum that is not finite stays so: what is counted are the steps before the first such loss.
             self.finite_steps += batch.active * self.loss_sum.isfinite()
+
+    def _step_gradients(self, batch: Batch, epoch: Tensor) -> tuple[Step, Tensor, dict[str, Tensor]]:
+        """Return the forward pass of the step, the loss of each client, and its gradient."""
+        game = self.objective.loss
+        if isinstance(game, SequentialGame) and batch.replay is not None:
+            return self._play(game, batch, epoch)
+        step = self._forward(self.weights, self.leaves, batch, epoch)
+        losses = lift(self.objective.loss, self.stacked, self.inputs.constants)(step)
+        return step, losses, client_gradients(losses, self.leaves)
+
+    def _play(self, game: SequentialGame, batch: Batch, epoch: Tensor) -> tuple[Step, Tensor, dict[str, Tensor]]:
+        """Return the same where the loss is a game on the replayed samples."""
+        replay = batch.flat_replay(1 if self.stacked else 0)
+        assert replay is not None
+        stored = self._stored_samples(replay)
+        engine, images = self.engine, stored["images"]
+
+        def memory_loss(leaves: Tensors, perturbation: Tensor) -> Tensor:
+            weights = self.model_weights({**self.weights, **leaves}, leaves)
+            depth = self.objective.depth
+            outputs, _ = engine.forward(weights, images, replay, None, depth, perturbation=perturbation)
+            logits, auxiliary = engine.net.split_outputs(outputs)
+            labels, weight, positions = stored["labels"], replay.sample_weight, replay.shard_positions
+            logits = mask_other_tasks(logits, labels, engine.class_tasks)
+            constants = self.inputs.constants
+            step = Step(logits, labels, weight, leaves, constants.tensors, positions, epoch, auxiliary=auxiliary)
+            losses: Tensor = lift(game.loss, self.stacked, constants)(step)
+            return losses
+
+        step = self._forward(self.weights, self.leaves, replace(batch, replay=None), epoch)
+        new = lift(game.loss, self.stacked, self.inputs.constants)(step)
+        size, dtype = engine.preprocess.image_size, engine.preprocess.mean.dtype
+        origin = torch.zeros(*images.shape[:-2], size, size, dtype=dtype, device=images.device)
+        return step, *game_gradients(game, new, memory_loss, self.leaves, origin)
+
+    def _stored_samples(self, replay: Batch) -> dict[str, Tensor]:
+        """Return the tensors of the stored samples that are replayed, one row per sample."""
+        buffer = self.inputs.replay.tensors
+        return {name: _rows(tensor, replay.image_indices, self.stacked) for name, tensor in buffer.items()}
 
     def _clip(self, gradients: Tensors) -> Tensors:
         max_norm = self.engine.config.clip
@@ -169,10 +208,7 @@ class Cohort:
         axis, objective, indices = 1 if self.stacked else 0, self.objective, batch.image_indices
         replay = batch.flat_replay(axis)
         assert replay is not None
-        stored = {
-            name: _rows(tensor, replay.image_indices, self.stacked)
-            for name, tensor in self.inputs.replay.tensors.items()
-        }
+        stored = self._stored_samples(replay)
         images = torch.cat([self.images.images[indices], stored.pop("images")], dim=axis)
         labels = torch.cat([self.images.labels[indices], stored.pop("labels")], dim=axis)
         both = batch.append(replay, axis)

@@ -46,13 +46,14 @@ def distillation_gradients(
     step_images = images[batch.image_indices]
     axis = teachers["labels"].dim() - 1
     anatomy = engine.net.anatomy
-    # The forward pass writes running statistics in place: those of the step must stay.
-    buffers = {name: tensor.clone() for name, tensor in weights.tensors.items() if name not in anatomy.parameters}
+    # Running statistics are the client's; only the step's own forward pass updates them.
+    buffers = {name: tensor for name, tensor in weights.tensors.items() if name not in anatomy.parameters}
     shapes = {name: anatomy.shapes[name] for name in anatomy.trainable(anatomy.whole)}
     dtype, row_dtype = next(iter(leaves.values())).dtype, objective.reference_dtype
 
     def logits(weights: Tensors) -> Tensor:
-        return engine.forward({**weights, **buffers}, step_images, batch, None, objective.depth)[0]
+        outputs, _ = engine.forward({**weights, **buffers}, step_images, batch, None, objective.depth)
+        return engine.net.split_outputs(outputs)[0]
 
     num_teachers = teachers["labels"].shape[axis]
     rows = {

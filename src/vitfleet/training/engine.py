@@ -71,6 +71,7 @@ class StepEngine:
         depth: int | None,
         keep: Tensor | None = None,
         batch_norms: tuple[str, ...] = (),
+        perturbation: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the model's outputs for stored images, and the features at the split if there is one.
 
@@ -86,12 +87,16 @@ class StepEngine:
             Without a batch: positions of the patches that are kept, ``[…, batch, kept]``; ``None``: all.
         batch_norms
             With a batch: the batch norms that normalise with it and update their running statistics.
+        perturbation
+            What is added to the model's input; ``None``: nothing.
         """
         statistics = None if batch is None or not batch_norms else BatchStatistics(batch_norms, batch.sample_weight > 0)
         keep = keep if batch is None else batch.keep
         net = self._training_net
         with self.machine.autocast():
             inputs = self._training_preprocess(images, batch)
+            if perturbation is not None:
+                inputs = inputs + perturbation
             if split is None:
                 return net.outputs(weights, inputs, keep, depth, statistics), None
             features = net.forward_to(weights, inputs, keep, split)
