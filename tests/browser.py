@@ -47,14 +47,14 @@ class Browser:
                 return result
             self._handle_event(reply)
 
-    def open(self, page: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a window of this size and wait until its figures are drawn."""
+    def open(self, page: Path | str, width: int, height: int = 900, dark: bool = False) -> None:
+        """Open a file or an address in a window of this size and wait until its figures are drawn."""
         mobile = width < 500
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self._loaded = False
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         deadline = time.monotonic() + 60
         while not self._loaded:
             assert time.monotonic() < deadline, "the page did not load in 60 s"
@@ -68,6 +68,21 @@ class Browser:
         reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
+
+    def drop_file(self, selector: str, file: Path) -> None:
+        """Drag a file over an element and drop it there, as a user does from a file manager."""
+        box = self.value(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
+                         f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())")  # fmt: skip
+        data = {"items": [], "files": [str(file.resolve())], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            self.call("Input.dispatchDragEvent", type=kind, x=box[0], y=box[1], data=data)
+
+    def wait_for(self, expression: str, seconds: float = 60) -> None:
+        """Wait until an expression in the page is true."""
+        deadline = time.monotonic() + seconds
+        while not self.value(expression):
+            assert time.monotonic() < deadline, f"not true after {seconds} s: {expression}"
+            time.sleep(0.05)
 
     def screenshot(self, path: Path, whole: bool = True) -> None:
         """Save an image of the whole page, or of the visible part."""

@@ -20,7 +20,7 @@ LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "sys
 _BELOW_TRAIN = {"config", "data", "models"}
 _BELOW_METHODS = {*_BELOW_TRAIN, "training"}
 _BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet", "costs"}
-_BELOW_CLI = {*_BELOW_RUN, "run", "inference", "exporters", "report"}
+_BELOW_CLI = {*_BELOW_RUN, "run", "inference", "exporters", "demo", "report"}
 MAY_KNOW = {
     "config": set[str](),
     "data": {"config"},
@@ -31,6 +31,7 @@ MAY_KNOW = {
     "costs": {*_BELOW_METHODS, "methods"},
     "run": _BELOW_RUN,
     "inference": {*_BELOW_RUN, "run"},  # uses the models that runs wrote
+    "demo": {*_BELOW_RUN, "run", "inference"},
     "exporters": {*_BELOW_RUN, "run", "inference"},
     "report": {*_BELOW_RUN, "run", "inference"},  # reads what runs wrote; a run knows nothing of its pictures
     "flower": {*_BELOW_RUN, "run"},  # starts Flower's processes and is what they run

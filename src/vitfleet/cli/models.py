@@ -166,6 +166,40 @@ def export(
         print_text(console, f"uploaded: {push_to_hub}")
 
 
+@app.command()
+def demo(
+    model: Model,
+    clients: Annotated[
+        str | None, typer.Option(help="Clients to show, as 3,7. Default: the first two with a model of their own.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at. Default: this machine only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.")] = 8765,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    device: Device = "auto",
+    plugin: Plugins = [],  # noqa: B006
+) -> None:
+    """Open a local page: drop an image, and see what the server's model and two clients' models predict, and why.
+
+    Example: `vitfleet demo runs/first --clients 3,7`
+    """
+    import webbrowser
+
+    from vitfleet.api.demonstration import demo_server
+
+    _prepare(plugin, False)
+    numbers = None if clients is None else [int(str(_client(part.strip()))) for part in clients.split(",")]
+    with demo_server(model, numbers, host, port, device) as server:
+        if not server.is_local:
+            print_text(error_console, f"warning: --host {host}: everyone who reaches this machine can use the page")
+        print_text(console, f"demo: {server.address} (stop with Ctrl-C)")
+        if browser:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
 def _prepare(plugins: Sequence[Path], reserved: bool) -> None:
     from vitfleet.config.plugins import load_plugins
 

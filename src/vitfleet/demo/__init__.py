@@ -1,0 +1,1 @@
+"""A local page on which images are dropped and several models of a run predict them side by side."""
