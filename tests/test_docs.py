@@ -30,6 +30,7 @@ DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs
 NOT_EXECUTED = {
     r"(run|compare|resume) .*(cifar|ucmerced|imagenet)": "needs a data set that is not part of the repository",
     r"data\.path=|--data ": "needs images of the reader's own",
+    r"^vitfleet demo ": "serves a page until it is stopped",
     r"^vitfleet predict ": "needs images of the reader's own",
     r"\.toml": "needs a configuration file of the reader's own",
     r"^vitfleet (server|client) ": "waits for other machines",

@@ -13,10 +13,12 @@ from vitfleet.api.frames import as_frame, flatten
 from vitfleet.api.training import run_in
 from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
+from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
+from vitfleet.inference.task_matrix import TaskMatrix, recompute_matrix
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.folder import add_rounds, check_plugins, open_run_folder
@@ -93,6 +95,20 @@ class Run:
             modules, local heads) is the mean over the clients that have trained.
         """
         return StoredModels.open(self.path, self.config).classifier(client)
+
+    def task_matrix(self, *, data: Any = None, progress: Progress = NO_PROGRESS) -> TaskMatrix:
+        """Compute the accuracies after each task, and forgetting, again from the models that were kept.
+
+        The run must have been trained with ``data.tasks.keep_models``.
+
+        Parameters
+        ----------
+        data
+            The data set of a run that was started with data from Python: the same again.
+        """
+        images = as_data_set(data)
+        loaded = load_dataset(self.config.data, progress) if images is None else images
+        return recompute_matrix(self.path, self.config, loaded, progress)
 
     def resume(
         self,

@@ -86,6 +86,10 @@ def evaluate(
     known_task: Annotated[
         bool, typer.Option("--known-task", help="Tell the model each image's task, where it was trained on tasks.")
     ] = False,
+    after_tasks: Annotated[
+        bool,
+        typer.Option("--after-tasks", help="Compute the accuracies after each task again (data.tasks.keep_models)."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write evaluation.json and figures to this folder.")] = None,
     as_json: AsJson = False,
     batch_size: BatchSize = 64,
@@ -103,6 +107,9 @@ def evaluate(
     from vitfleet.report.evaluation_report import class_table, evaluation_table, write_evaluations
 
     _prepare(plugin, as_json)
+    if after_tasks:
+        _show_task_matrix(model, as_json)
+        return
     evaluations, notes = evaluate_model(
         model, data, client=_client(client), known_task=known_task, batch_size=batch_size, device=device,
         progress=_progress(),
@@ -198,6 +205,16 @@ def demo(
             server.serve_forever()
         except KeyboardInterrupt:
             return
+
+
+def _show_task_matrix(path: Path, as_json: bool) -> None:
+    from vitfleet.api import load_run
+    from vitfleet.report.evaluation_report import task_matrix_table
+
+    matrix = load_run(path).task_matrix(progress=_progress())
+    console.print(task_matrix_table(matrix))
+    if as_json:
+        print(json.dumps({"by_task": matrix.by_task, **matrix.metrics._asdict()}))
 
 
 def _prepare(plugins: Sequence[Path], reserved: bool) -> None:

@@ -34,6 +34,9 @@ class TasksConfig(Table):
     incremental: Literal["task", "class"] = Field(
         "task", description="whether an image's task is known, or its class is looked for among all"
     )
+    keep_models: bool = Field(
+        False, description="keep the clients' models after each task, so that the accuracies can be computed again"
+    )
 
     @model_validator(mode="after")
     def _bounds(self) -> TasksConfig:

@@ -65,6 +65,12 @@ class Config(Extensions):
         return self.data.tasks.count if self.data.tasks else 1
 
     @property
+    def kept_rounds(self) -> int | None:
+        """Rounds of a task, if the models at the end of each are kept; else ``None``."""
+        tasks = self.data.tasks
+        return tasks.rounds_per_task if tasks and tasks.keep_models else None
+
+    @property
     def task_known(self) -> bool:
         """Whether an image's task is known, so that predictions are among the task's classes only."""
         return self.data.tasks is not None and self.data.tasks.incremental == "task"

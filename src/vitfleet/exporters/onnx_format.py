@@ -15,6 +15,7 @@ from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
 
 INPUT, OUTPUT = "images", "logits"
+BATCH = 32
 REMEDY = "--to onnx needs packages that are not installed: pip install 'vitfleet[export]'"
 
 
@@ -68,8 +69,8 @@ def onnx_logits(path: Path, images: Tensor) -> Tensor:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (logits,) = session.run([OUTPUT], {INPUT: images.numpy().astype(np.float32)})
-    return torch.from_numpy(logits)
+    batches = np.array_split(images.numpy().astype(np.float32), -(-len(images) // BATCH))
+    return torch.from_numpy(np.concatenate([session.run([OUTPUT], {INPUT: batch})[0] for batch in batches]))
 
 
 def _no_advice(record: logging.LogRecord) -> bool:

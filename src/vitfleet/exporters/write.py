@@ -179,10 +179,7 @@ def _in_batches(graph: ExportGraph, images: Tensor) -> Tensor:
 def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet | None, images: Tensor) -> Quantised:
     """Compare a quantised model with the original one: on labelled images, or without accuracy on others."""
     inputs = images if labelled is None else graph.prepare(labelled.images)
-    before, after = (
-        torch.cat([onnx_logits(file, batch) for batch in torch.split(inputs, BATCH)]).argmax(dim=1)
-        for file in (original, path)
-    )
+    before, after = (onnx_logits(file, inputs).argmax(dim=1) for file in (original, path))
     labels = None if labelled is None else labelled.labels.cpu()
     accuracy, original_accuracy = (
         None if labels is None else float((predicted == labels).float().mean()) for predicted in (after, before)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
@@ -32,6 +33,8 @@ from vitfleet.run.model_file import model_info, read_model
 from vitfleet.run.server_model import server_model
 from vitfleet.training.machine import Machine
 
+CPU = Machine(torch.device("cpu"), bf16=False)
+
 
 @dataclass(frozen=True)
 class StoredModels:
@@ -41,6 +44,8 @@ class StoredModels:
     ----------
     base_weights
         What every client received once, before its first round.
+    class_tasks
+        The task of each class, ``[classes]``, if the model is told an image's task.
     """
 
     config: Config
@@ -49,15 +54,20 @@ class StoredModels:
     method: Method[Any]
     base_weights: Tensors
     states: StoredStates
+    class_tasks: Tensor | None = None
 
     @classmethod
-    def open(cls, folder: Path, config: Config, states: StoredStates | None = None) -> StoredModels:
+    def open(
+        cls, folder: Path, config: Config, states: StoredStates | None = None, machine: Machine = CPU
+    ) -> StoredModels:
         """Open the models of a run.
 
         Parameters
         ----------
         states
             A checkpoint of the run; ``None``: its last one.
+        machine
+            Where and in which precision the models are used.
         """
         data = read_data_info(folder)
         # The weights are in the folder: the file that training began with need not exist any more.
@@ -66,10 +76,10 @@ class StoredModels:
         class_tasks = None
         if config.data.tasks is not None and config.task_known:
             class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
-        machine = Machine(torch.device("cpu"), False)
         components = build_components(without_file, net, len(data.classes), machine, config.num_tasks, class_tasks)
         base = read_base(folder).tensors
-        return cls(config, data, components.net, components.method, base, states or StoredStates.of_run(folder))
+        states = states or StoredStates.of_run(folder)
+        return cls(config, data, components.net, components.method, base, states, class_tasks)
 
     def classifier(self, client: int | None = None) -> Classifier:
         """Return the model of a client, or of the server."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.inference.evaluate import Evaluation
+from vitfleet.inference.task_matrix import TaskMatrix
 from vitfleet.report.figure_types import AxisView, BarChart, Curve, Figure, HeatMap, LineChart
 from vitfleet.report.plotting import draw_files
 
@@ -53,6 +54,21 @@ def class_table(evaluation: Evaluation) -> Table:
         table.add_row(names[index], f"{sum(row):,}", f"{accuracy:.2%}", text)
     if len(measured) > CLASSES_SHOWN:
         table.caption, table.caption_justify = f"the {CLASSES_SHOWN} lowest of {len(measured)} classes", "left"
+    return table
+
+
+def task_matrix_table(matrix: TaskMatrix) -> Table:
+    """Return the accuracies after each task, means over clients, and the metrics that follow from them."""
+    rows = matrix.means()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("after task", style="bold", no_wrap=True)
+    for task in range(1, len(rows) + 1):
+        table.add_column(f"on task {task}", justify="right", no_wrap=True)
+    for task, row in enumerate(rows, start=1):
+        table.add_row(str(task), *("–" if value is None else f"{value:.2%}" for value in row))
+    known = {name: value for name, value in matrix.metrics._asdict().items() if value is not None}
+    table.caption = " · ".join(f"{name.replace('_', ' ')} {value:.2%}" for name, value in known.items())
+    table.caption_justify = "left"
     return table
 
 

@@ -30,6 +30,7 @@ from vitfleet.files import Data, sync_folder, write_durably
 from vitfleet.message import State
 from vitfleet.run.host_copy import HostCopy
 from vitfleet.run.in_flight import InFlight, is_past_state
+from vitfleet.run.kept_states import keep_states, kept_folder
 from vitfleet.run.manifest import (
     MANIFEST,
     PREVIOUS,
@@ -62,10 +63,15 @@ class StoredStates:
     @classmethod
     def of_run(cls, run_folder: Path) -> StoredStates:
         """Return the states in a run's last checkpoint."""
-        folder = run_folder / "checkpoint"
+        return cls.of_folder(run_folder / "checkpoint")
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> StoredStates:
+        """Return the states in a folder: that of a checkpoint, or one of those kept after each task."""
         stored = read_manifest(folder)
         if stored is None:
-            raise UserError(f"{run_folder}: has no checkpoint yet; resume the run with `vitfleet resume {run_folder}`")
+            run = folder.parent
+            raise UserError(f"{run}: has no checkpoint yet; resume the run with `vitfleet resume {run}`")
         return cls(folder, stored.manifest)
 
     def server(self) -> State:
@@ -86,19 +92,28 @@ class StoredStates:
 class Checkpoints:
     """The checkpoints of one run folder.
 
+    Parameters
+    ----------
+    verify
+        Whether to check the files of the last checkpoint: by one of several processes.
+    keep_every
+        Rounds of a task, if the states at the end of each are kept; ``None``: they are not.
+
     Attributes
     ----------
     latest
         The last complete checkpoint, or ``None`` before the first.
     """
 
-    def __init__(self, folder: Path, verify: bool = True) -> None:
+    def __init__(self, folder: Path, verify: bool = True, keep_every: int | None = None) -> None:
         self.folder = folder / "checkpoint"
+        self.keep_every = keep_every
         self.folder.mkdir(exist_ok=True)
         self.latest: Manifest | None = None
         self._checksums: dict[str, str] = {}
         if verify:
             self._take(self._last_sound())
+            self._keep()  # a crash may have come between a checkpoint and its copy
             self._sort_files()
         else:
             self.reload()
@@ -247,7 +262,14 @@ class Checkpoints:
         write_manifest(self.folder, StoredManifest(manifest, checksums))
         self._take(StoredManifest(manifest, checksums))
         self._unwritten = {}  # only now: a client's state may be requested during the write
+        self._keep()
         self._sort_files()
+
+    def _keep(self) -> None:
+        """Keep the states of the last checkpoint if it is at the end of a task."""
+        if self.latest is not None and self.keep_every is not None and self.latest.round % self.keep_every == 0:
+            target = kept_folder(self.folder.parent, self.latest.round // self.keep_every)
+            keep_states(self.folder, StoredManifest(self.latest, self._checksums), target)
 
     def wait(self) -> None:
         """Wait until the last commit is complete. An error in writing it is raised here."""

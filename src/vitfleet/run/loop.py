@@ -92,7 +92,8 @@ def _after_round(context: RunContext, state: RunState, stop_reason: str | None, 
 
 
 def _checkpoint_due(config: Config, state: RunState) -> bool:
-    return state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
+    kept = config.kept_rounds is not None and state.round % config.kept_rounds == 0
+    return kept or state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
 
 
 def _checkpoint(context: RunContext, state: RunState, log: RoundLog | None) -> RunState:
