@@ -99,5 +99,5 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
 
 def _machine(folder: Path) -> Machine:
     """Return a CPU that computes in the precision of a run that was evaluated on a CPU; else in float32."""
-    recorded = MachineConfig.model_validate_json((folder / "machine.json").read_text())
-    return Machine(torch.device("cpu"), recorded.device == "cpu" and recorded.precision == "bf16")
+    machine_config = MachineConfig.model_validate_json((folder / "machine.json").read_text())
+    return Machine(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")
