@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import MakeConfig
+from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
-from vitfleet.costs.flops import Flops, client_flops, typical_client
+from vitfleet.costs.flops import Flops, client_flops, full_flops, typical_client
 from vitfleet.message import with_prefix
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model
@@ -97,6 +98,15 @@ def test_client_flops_counts_other_model_families(name: str, model: str) -> None
     context = MethodContext.from_net(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
     flops = client_flops(make_method(params, context), net, 0.0)
     assert 0 < flops.forward <= flops.training
+
+
+@pytest.mark.parametrize("name", ["cvt", "pit", "pvt"])
+def test_depthwise_convolutions_cost_two_forward_passes_in_the_backward_pass(name: str) -> None:
+    """torch's own formula counts the gradient of a depthwise kernel as often as it has channels."""
+    net = tiny_family(name)
+    flops = full_flops(net)
+    # The first layer has no gradient with respect to the pixels.
+    assert 2.6 * flops.forward < flops.training <= 3 * flops.forward
 
 
 def test_masked_forward_flops_match_the_reference_table() -> None:

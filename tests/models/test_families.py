@@ -83,6 +83,21 @@ def test_keeping_all_patches_in_any_order_changes_nothing(name: str) -> None:
     assert not torch.allclose(fewer, net(weights, inputs))
 
 
+@pytest.mark.parametrize("name", WITH_UNIFORM_BLOCKS)
+def test_models_with_uniform_blocks_can_be_split_skipped_and_prompted(name: str) -> None:
+    net = tiny_family(name)
+    weights, inputs = random_weights(net), images(net)
+    keep = torch.tensor([0, 5, 9]).expand(BATCH, 3)
+    tokens = net.forward_to(weights, inputs, keep, 1)
+    assert tokens.shape == (BATCH, net.num_prefix_tokens + 3, net.embed_dim)
+    torch.testing.assert_close(net.forward_from(weights, tokens, 1), net(weights, inputs, keep))
+    shallow = {weight: tensor for weight, tensor in weights.items() if weight not in net.anatomy.blocks[1]}
+    assert net(shallow, inputs, depth=1).shape == (BATCH, 4)
+    prompted = build_model(TINY_FAMILIES[name], 4, 1, 32, seed=0, adapt=lambda vit: add_prompts(vit, 2, deep=True))
+    more = {**weights, "prompts": prompted.initial_weights()["prompts"].double()}
+    assert not torch.allclose(prompted(more, inputs), net(weights, inputs))
+
+
 @pytest.mark.parametrize("name", [name for name in TINY_FAMILIES if name not in WITH_UNIFORM_BLOCKS])
 def test_prompts_are_refused_where_blocks_differ(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.name: a \w+ cannot take prompts; choose a plain ViT"):

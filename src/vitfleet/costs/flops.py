@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -352,11 +353,24 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")
     keep = torch.empty(1, net.num_kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
-    with FlopCounterMode(display=False) as counter:
+    formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         logits = forward(net, objective, {**blank, **leaves}, images, keep)
         forward_flops = counter.get_total_flops()
         torch.autograd.grad(logits.sum(), list(leaves.values()), allow_unused=True)
         return Flops(forward_flops, counter.get_total_flops())
+
+
+def _convolution_backward_flops(
+    grad_output: Sequence[int], inputs: Sequence[int], weight: Sequence[int], *arguments: Any, **options: Any
+) -> int:
+    """Count the operations of a convolution's backward pass by shapes.
+
+    Each of its two products takes as many as the forward pass. torch's own formula for the gradient of the weight
+    ignores groups, and counts a depthwise convolution as often as it has channels.
+    """
+    *_, output_mask = arguments
+    return 2 * prod(grad_output) * prod(weight[1:]) * sum(output_mask[:2])
 
 
 def forward(

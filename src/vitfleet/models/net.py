@@ -132,7 +132,7 @@ class Net:
     @property
     def thread_safe(self) -> bool:
         """Whether several threads may call it. A module holds the weights of a call while it runs."""
-        return self.stacking == "tensor operations"
+        return self.functional is not None and self.functional.stackable
 
     def trained_batch_norms(self, selected: Collection[str]) -> tuple[str, ...]:
         """Return the batch norms whose running statistics are among the selected weights."""

@@ -44,7 +44,8 @@ class Evaluator:
 
         Models are stacked where clients are (``machine.cohort``).
         """
-        return min(self.machine.cohort, MAX_STACKED_MODELS) if self.net.stackable else 1
+        wanted = min(self.machine.cohort, MAX_STACKED_MODELS)
+        return wanted if wanted > 1 and self.net.stackable else 1
 
     @torch.inference_mode()
     def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> tuple[Tensor, Tensor]:

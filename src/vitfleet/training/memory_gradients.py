@@ -156,7 +156,9 @@ class MemoryGradients:
         """Return the gradient of each part of stored samples, of several parts of one width at once."""
         axis, dtype = self.part_axis, self.objective.reference_dtype
         chunks: list[dict[str, Tensor]] = []
-        for start, count in _runs_of_equal_width(widths, self.engine.parts_at_once if self.engine.net.stackable else 1):
+        at_once = self.engine.parts_at_once
+        longest = at_once if at_once > 1 and self.engine.net.stackable else 1
+        for start, count in _runs_of_equal_width(widths, longest):
             chunk = {
                 name: tensor.narrow(axis, start, count).narrow(axis + 1, 0, widths[start])
                 for name, tensor in memory.items()
