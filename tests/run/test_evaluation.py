@@ -198,6 +198,7 @@ class SpyForward:
     """Records the inputs of a net's forward passes."""
 
     stackable = True
+    num_classes: int | None = None
 
     def __init__(self, net: Net) -> None:
         assert net.functional is not None

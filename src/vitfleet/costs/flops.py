@@ -369,8 +369,8 @@ def _convolution_backward_flops(
     Each of its two products takes as many as the forward pass. torch's own formula for the gradient of the weight
     ignores groups, and counts a depthwise convolution as often as it has channels.
     """
-    *_, output_mask = arguments
-    return 2 * prod(grad_output) * prod(weight[1:]) * sum(output_mask[:2])
+    needs_inputs, needs_weight, _ = arguments[-1]
+    return 2 * prod(grad_output) * prod(weight[1:]) * (int(needs_inputs) + int(needs_weight))
 
 
 def forward(
