@@ -61,6 +61,7 @@ WITH_TASKS = {
     "der++": "",
     "dytox": "",
     "bcn": "",
+    "lvt": "",
     "joint": "",
 }
 MORE = {

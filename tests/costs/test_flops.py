@@ -179,6 +179,7 @@ TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1
         {"name": "der++", "rho": 0.5},
         {"name": "dytox", "rho": 0.5},
         {"name": "bcn", "rho": 0.5},
+        {"name": "lvt", "rho": 0.5},
         {"name": "joint"},
         {"name": "fedknow", "rho": 0.2, "k": 1, "rank_every": 2, "restore_every": 2},
     ],

@@ -230,6 +230,7 @@ METHODS = (
     "der++",
     "dytox",
     "bcn",
+    "lvt",
     "joint",
     "standalone",
 )
@@ -391,7 +392,7 @@ RESUMED = {
     "gem, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=gem", "method.heads=shared"),
     "ewc": (*WITHOUT_HEAD_EPOCHS, "method.name=ewc"),
     "mas, shared heads": (*WITHOUT_HEAD_EPOCHS, "method.name=mas", "method.heads=shared"),
-    **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "dytox", "joint")},
+    **{name: (*WITHOUT_HEAD_EPOCHS, f"method.name={name}") for name in ("er", "der++", "dytox", "lvt", "joint")},
     "dytox, shared tokens": (*WITHOUT_HEAD_EPOCHS, "method.name=dytox", "method.tokens=shared"),
     "fedknow": (*WITHOUT_HEAD_EPOCHS, "method.name=fedknow", "data.tasks.count=4", "train.epochs=1"),
     "bcn": (*WITHOUT_HEAD_EPOCHS, "method.name=bcn", "data.tasks.count=4", "train.epochs=1"),

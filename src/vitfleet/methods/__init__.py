@@ -21,6 +21,7 @@ from vitfleet.methods.er import ExperienceReplay  # isort: skip
 from vitfleet.methods.derpp import DerPlusPlus  # isort: skip
 from vitfleet.methods.dytox import DyTox  # isort: skip
 from vitfleet.methods.bcn import Bcn  # isort: skip
+from vitfleet.methods.lvt import Lvt  # isort: skip
 from vitfleet.methods.joint import Joint  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.context import MethodContext  # isort: skip
@@ -64,6 +65,7 @@ __all__ = [
     "FedWeit",
     "Gem",
     "Joint",
+    "Lvt",
     "Mas",
     "Method",
     "MethodContext",
