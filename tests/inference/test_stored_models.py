@@ -135,7 +135,12 @@ def test_models_do_not_need_the_file_of_the_initial_weights(tiny_config: MakeCon
     assert torch.equal(after[f"vit.{name}"], load_file(source.path / "model.safetensors")[name])
 
 
-ADAPTED = {"fed-prompt": (), "fed-lora": (), "dytox": ("rounds=2", *TASKS)}
+ADAPTED = {
+    "fed-prompt": (),
+    "fed-lora": (),
+    "dytox": ("rounds=2", *TASKS),
+    "lvt": ("rounds=2", *TASKS, "method.heads=shared"),
+}
 
 
 @pytest.mark.parametrize("method", ADAPTED)
