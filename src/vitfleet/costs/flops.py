@@ -26,6 +26,7 @@ from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import memory_widths
+from vitfleet.training.composition import composition_of
 from vitfleet.training.game import SequentialGame
 from vitfleet.training.memories import Teachers
 from vitfleet.training.objective import Fit, FitResult, Loss, Objective
@@ -232,7 +233,8 @@ class CostModel:
         """Count the operations per sample of a training; without ``masked``, those of an unmasked image."""
         objective, ratio = fit.objective, (fit.train or self.train).mask_ratio if masked else 0.0
         select = self.net.anatomy.select
-        key = (select(objective.trainable), objective.depth, objective.split, ratio, select(fit.weights))
+        given = frozenset(_forward_weights(self.net, objective, fit.weights))
+        key = (select(objective.trainable), objective.depth, objective.split, ratio, given)
         if key not in self._flops_cache:
             self._flops_cache[key] = count_flops(self.net, objective, fit.weights, ratio)
         return self._flops_cache[key]
@@ -348,7 +350,7 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
     Where weights are composed, the operations of the composition are not counted: they are few, and per step.
     """
     trainable = net.anatomy.select(net.anatomy.trainable(objective.trainable))
-    weights = net.anatomy.select(weights).take(weights)
+    weights = _forward_weights(net, objective, weights)
     leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trainable}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
     images = torch.empty(1, len(net.mean), net.image_size, net.image_size, device="meta")
@@ -371,6 +373,15 @@ def _convolution_backward_flops(
     """
     needs_inputs, needs_weight, _ = arguments[-1]
     return 2 * prod(grad_output) * prod(weight[1:]) * (int(needs_inputs) + int(needs_weight))
+
+
+def _forward_weights(net: Net, objective: Objective, weights: Tensors) -> Tensors:
+    """Return the weights that a forward pass reads: a model may have more than its own, such as a teacher's.
+
+    Where the objective composes the model's weights, the others are what they are composed of.
+    """
+    is_composed = composition_of(objective.trainable) is not None
+    return net.anatomy.select(weights).take(weights) if is_composed else weights
 
 
 def forward(
