@@ -143,6 +143,10 @@ def client(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.")] = None,
+    limit: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
+    ] = [],  # noqa: B006
     plugin: Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
@@ -151,6 +155,7 @@ def client(
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
     from vitfleet.flower.certificates import Certs
+    from vitfleet.flower.client_limits import ClientLimits
     from vitfleet.flower.client_name import check_client_name
     from vitfleet.flower.commands import client_command
     from vitfleet.flower.processes import run_forever
@@ -158,6 +163,7 @@ def client(
 
     fleet_certs = Certs(certs.resolve())
     check_client_name(name)
+    ClientLimits.parse(limit)
     if insecure:
         _warn_insecure()
     else:
@@ -169,7 +175,9 @@ def client(
     home = (state or Path.home() / ".vitfleet" / name).resolve()
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
-    command = client_command(address, name, data.resolve(), home, None if insecure else fleet_certs, machine, plugin)
+    command = client_command(
+        address, name, data.resolve(), home, None if insecure else fleet_certs, machine, plugin, limit
+    )
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         if not insecure:

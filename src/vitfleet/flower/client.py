@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.files import link_atomically
 from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.flower.client_limits import ClientLimits, check_run, describe_run
 from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
@@ -48,11 +50,14 @@ class FlowerClient:
         Folder of the client's files.
     machine
         Hardware settings. The client's operator chooses them, not the run.
+    limits
+        What a server may ask for.
     """
 
     load_images: LoadImages
     root: Path
     machine: MachineConfig
+    limits: ClientLimits = field(default_factory=ClientLimits)
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
     def train(self, payload: TrainPayload) -> Reply:
@@ -70,14 +75,14 @@ class FlowerClient:
             return EvalReply(payload.client, failure=str(error))
 
     def _train(self, payload: TrainPayload) -> Reply:
-        request = payload.request
+        request, config = payload.request, self._checked_config(payload.run_spec)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         if payload.base is not None:
             storage.save_base(payload.base)
         base, state = storage.load_base(), _load_state(storage, request.last_round)
         if base is None or state is None:
             return Reply(request.client, None, failure=_state_lost(request.last_round), state_lost=True)
-        setup = self._setup(payload.run_spec, request.client)
+        setup = self._setup(config, payload.run_spec, request.client)
         participant = setup.runtime.participant(
             replace(request, message=request.message.to(setup.device)),
             to_device(base.tensors, setup.device),
@@ -100,12 +105,13 @@ class FlowerClient:
         link_atomically(self.root / MODEL_FILE, storage.model_path)
 
     def _evaluate(self, payload: EvalPayload) -> EvalReply:
+        config = self._checked_config(payload.run_spec)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         base = payload.base if payload.base is not None else storage.load_base()
         state = _load_state(storage, payload.last_round)
         if base is None or state is None:
             return EvalReply(payload.client, failure=_state_lost(payload.last_round))
-        setup = self._setup(payload.run_spec, payload.client)
+        setup = self._setup(config, payload.run_spec, payload.client)
         (reply,) = setup.runtime.evaluate(
             State(to_device(payload.server.tensors, setup.device), payload.server.numbers),
             to_device(base.tensors, setup.device),
@@ -115,8 +121,15 @@ class FlowerClient:
         )
         return reply
 
-    def _setup(self, run_spec: RunSpec, client: int) -> ClientSetup:
+    def _checked_config(self, run_spec: RunSpec) -> Config:
+        """Return a run's configuration if the client's owner allows what it asks for. Nothing is stored before."""
         config = _read_config(run_spec)
+        check_run(config, run_spec, self.limits)
+        if self._cached is None or self._cached.run_spec != run_spec:
+            print(describe_run(config, run_spec), file=sys.stderr, flush=True)
+        return config
+
+    def _setup(self, config: Config, run_spec: RunSpec, client: int) -> ClientSetup:
         data = self.load_images(config, run_spec)
         cached = self._cached
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
@@ -134,7 +147,12 @@ def _read_config(run_spec: RunSpec) -> Config:
     UserError
         The run needs a plug-in that the client's owner has not installed, or another version of it.
     """
-    tree = json.loads(run_spec.config)
+    try:
+        tree = json.loads(run_spec.config)
+    except ValueError:
+        raise UserError("the server's configuration is not JSON") from None
+    if not isinstance(tree, dict):
+        raise UserError("the server's configuration is not a table")
     load_installed()
     installed: dict[str, str] = {}
     for registry in ALL:

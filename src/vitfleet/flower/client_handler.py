@@ -20,6 +20,7 @@ from vitfleet.data.local_dataset import DataSpec, LocalDataset
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.flower.client import FlowerClient
+from vitfleet.flower.client_limits import ClientLimits
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.payloads import RunSpec
 
@@ -34,21 +35,22 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
     settings
         ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a simulated
         client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``, and
-        ``plugins``, the files that the client's owner named, as JSON.
+        ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
     """
     load_plugins(json.loads(str(settings.get("plugins", "[]"))))
     machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
     if "folder" in settings:
         client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)
     else:
-        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine)
+        limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
+        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits)
     if settings["message_type"] == MessageType.TRAIN:
         return pack_reply(client.train(unpack_train_request(content)))
     return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
 
 
 @lru_cache(maxsize=1)
-def local_client(data: Path, state: Path, machine: MachineConfig) -> FlowerClient:
+def local_client(data: Path, state: Path, machine: MachineConfig, limits: ClientLimits) -> FlowerClient:
     """Return a client with images on this machine. It is cached, with its model and images."""
     dataset = LocalDataset(data, state / "images")
 
@@ -58,7 +60,7 @@ def local_client(data: Path, state: Path, machine: MachineConfig) -> FlowerClien
         )
         return dataset.load(spec)
 
-    return FlowerClient(load_images, state, machine)
+    return FlowerClient(load_images, state, machine, limits)
 
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:

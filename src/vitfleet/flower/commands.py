@@ -81,11 +81,14 @@ def client_command(
     certs: Certs | None,
     machine: dict[str, str | int],
     plugins: Sequence[Path] = (),
+    limits: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that starts a client's SuperNode."""
     node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
     if plugins:
         node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
+    if limits:
+        node_config["limits"] = json.dumps(list(limits))
     # Values are TOML: strings and numbers look the same in JSON.
     toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
     command = ["flower-supernode", "--superlink", server, "--node-config", toml]

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from vitfleet.config.plugins import used_components
 from vitfleet.config.registry import AGGREGATIONS
-from vitfleet.config.schema import Config, DataConfig, FleetConfig
+from vitfleet.config.schema import Config, DataConfig, FleetConfig, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
 from vitfleet.flower.codec import pack_eval_request, pack_train_request, unpack_eval_reply, unpack_reply
@@ -50,7 +50,7 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
     model_config = config.model.model_copy(update={"weights": None})
     # What only the server uses needs not be installed on the clients.
     server_only: dict[str, object] = {"plugins": (), "metrics": {}, "callbacks": {}, "trackers": {}}
-    server_only["aggregate"] = AGGREGATIONS.make_params("mean")
+    server_only |= {"aggregate": AGGREGATIONS.make_params("mean"), "machine": MachineConfig()}
     shared = config.model_copy(update={"data": data_config, "model": model_config, **server_only})
     needed = [f"{used.kind}:{used.name}:{used.sha256}" for used in used_components(shared)]
     images = data.train
