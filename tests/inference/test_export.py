@@ -92,9 +92,8 @@ def onnx_outputs(path: Path, images: torch.Tensor) -> tuple[np.ndarray, dict[str
 
 
 @needs_onnx
-@pytest.mark.parametrize(
-    "family", ["vit", *(pytest.param(family, marks=pytest.mark.long) for family in ("deit", "swin"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 def test_onnxruntime_computes_the_same_for_any_number_of_images(family: str, tmp_path: Path) -> None:
     model = untrained(*FAMILIES[family])
     written = write_export(model, "onnx", tmp_path, int8=True)

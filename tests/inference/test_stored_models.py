@@ -55,7 +55,7 @@ def test_personal_models_predict_in_a_new_process_after_the_folders_were_moved(
     """Logits of a client equal those of the model with which the run evaluated it."""
     expected: dict[tuple[str, int], torch.Tensor] = {}
     for method, keys in PERSONAL.items():
-        config = tiny_config(f"method.name={method}", *keys, "fleet.per_round=2")
+        config = tiny_config(f"method.name={method}", *keys, "fleet.clients=3", "fleet.per_round=2")
         folder = tmp_path / "runs" / method
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(config.model_dump_json())
@@ -105,6 +105,7 @@ def test_the_server_model_of_a_method_with_local_heads_has_the_servers_body(
     torch.testing.assert_close(server["vit.head.weight"], torch.stack(heads).mean(dim=0))
 
 
+@pytest.mark.long
 def test_a_hundred_clients_take_the_global_module_and_a_hundred_local_modules(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
