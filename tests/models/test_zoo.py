@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 
 SMALL = ModelConfig(dim=16, depth=2, heads=2)
+SHIPPED_DIGITS_SHA256 = "4e24d1b78d37789bea46e9b12ab27b0faf3dce33732ff3d1d8cc7ed3850f5639"
 REAL_NAME = "vit_tiny_patch16_224"
 REAL = Path(__file__).parents[2].parent / "shared" / "weights" / f"{REAL_NAME}.safetensors"
 
@@ -395,3 +398,19 @@ def test_file_with_more_blocks_than_the_model_is_rejected(tmp_path: Path) -> Non
     config = ModelConfig(name="vit_tiny_patch16_224", depth=1, weights=str(tmp_path / "deep.safetensors"))
     with pytest.raises(ConfigError, match=r"model\.weights .* has 12 weights that .* does not have"):
         build_model(config, 5, 3, 224, 0)
+
+
+def test_shipped_weights_are_those_of_the_package_and_fit_only_their_model() -> None:
+    file = files("vitfleet") / "weights" / "digits.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == SHIPPED_DIGITS_SHA256
+    config = ModelConfig(patch_size=2, dim=32, depth=4, heads=4, weights="digits")
+    pretrained = build_model(config, classes=10, channels=1, data_image_size=8, seed=0).initial_weights()
+    fresh = build_model(
+        config.model_copy(update={"weights": None}), classes=10, channels=1, data_image_size=8, seed=0
+    ).initial_weights()
+    stored = load_file(str(file))
+    for name, tensor in pretrained.items():
+        expected = fresh[name] if name.startswith("head.") else stored[name].float()
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(ConfigError, match=r"model.weights.*digits.*does not fit model.name = 'vit'"):
+        build_model(config.model_copy(update={"dim": 16}), classes=10, channels=1, data_image_size=8, seed=0)

@@ -15,6 +15,7 @@ from vitfleet.api.frames import Row, as_frame, flatten
 from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
+from vitfleet.config.schema import Config
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -216,7 +217,7 @@ def create(
     if not sources:
         raise UserError("compare: name at least one configuration")
     common, paths, images = parse_overrides(overrides), list(plugins), as_data_set(data)
-    members = []
+    found: list[tuple[str, str, Config]] = []
     for seed, source, (variant, own), (swept, values) in product(
         list(seeds), sources, variants(methods), combinations(sweep or {})
     ):
@@ -226,9 +227,17 @@ def create(
         )  # fmt: skip
         # The methods of a single configuration are called by their own names alone.
         stem = source_name(source) if len(sources) > 1 or not variant else ""
-        members.append(ComparedRun(" ".join(filter(None, (stem, variant, swept))), config))
+        found.append((stem, " ".join(filter(None, (variant, swept))), config))
+    stems = _stems_by_method(found) if not methods else {}
+    members = [ComparedRun(f"{stems.get(stem, stem)} {rest}".strip(), config) for stem, rest, config in found]
     text = shlex.join(command or ["vitfleet.compare"])
     return Comparison(create_comparison(members, None if out is None else Path(out), text, target)), images
+
+
+def _stems_by_method(found: Sequence[tuple[str, str, Config]]) -> dict[str, str]:
+    """Return the method's name for each configuration, if no two configurations have the same method."""
+    methods = {stem: config.method.name for stem, _, config in found}
+    return methods if len(set(methods.values())) == len(methods) > 1 else {}
 
 
 def load_comparison(path: str | Path) -> Comparison:

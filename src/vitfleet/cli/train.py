@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
     from vitfleet.run.folder import RunFolder
 
-DEFAULT_COMPARISON = ("digits", "transfl-digits", "eftvit-digits")
-
 
 @app.command()
 def run(
@@ -62,10 +60,9 @@ def run(
     `vitfleet presets` lists the presets, `vitfleet keys` every key that -o can set.
     """
     if source is None:
-        from vitfleet.cli.compare import compare
+        from vitfleet.cli.first_run import first_run
 
-        seeds = "0" if seed is None else str(seed)
-        compare(list(DEFAULT_COMPARISON), override, plugin, seeds, out=out, data_dir=data_dir, as_json=as_json)
+        first_run(override, plugin, seed, out, data_dir, as_json, ["vitfleet", *sys.argv[1:]])
         return
     if process_rank() > 0:
         _follow()

@@ -18,6 +18,7 @@ from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
 from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.schema import Config
+from vitfleet.config.train import NAMED_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import read_json
 
@@ -231,7 +232,8 @@ def _make_paths_absolute(tree: Tree) -> None:
     for key in PATHS:
         table, leaf = _table_of(tree, key)
         path = table.get(leaf)
-        if isinstance(path, str) and path not in {"", "hub"}:
+        named = key == "model.weights" and path in NAMED_WEIGHTS
+        if isinstance(path, str) and path and not named:
             table[leaf] = os.path.abspath(os.path.expanduser(path))
 
 

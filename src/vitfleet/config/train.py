@@ -12,6 +12,10 @@ from vitfleet.config.registry import MODELS, validate_params
 #: The body with which a client's model is evaluated: as the client trained it, or as it would receive it now.
 EvaluatedBody: TypeAlias = Literal["own", "aggregated"]
 
+HUB_WEIGHTS = "hub"  # timm's weights, downloaded from the Hugging Face hub
+SHIPPED_WEIGHTS = ("digits",)  # part of the package; `scripts/make_digits_weights.py` made them
+NAMED_WEIGHTS = (HUB_WEIGHTS, *SHIPPED_WEIGHTS)
+
 
 class ModelConfig(Table):
     """The model. The sizes below are those of ``vit``; other families have theirs in ``params``."""
@@ -27,7 +31,9 @@ class ModelConfig(Table):
     heads: int = Field(4, ge=1, le=1024, description="attention heads (for vit)")
     mlp_ratio: float = Field(4.0, ge=0.125, le=64, description="MLP width over embedding width (for vit)")
     params: dict[str, Any] = Field({}, description="parameters of a registered model that has any")
-    weights: str | None = Field(None, description="pretrained: a .safetensors file, a folder of them, or 'hub'")
+    weights: str | None = Field(
+        None, description="pretrained: a .safetensors file, a folder of them, 'hub', or 'digits' (shipped)"
+    )
 
     @model_validator(mode="after")
     def _heads_divide_dim(self) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -9,6 +10,7 @@ from timm.models import adapt_input_conv
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from vitfleet.config.train import SHIPPED_WEIGHTS
 from vitfleet.errors import ConfigError
 
 HEAD_PREFIXES = ("head.", "head_dist.")
@@ -16,23 +18,31 @@ HEAD_PREFIXES = ("head.", "head_dist.")
 OPTIONAL_PREFIXES = (*HEAD_PREFIXES, "pre_logits.")
 
 
-def load_pretrained(vit: nn.Module, path: Path, name: str) -> None:
-    """Load weights from a safetensors file, or from ``<folder>/<name>.safetensors``.
+def load_pretrained(vit: nn.Module, weights: str, name: str) -> None:
+    """Load weights from a safetensors file, from ``<folder>/<name>.safetensors``, or those that are shipped.
 
     Position embeddings are interpolated to the model's grid, patch embeddings resampled to its patch size, colour
     channels summed or repeated to its number of channels. A head for another number of classes keeps its initial
     weights. Any other weight that is missing or has another shape is an error.
     """
+    if weights in SHIPPED_WEIGHTS:
+        with as_file(files("vitfleet") / "weights" / f"{weights}.safetensors") as path:
+            _load(vit, path, name, weights)
+    else:
+        _load(vit, Path(weights), name, weights)
+
+
+def _load(vit: nn.Module, path: Path, name: str, given: str) -> None:
     weights = _read_file(path, name)
     try:
         weights = _resize(weights, vit)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise ConfigError("model.weights", str(path), f"does not fit model.name = {name!r} ({error})") from error
+        raise ConfigError("model.weights", given, f"does not fit model.name = {name!r} ({error})") from error
     expected = {key: tensor for key, tensor in vit.state_dict().items() if tensor.is_floating_point()}
     head = {key for key in expected if key.startswith(HEAD_PREFIXES)}
     if any(key in weights and weights[key].shape != expected[key].shape for key in head):
         weights = {key: tensor for key, tensor in weights.items() if key not in head}
-    _check_fit(weights, vit, expected, head, path, name)
+    _check_fit(weights, vit, expected, head, given, name)
     vit.load_state_dict({key: tensor for key, tensor in weights.items() if key in expected}, strict=False)
 
 
@@ -62,7 +72,7 @@ def _check_fit(
     vit: nn.Module,
     expected: dict[str, Tensor],
     head: set[str],
-    path: Path,
+    given: str,
     name: str,
 ) -> None:
     wrong = [
@@ -73,7 +83,7 @@ def _check_fit(
     if wrong:
         raise ConfigError(
             "model.weights",
-            str(path),
+            given,
             f"does not fit model.name = {name!r}: {len(wrong)} weights are missing or of another shape, "
             f"the first is {wrong[0]}",
         )
@@ -82,7 +92,7 @@ def _check_fit(
     if surplus:
         raise ConfigError(
             "model.weights",
-            str(path),
+            given,
             f"has {len(surplus)} weights that model.name = {name!r} with these sizes does not have, "
             f"the first is {surplus[0]}; leave out model.depth and other sizes",
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vitfleet.config.schema import ModelConfig
+from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError
 
-HUB_WEIGHTS = "hub"
 MAX_PATCHES = 4096  # attention costs their square: more is a mistake
 
 

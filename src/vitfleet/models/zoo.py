@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from pathlib import Path
 
 import timm
 import torch
@@ -14,10 +13,11 @@ from torch import nn
 import vitfleet.models.families  # noqa: F401  (registers the built-in families)
 from vitfleet.config.registry import MODELS, validate_params
 from vitfleet.config.schema import ModelConfig
+from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
-from vitfleet.models.request import HUB_WEIGHTS, ModelRequest, check_patch_size
+from vitfleet.models.request import ModelRequest, check_patch_size
 from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224
@@ -56,7 +56,7 @@ def build_model(
             params = validate_params(MODELS, config.name, config.params, "model.params")
             vit, image_size = entry.target(params, request)
         if config.weights and config.weights != HUB_WEIGHTS:
-            load_pretrained(vit, Path(config.weights), config.name)
+            load_pretrained(vit, config.weights, config.name)
         if adapt is not None:  # last, so that the initial weights of the model itself do not depend on it
             adapt(vit)
     declared = getattr(vit, "pretrained_cfg", None) or {}

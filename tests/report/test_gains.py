@@ -1,0 +1,35 @@
+"""What a method gains against another, in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitfleet.report.gains import gain_sentence
+from vitfleet.run.compare import ComparisonRow
+
+
+def row(name: str, accuracy: float, up: float, gflops: float) -> ComparisonRow:
+    summary: dict[str, Any] = {
+        "accuracy": {"global": accuracy},
+        "message": {"up_bytes": up},
+        "client": {"train_gflops": gflops},
+    }
+    return ComparisonRow(name, [summary])
+
+
+def test_savings_are_named_where_there_are_any() -> None:
+    fedavg = row("fedavg", 0.95, 200, 5)
+    assert gain_sentence(fedavg, fedavg) == "fedavg: 95.0% accuracy; every client sends the whole model."
+    assert (
+        gain_sentence(row("transfl", 0.925, 100, 5), fedavg)
+        == "transfl: 92.5% accuracy, 2.5 points less than fedavg, with 50% of its upload."
+    )
+    assert (
+        gain_sentence(row("eftvit", 0.96, 50, 2), fedavg)
+        == "eftvit: 96.0% accuracy, 1.0 points more than fedavg, with 25% of its upload and 40% of its operations "
+        "on the client."
+    )
+    assert (
+        gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "fedprox: 95.0% accuracy, 0.0 points less than fedavg."
+    )
+
