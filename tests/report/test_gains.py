@@ -32,4 +32,3 @@ def test_savings_are_named_where_there_are_any() -> None:
     assert (
         gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "fedprox: 95.0% accuracy, 0.0 points less than fedavg."
     )
-

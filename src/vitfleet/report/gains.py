@@ -28,4 +28,3 @@ def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
 def _saving(row: ComparisonRow, reference: ComparisonRow, table: str, key: str) -> float | None:
     cost, other = row.mean(table, key), reference.mean(table, key)
     return cost / other if cost is not None and other else None
-
