@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from chaos import server_state
 from conftest import MakeConfig
@@ -22,6 +23,7 @@ from vitfleet.flower.commands import ServerSettings, client_command, environment
 from vitfleet.flower.flwr_cli import start_run
 from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
+from vitfleet.inference.stored_models import load_model_file
 from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
@@ -120,11 +122,22 @@ def test_real_fleet_equals_inline_fleet(
         assert stranger.wait(60) != 0
         assert "Failed to activate SuperNode" in fleet.log("stranger")
         assert_proxy_serves_only_clients(fleet)
+    for client, name in enumerate(NAMES):
+        assert_device_has_its_model(fleet.folder / "clients" / name, client)
     for name, config in configs.items():
         run_rounds(open_run(config, tmp_path / f"inline-{name}"))
         inline_folder, flower_folder = (tmp_path / f"{kind}-{name}" for kind in ("inline", "flower"))
         assert (inline_folder / "records.jsonl").read_bytes() == (flower_folder / "records.jsonl").read_bytes()
         assert server_state(inline_folder) == server_state(flower_folder)
+
+
+def assert_device_has_its_model(home: Path, client: int) -> None:
+    """Check that a device can predict with its own model, without the server."""
+    (link,) = home.glob("model.safetensors")
+    model = load_model_file(link)
+    assert model.info.client == client
+    images = torch.zeros(2, model.channels, model.image_size, model.image_size, dtype=torch.uint8)
+    assert model(images).isfinite().all()
 
 
 def assert_proxy_serves_only_clients(fleet: FleetFolder) -> None:

@@ -48,7 +48,7 @@ def model_card(model: Classifier, export: Export, config: Config | None, summary
     sections = [
         _front_matter(model, export, summary),
         f"# {info.model['name']}, trained with {info.method['name']} on {info.data.name}",
-        f"Image classifier, trained by federated learning with [vitfleet]({_HOME}) {__version__}: {whose}, "
+        f"Image classifier, trained by federated learning with vitfleet {__version__}: {whose}, "
         f"after round {info.rounds}; {parameters:,} parameters.",
         _use(export),
         _data(model),
@@ -59,9 +59,6 @@ def model_card(model: Classifier, export: Export, config: Config | None, summary
         _privacy(info.client),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-_HOME = "https://pypi.org/project/vitfleet"
 
 
 def _front_matter(model: Classifier, export: Export, summary: Mapping[str, Any] | None) -> str:
