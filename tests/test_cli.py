@@ -240,7 +240,7 @@ def test_resume_rejects_a_run_that_another_process_runs(start: Start, vitfleet: 
     wait_for(lambda: rounds_done(folder) > before, process)  # the first process is not disturbed
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_run_prints_how_to_resume_it(
     sent: signal.Signals, start: Start, vitfleet: Command, tmp_path: Path
 ) -> None:
@@ -290,7 +290,7 @@ def test_a_run_interrupted_during_setup_can_be_resumed(
 
 
 def test_run_without_a_configuration_compares_three_methods_on_one_partition(vitfleet: Command, tmp_path: Path) -> None:
-    sizes = options("data.limit=200", "train.epochs=1", "rounds=2")
+    sizes = options("data.limit=150", "train.epochs=1", "rounds=1")
     result = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert result.returncode == 0, result.stderr
     for name in ("fedavg", "transfl", "eftvit"):
@@ -338,6 +338,7 @@ def test_compare_names_a_run_that_fails_and_finishes_the_others(vitfleet: Comman
     assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the other run finishes"
 
 
+@pytest.mark.long
 def test_parallel_runs_that_are_interrupted_and_resumed_equal_sequential_ones(
     launch: Launch, vitfleet: Command, tmp_path: Path
 ) -> None:

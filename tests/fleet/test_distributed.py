@@ -87,6 +87,7 @@ def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path
     assert "best.safetensors" in written_files(two_ranks["stopping"])
 
 
+@pytest.mark.long
 def test_run_of_one_rank_is_resumed_with_two(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(*CASES["eftvit"])
     uninterrupted, resumed = (create_folder(config, tmp_path / name) for name in ("uninterrupted", "resumed"))

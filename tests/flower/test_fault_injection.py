@@ -16,7 +16,7 @@ KILLED, FALSE = 0, 1
     ("names", "last_fault", "deadline"),
     [
         # The round of a killed client lasts until the deadline. The first round, with all starts, must be shorter.
-        (("garden", "kitchen"), "shape", 20.0),
+        pytest.param(("garden", "kitchen"), "shape", 20.0, marks=pytest.mark.long),
         # An update that is too large is an outlier only among three or more.
         pytest.param(("garden", "kitchen", "porch"), "scale", 30.0, marks=pytest.mark.long),
     ],

@@ -399,9 +399,12 @@ RESUMED = {
     "apfl": (*WITHOUT_HEAD_EPOCHS, "method.name=apfl"),
     "fedweit": (*WITHOUT_HEAD_EPOCHS, "method.name=fedweit", "data.tasks.count=4", "train.epochs=1"),
 }
+RESUMED_IN_SECONDS = {"fedvit", "a-gem", "er", "der++", "fedweit"}
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in RESUMED_IN_SECONDS else pytest.mark.long) for case in RESUMED]
+)
 def test_a_run_interrupted_within_a_task_resumes_bit_for_bit(case: str, fedvit: Finished, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", RESUMED[case])
     if case == "fedvit":

@@ -191,6 +191,7 @@ def kill_repeatedly(runner: Runner, kills: int, chance: random.Random, reach: fl
     return reached
 
 
+@pytest.mark.long
 def test_a_run_killed_three_times_ends_with_the_same_bytes(runner: MakeRunner, undisturbed: Undisturbed) -> None:
     settings = "rounds=40", "callbacks={best_model={monitor='loss', mode='min'}}"
     killed = runner("killed", *settings)
