@@ -49,7 +49,7 @@ def predict(
     --------
     * `vitfleet predict runs/first cat.jpg dog.png`
     * `vitfleet predict runs/first photos --client 7 --top 3 --csv > predictions.csv`
-    * `vitfleet predict ~/.vitfleet/kitchen/model.safetensors photos --json`
+    * `vitfleet predict ~/.vitfleet/kitchen/runs/model.safetensors photos --json`
     """
     from vitfleet.api import predict as predict_images
 
