@@ -5,7 +5,8 @@ import pytest
 from conftest import MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.registry import DATASETS, METHODS
-from vitfleet.costs.report import DATASET_SIZES, cost_reports
+from vitfleet.costs.dataset_size import DATASET_SIZES
+from vitfleet.costs.report import cost_reports
 from vitfleet.errors import UserError
 
 

@@ -16,6 +16,7 @@ from vitfleet.config.fleet import DeviceName
 from vitfleet.config.load import validate
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
+from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.flops import CostModel, full_flops, typical_client
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import round_memory
@@ -29,38 +30,6 @@ from vitfleet.models.zoo import build_model
 from vitfleet.progress import NO_PROGRESS, Progress
 
 SECONDS_PER_DAY = 86_400.0
-
-
-@dataclass(frozen=True)
-class DatasetSize:
-    """Sizes of a data set that determine its costs.
-
-    Attributes
-    ----------
-    side
-        Height and width of an image, in pixels.
-    samples
-        Number of training images.
-    """
-
-    classes: int
-    channels: int
-    side: int
-    samples: int
-
-
-DATASET_SIZES = {
-    "cifar10": DatasetSize(10, 3, 32, 50_000),
-    "cifar100": DatasetSize(100, 3, 32, 50_000),
-    "fc100": DatasetSize(100, 3, 32, 50_000),
-    "ucmerced": DatasetSize(21, 3, 256, 1_680),
-    "tinyimagenet": DatasetSize(200, 3, 64, 100_000),
-    "miniimagenet": DatasetSize(100, 3, 84, 50_000),
-    "core50": DatasetSize(50, 3, 128, 120_000),
-    "core50_sessions": DatasetSize(550, 3, 128, 120_000),
-    "fashion_mnist": DatasetSize(10, 1, 28, 60_000),
-    "digits": DatasetSize(10, 1, 8, 1_438),
-}
 
 
 @dataclass(frozen=True)
@@ -124,8 +93,8 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
     if unknown := [name for name in methods if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
     dataset = _dataset_size(config, progress)
-    labels = _typical_labels(config, dataset)
-    full = full_flops(_net(config, dataset)).training
+    labels = typical_labels(config, dataset)
+    full = full_flops(cost_net(config, dataset)).training
     configured = config.method.name
     names = list(methods) or [configured, *(name for name in METHODS.names() if name != configured)]
     with progress.task("costs", len(names)) as advance:
@@ -146,15 +115,15 @@ def _with_method(config: Config, name: str) -> Config:
     return validate(tree)
 
 
-def _net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
-    # Pretrained weights do not change the costs, so none are loaded.
+def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
+    """Build a configuration's model without pretrained weights, which do not change the costs."""
     model = config.model.model_copy(update={"weights": None})
     return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
 
 
 def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
     tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
-    net = _net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
+    net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
     cpu = torch.device("cpu")
     context = MethodContext.from_net(
@@ -205,17 +174,11 @@ def _on_device(config: Config, name: DeviceName, workload: RoundWorkload, memory
 
 
 def _dataset_size(config: Config, progress: Progress) -> DatasetSize:
-    """Look up the size of a built-in data set; load any other data set to measure it."""
-    if config.data.path is None and config.data.name in DATASET_SIZES:
-        known = DATASET_SIZES[config.data.name]
-        samples = min(config.data.limit or known.samples, known.samples)
-        trained = samples - round(config.data.validation * samples)
-        return DatasetSize(known.classes, known.channels, known.side, trained)
-    data = load_dataset(config.data, progress)
-    return DatasetSize(len(data.classes), data.train.channels, data.train.image_size, len(data.train))
+    """Look up the size of a built-in data set, list an image folder; load any other data set to measure it."""
+    return known_size(config.data) or DatasetSize.of(load_dataset(config.data, progress))
 
 
-def _typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int64]]:
+def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int64]]:
     """Partition balanced labels of the data set's size, and return those of the typical client, per task.
 
     The task with the median number of samples comes last. Without tasks, the list has one element.

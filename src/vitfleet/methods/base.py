@@ -30,7 +30,7 @@ from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.context import MethodContext
 from vitfleet.models.anatomy import Selection
-from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.objective import Fit, FitResult, Objective
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,22 @@ class ClientUpdate:
     message: Message
     model_weights: Tensors
     client_state: State | None = None
+
+
+@dataclass(frozen=True)
+class ServerWork:
+    """The server's own training after a round, for an estimate of its time.
+
+    Attributes
+    ----------
+    samples
+        Samples that the server trains on, every epoch counted.
+    objective
+        What it trains.
+    """
+
+    samples: int
+    objective: Objective
 
 
 ClientGenerator: TypeAlias = Generator[Fit, FitResult, ClientUpdate]
@@ -238,6 +254,16 @@ class Method(ABC, Generic[Params]):
         """Train on the server after the aggregation, yielding each training: nothing by default."""
         return server_state
         yield  # makes this function a generator
+
+    def server_work(self, stored_images: int, new_images: int) -> ServerWork | None:
+        """Return what the server itself trains after a round, for an estimate of its time: nothing by default.
+
+        Parameters
+        ----------
+        stored_images, new_images
+            Training images of all clients that have taken part so far, and of those of this round.
+        """
+        return None
 
     # Client
 

@@ -32,6 +32,7 @@ from vitfleet.methods.base import (
     ClientUpdate,
     Method,
     ServerGenerator,
+    ServerWork,
     train_metrics,
 )
 from vitfleet.methods.context import MethodContext
@@ -155,7 +156,6 @@ class EftVit(Method[EftVitParams]):
             stored = [features.to(self.context.device) for features in stored]
         if not stored:
             return server_state
-        objective = Objective(self.server_module, split=params.local_layers)
         features = FeatureSet(
             stored, params.store_on == "device", params.balance == "clients", token_dropout=params.token_dropout
         )
@@ -163,12 +163,24 @@ class EftVit(Method[EftVitParams]):
         weights = {name: tensors.get(LAST + name, tensors[name]) for name in self.server_module}
         result = yield Fit(
             weights,
-            objective,
+            self._server_objective,
             params.server_epochs,
             features=features,
             train=server_settings(params, self.context.train),
         )
         return replace(server_state, tensors={**tensors, **self._averaged(tensors, result.weights, round)})
+
+    def server_work(self, stored_images: int, new_images: int) -> ServerWork | None:
+        """Return the training of the global module, on roughly as many features as the sampling takes from images."""
+        params = self.params
+        images = stored_images if params.store == "all" else new_images
+        # Of unequal class counts, the median is below the mean and the largest above it.
+        sampled = round((0.25 + params.threshold) * images)
+        return ServerWork(params.server_epochs * params.views * sampled, self._server_objective)
+
+    @property
+    def _server_objective(self) -> Objective:
+        return Objective(self.server_module, split=self.params.local_layers)
 
     def _averaged(self, previous: Tensors, trained: Tensors, round: int) -> Tensors:
         """Return the weights to send: as trained, or their moving average together with those as trained."""

@@ -1,0 +1,295 @@
+"""What a run will take on this machine, before it starts: time, memory, disk.
+
+Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.flops`. How many operations per
+second this machine manages is measured with a few training steps of the model, or with a matrix product where a step
+would take too long. An estimate is made to see whether a run takes seconds, hours or days; expect it to be right
+within a factor of two. Once a run has finished a round, its own time per round is better.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.costs.dataset_size import DatasetSize, known_size
+from vitfleet.costs.flops import CostModel, DryRun, count_flops, forward
+from vitfleet.costs.report import cost_net, typical_labels
+from vitfleet.data.tasks import task_classes
+from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.models.net import Net
+from vitfleet.training.machine import Machine, set_up_machine, thread_limit
+from vitfleet.training.memory_budget import estimate_client_bytes
+from vitfleet.training.objective import Fit
+
+FLOAT_BYTES = 4
+START_SECONDS = 2.0  # model, partition, first figures, and figures at the end
+ROUND_SECONDS = 0.05  # records, checkpoint and evaluation, besides the passes through the model
+DECODED_BYTES_PER_SECOND = 50e6
+PROCESS_BYTES = 500 * 2**20  # Python with torch
+FOLDER_BYTES = 300 * 2**10  # figures, curves, configuration
+RECORD_BYTES = 600  # per client and round: records and curves
+MEASURED_FLOPS = 5e9  # a step with more operations is not tried out
+PRODUCT_SIDE = 1024  # of the matrices whose product is timed instead
+PRODUCT_EFFICIENCY = 0.5  # operations per second in a whole training step, as a share of those in a matrix product
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What a run, or several, will take.
+
+    Attributes
+    ----------
+    seconds
+        Time of all rounds, with loading the data and evaluation.
+    memory_bytes
+        Largest memory of the process on the device that trains: the GPU's if there is one, else the machine's.
+    disk_bytes
+        Size of the run's folder at the end.
+    device
+        ``cpu`` or ``cuda``: what ``seconds`` and ``memory_bytes`` are about.
+    """
+
+    seconds: float
+    memory_bytes: int
+    disk_bytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Available:
+    """Memory of the device that trains, and disk space of a folder, that are free now; ``None``: unknown."""
+
+    memory_bytes: int | None
+    disk_bytes: int | None
+
+
+def estimate_run(
+    config: Config, size: DatasetSize | None = None, speed: Callable[[SpeedRequest], float] | None = None
+) -> RunEstimate | None:
+    """Estimate a run on this machine in about a second; ``None`` if the sizes of its data set are not known.
+
+    Parameters
+    ----------
+    size
+        The sizes of the data set, ``DatasetSize.of(data)`` for a loaded one; by default those of
+        :func:`~vitfleet.costs.dataset_size.known_size`.
+    speed
+        Returns the operations per second of the training; measured by default.
+    """
+    size = size or known_size(config.data)
+    if size is None:
+        return None
+    tasks = task_classes(config.data.tasks, config.seed, size.classes)
+    net = cost_net(config, size, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
+    context = MethodContext.from_net(
+        net, config.train, config.rounds, config.seed, size.classes, torch.device("cpu"), config.num_tasks,
+        config.aggregate, config.eval.body, tasks,
+    )  # fmt: skip
+    method = make_method(config.method, context)
+    client_bytes = estimate_client_bytes(net, config.train)
+    work = _RunWork.of(config, size, method, net)
+    with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
+        machine = set_up_machine(config.machine, net.embed_dim, client_bytes)
+        at_once = min(config.fleet.asked, max(machine.workers, machine.cohort))
+        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, at_once)
+        flops_per_second = (speed or measure_speed)(request)
+    return RunEstimate(
+        seconds=START_SECONDS
+        + size.image_bytes / DECODED_BYTES_PER_SECOND
+        + config.rounds * ROUND_SECONDS
+        + work.total_flops / flops_per_second,
+        memory_bytes=(PROCESS_BYTES if machine.device.type == "cpu" else 0)
+        + size.image_bytes
+        + at_once * client_bytes
+        + work.server_bytes,
+        disk_bytes=FOLDER_BYTES + config.rounds * config.fleet.asked * RECORD_BYTES + work.stored_bytes,
+        device=machine.device.type,
+    )
+
+
+def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
+    """Estimate several runs, ``jobs`` of them at a time.
+
+    On a CPU, runs at a time share the cores: what one run leaves unused is not known, so no time is assumed to be saved
+    beyond one core per run.
+    """
+    at_a_time = sorted((estimate.memory_bytes for estimate in estimates), reverse=True)[:jobs]
+    return RunEstimate(
+        seconds=sum(estimate.seconds for estimate in estimates) / min(jobs, len(estimates), os.cpu_count() or 1),
+        memory_bytes=sum(at_a_time),
+        disk_bytes=sum(estimate.disk_bytes for estimate in estimates),
+        device=estimates[0].device,
+    )
+
+
+def available(device: str, folder: Path) -> Available:
+    """Return the free memory of a device and the free space of the disk that a folder is, or will be, on."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
+    disk = None if existing is None else shutil.disk_usage(existing).free
+    if device == "cuda":
+        return Available(torch.cuda.mem_get_info()[0], disk)
+    return Available(_free_memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup")), disk)
+
+
+def _free_memory(meminfo: Path, control_group: Path) -> int | None:
+    """Return the memory that this process can still get on Linux: the machine's, or what its container allows."""
+    if not meminfo.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = control_group / "memory.max", control_group / "memory.current"
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(text) - int(used.read_text())))
+    return free
+
+
+@dataclass(frozen=True)
+class _RunWork:
+    """Operations and bytes of a whole run.
+
+    Attributes
+    ----------
+    fit, flops_per_sample
+        A typical training of a client, and its operations per sample.
+    server_bytes, stored_bytes
+        Memory of the server's state, and bytes of the checkpoints and models in the run's folder.
+    """
+
+    fit: Fit
+    flops_per_sample: int
+    total_flops: float
+    server_bytes: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, config: Config, size: DatasetSize, method: Method[Any], net: Net) -> _RunWork:
+        cost_model = CostModel(method, net, config.train, size.side)
+        labels = typical_labels(config, size)
+        first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
+        # With tasks, a round is on one task's images; in later tasks a client may have more to do.
+        images = size.samples / config.fleet.clients / (1 if method.accumulates_tasks else config.num_tasks)
+        client = sum(cost_model.round_flops(run, max(1, round(images))) for run in (first, late)) / 2
+        forward_flops = cost_model.flops(first.fits[0], masked=False).forward
+        per_round = config.fleet.asked * client + _evaluation_passes(config, size, method) * forward_flops
+        weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
+        # The checkpoint before the last has the states that its successor replaced.
+        kept = (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
+        features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
+        return cls(
+            first.fits[0],
+            cost_model.flops(first.fits[0]).training,
+            config.rounds * per_round + _server_flops(config, size, method, net),
+            server_bytes=2 * weights + features,
+            # Two checkpoints with the server's weights, the model at the end, and what every client received once.
+            stored_bytes=4 * weights + kept + features,
+        )
+
+
+def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any]) -> float:
+    """Return the images per round on which accuracy is measured, counted once per model."""
+    local = config.fleet.asked * size.test_samples / config.fleet.clients / config.num_tasks
+    if (tasks := config.data.tasks) is not None:  # after each task, all clients on their tasks so far
+        return local + size.test_samples * (tasks.count + 1) / (2 * tasks.count) / tasks.rounds_per_task
+    models = 1 if method.has_global_model else min(config.eval.clients or config.fleet.clients, config.fleet.clients)
+    return models * size.test_samples / config.eval.every + local
+
+
+def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: Net) -> float:
+    """Return the operations of the server's own training in all rounds."""
+    fleet, per_client = config.fleet, size.samples / config.fleet.clients
+    work = method.server_work(1, 1)
+    if work is None:
+        return 0.0
+    meta = net.with_constants_on("meta")
+    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+    flops = count_flops(meta, work.objective, blank, config.train.mask_ratio).training
+    passes, unseen = 0.0, float(fleet.clients)
+    for _ in range(min(config.rounds, 1000)):
+        unseen *= 1 - fleet.asked / fleet.clients
+        seen = (fleet.clients - unseen) * per_client
+        current = method.server_work(round(seen), round(fleet.asked * per_client))
+        passes += current.samples if current else 0
+    return passes * flops * max(1.0, config.rounds / 1000)
+
+
+def _state_bytes(run: DryRun) -> int:
+    state = run.update.client_state
+    return 0 if state is None else sum(tensor.nbytes for tensor in state.tensors.values())
+
+
+@dataclass(frozen=True)
+class SpeedRequest:
+    """A training whose speed is asked for: its model, a training of a client, and how many clients train at once."""
+
+    net: Net
+    fit: Fit
+    train: TrainConfig
+    machine: Machine
+    flops_per_sample: int
+    clients_at_once: int
+
+
+def measure_speed(request: SpeedRequest) -> float:
+    """Return the operations per second with which this machine trains: of all clients that train at once."""
+    machine, at_once = request.machine, request.clients_at_once
+    if machine.device.type == "cuda":
+        # Stacked clients whose steps are replayed take about as long as one training with a batch of all their images.
+        images = request.train.batch_size * at_once
+        return _step_speed(request, images) if images * request.flops_per_sample < 100 * MEASURED_FLOPS else _product()
+    with thread_limit(max(1, torch.get_num_threads() // machine.workers)):
+        images = request.train.batch_size
+        fast = images * request.flops_per_sample < MEASURED_FLOPS
+        return at_once * (_step_speed(request, images) if fast else _product())
+
+
+def _step_speed(request: SpeedRequest, images: int) -> float:
+    """Time training steps with a number of images: forward and backward pass, and the optimiser's step."""
+    net, device = request.net.to(request.machine.device), request.machine.device
+    objective = request.fit.objective
+    trainable = set(net.anatomy.select(net.anatomy.trainable(objective.trainable)))
+    weights = {
+        name: torch.zeros(tensor.shape, device=device, requires_grad=name in trainable)
+        for name, tensor in request.fit.weights.items()
+    }
+    leaves = [weights[name] for name in sorted(trainable)]
+    optimizer = torch.optim.AdamW(leaves, foreach=True)
+    pixels = torch.zeros(images, len(net.mean), net.image_size, net.image_size, device=device)
+    kept = net.num_kept_patches(request.train.mask_ratio)
+    keep = torch.arange(kept, device=device).expand(images, kept) if request.train.mask_ratio else None
+
+    def step() -> None:
+        with request.machine.autocast():
+            loss = forward(net, objective, weights, pixels, keep).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return images * request.flops_per_sample / _seconds(step, device)
+
+
+def _product() -> float:
+    """Time matrix products, and return the speed of training that follows from it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    factor = torch.zeros(PRODUCT_SIDE, PRODUCT_SIDE, device=device)
+    return PRODUCT_EFFICIENCY * 2 * PRODUCT_SIDE**3 / _seconds(lambda: factor @ factor, device)
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Return how long an action takes, the shortest of three times after a first one."""
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

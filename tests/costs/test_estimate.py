@@ -1,0 +1,117 @@
+"""Estimates of a run: closed forms of its operations, sizes of data sets, free memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from made_photos import draw_photos, make_run
+from vitfleet.config import load_config
+from vitfleet.config.schema import Config, DataConfig
+from vitfleet.costs.dataset_size import DATASET_SIZES, DatasetSize, known_size
+from vitfleet.costs.estimate import RunEstimate, _free_memory, available, combine, estimate_run
+from vitfleet.costs.flops import full_flops
+from vitfleet.costs.report import cost_net
+from vitfleet.data.sources import load_dataset
+
+
+def flops_of(config: Config) -> float:
+    """Return the operations that an estimate counts: what a slower machine takes longer for."""
+    slow, fast = estimate_run(config, speed=lambda _: 1e6), estimate_run(config, speed=lambda _: 2e6)
+    assert slow is not None
+    assert fast is not None
+    return (slow.seconds - fast.seconds) * 2e6
+
+
+def test_operations_of_fedavg_are_those_of_its_epochs_and_evaluations() -> None:
+    config = load_config("digits", ["rounds=4", "train.epochs=3", "eval.every=2", "data.partition.kind=iid"])
+    size = DATASET_SIZES["digits"]
+    flops = full_flops(cost_net(config, size))
+    clients, asked, images = config.fleet.clients, config.fleet.per_round, round(size.samples / config.fleet.clients)
+    training = 4 * asked * 3 * images * flops.training
+    evaluation = (4 / 2 * size.test_samples + 4 * asked * size.test_samples / clients) * flops.forward
+    assert flops_of(config) == pytest.approx(training + evaluation, rel=1e-6)
+
+
+def test_training_of_eftvits_server_grows_with_its_epochs_and_views() -> None:
+    base = ["method.server_epochs=2", "train.epochs=4"]
+    one, twice, more = (
+        flops_of(load_config("start-eftvit", [*base, *own]))
+        for own in ([], ["method.server_epochs=4"], ["method.views=4"])
+    )
+    assert more - one == pytest.approx(3 * (twice - one), rel=1e-3)
+    assert twice > one
+
+
+def test_a_task_stream_trains_on_each_image_in_one_task() -> None:
+    stream = [
+        "rounds=10",
+        "data.tasks.count=5",
+        "data.tasks.classes=2",
+        "data.tasks.per_client=[2, 2]",
+        "data.tasks.rounds_per_task=2",
+    ]
+    whole = flops_of(load_config("digits", ["rounds=10"]))
+    assert 0.15 < flops_of(load_config("digits", stream)) / whole < 0.25
+
+
+def test_speed_is_measured_where_none_is_given() -> None:
+    estimate = estimate_run(load_config("digits"))
+    assert estimate is not None
+    assert estimate.seconds > 2
+    assert estimate.device in {"cpu", "cuda"}
+
+
+def test_folder_of_a_run_is_about_as_large_as_estimated(tmp_path: Path) -> None:
+    overrides = ("rounds=2", "model.dim=128", "model.depth=1", "data.limit=30", "fleet.devices={}")
+    for method in ("fedavg", "standalone"):  # clients of the second keep their models
+        config = load_config("digits", [*overrides, f"method.name={method}"])
+        estimate = estimate_run(config, speed=lambda _: 1e9)
+        run = make_run(tmp_path / method, *overrides, f"method.name={method}")
+        size = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file())
+        assert estimate is not None
+        assert 1 / 2 < estimate.disk_bytes / size < 2
+
+
+def test_sizes_of_an_image_folder_are_those_of_the_loaded_data(tmp_path: Path) -> None:
+    draw_photos(tmp_path, ("a", "b", "c"), per_class=10)
+    for keys in ({}, {"limit": 12}, {"validation": 0.25}):
+        config = DataConfig.model_validate({"name": "mine", "path": str(tmp_path), **keys})
+        assert known_size(config) == DatasetSize.of(load_dataset(config))
+
+
+def test_sizes_of_digits_are_those_of_the_loaded_data() -> None:
+    assert known_size(DataConfig()) == DatasetSize.of(load_dataset(DataConfig()))
+
+
+def test_sizes_are_unknown_where_images_would_have_to_be_decoded(tmp_path: Path) -> None:
+    assert known_size(DataConfig(name="hf:owner/name")) is None
+    assert known_size(DataConfig(name="mine", path=str(tmp_path / "absent"))) is None
+    assert estimate_run(load_config("digits", ["data.name=hf:owner/name"])) is None
+
+
+def test_runs_at_a_time_need_memory_together_and_disk_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    runs = [RunEstimate(10, 1, 5), RunEstimate(20, 4, 6), RunEstimate(30, 2, 7)]
+    assert combine(runs) == RunEstimate(60, 4, 18)
+    assert combine(runs, jobs=2) == RunEstimate(30, 6, 18)
+    assert combine(runs, jobs=8) == RunEstimate(30, 7, 18)
+
+
+def test_free_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert _free_memory(meminfo, tmp_path) is None
+    meminfo.write_text("MemTotal: 999 kB\nMemAvailable:     300 kB\n")
+    assert _free_memory(meminfo, tmp_path) == 300 * 1024
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _free_memory(meminfo, tmp_path) == 300 * 1024
+    (tmp_path / "memory.max").write_text("1500\n")
+    assert _free_memory(meminfo, tmp_path) == 500
+
+
+def test_available_space_is_that_of_the_nearest_existing_folder(tmp_path: Path) -> None:
+    found = available("cpu", tmp_path / "not" / "there")
+    assert found.disk_bytes is not None
+    assert found.disk_bytes > 0
