@@ -75,6 +75,7 @@ MORE = {
     "fedavg, trimmed": ("digits", f"{COMMON} method.name=fedavg aggregate.rule=trimmed aggregate.trim=0.34"),
 }
 FLOWER = "rounds=2 eval.clients=0 method.name=transfl method.k=2 data.limit=400 train.epochs=1"
+EXPORT = "export-data --to parquet"  # keeps the order of the images
 HARDWARE_PROFILES = ("kitchen", "garden")
 
 
@@ -112,7 +113,7 @@ def run_flower(folder: Path, export: str) -> dict[str, str]:
     options = [part for override in FLOWER.split() for part in ("-o", override)]
     certs, shards, out = folder / "certs", folder / "shards", folder / "run"
     subprocess.run(
-        vitfleet(export, "digits", "--out", str(shards), "--names", names, *options[4:]),
+        vitfleet(*export.split(), "digits", "--out", str(shards), "--names", names, *options[4:]),
         check=True, capture_output=True,
     )  # fmt: skip
     subprocess.run(
@@ -224,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--check", type=Path)
-    parser.add_argument("--export", default="export-data", help="the command that writes every client's images")
+    parser.add_argument("--export", default=EXPORT, help="the command that writes every client's images")
     parser.add_argument("names", nargs="*", help="only these cases")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -176,7 +176,19 @@ def measure_rounds(out: Path, overrides: list[str], rounds: int, bandwidth: floa
     certs = ["--certs", str(out / "fleet")]
     subprocess.run([*vitfleet, "certs", out / "fleet", "--host", ADDRESSES[SERVER], "--names", CLIENT_NAME], check=True)
     subprocess.run(
-        [*vitfleet, "export-data", "digits", "--out", out / "data", "--names", CLIENT_NAME, *options], check=True
+        [
+            *vitfleet,
+            "export-data",
+            "digits",
+            "--to",
+            "parquet",
+            "--out",
+            out / "data",
+            "--names",
+            CLIENT_NAME,
+            *options,
+        ],
+        check=True,
     )
     server = [*vitfleet, "server", "digits", "--host", ADDRESSES[SERVER], "--port", str(PORT), *certs]
     server += ["--out", str(out / "run"), *options]

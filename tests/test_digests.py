@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from digests import cases, compute, environment
+from digests import EXPORT, cases, compute, environment
 
 KNOWN = json.loads((Path(__file__).parent / "digests" / "digests.json").read_text())
 
@@ -18,7 +18,7 @@ KNOWN = json.loads((Path(__file__).parent / "digests" / "digests.json").read_tex
 def test_final_states_and_records_are_unchanged(name: str) -> None:
     if KNOWN["environment"] != environment():
         pytest.skip(f"digests were written on {KNOWN['environment']}, this is {environment()}")
-    assert compute([name], "export-data")[name] == KNOWN["digests"][name]
+    assert compute([name], EXPORT)[name] == KNOWN["digests"][name]
 
 
 def test_every_method_has_a_digest() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from conftest import Command
 from vitfleet.data.local_dataset import DataSpec, load_local
 
@@ -58,3 +60,20 @@ def test_run_rejects_invalid_fleet_keys(vitfleet: Command, tmp_path: Path) -> No
         result = vitfleet(tmp_path, "run", "digits", "-o", override)
         assert result.returncode == 2
         assert reason in result.stderr
+
+
+def test_export_refuses_an_unknown_form(vitfleet: Command, tmp_path: Path) -> None:
+    result = vitfleet(tmp_path, "export-data", "digits", "--out", "shards", "--to", "csv")
+    assert result.returncode == 2
+    assert "--to csv: must be folders or parquet" in result.stderr
+
+
+def test_server_counts_all_images_of_its_folder(
+    vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = []
+    monkeypatch.setattr("vitfleet.cli.fleet._serve", lambda run_folder, settings: configs.append(run_folder.config()))
+    result = vitfleet(tmp_path, "server", "digits", "--insecure", "--names", "a,b", "-o", "data.path=common")
+    assert result.returncode == 0, result.stderr
+    assert configs[0].data.test_only
+    assert configs[0].fleet.names == ("a", "b")

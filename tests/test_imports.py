@@ -14,7 +14,7 @@ PACKAGE = "vitfleet"
 ROOT = Path(vitfleet.__file__).parent
 
 # What lies on the way from anywhere to anywhere: these know each other and the configuration only.
-LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "system", "wire"}
+LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "system", "torchvision_operators", "wire"}
 
 # Each room and the rooms it may know besides itself and the loose modules.
 _BELOW_TRAIN = {"config", "data", "models"}

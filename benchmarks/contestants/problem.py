@@ -113,9 +113,9 @@ class Vit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from vitfleet.models.compat import ensure_torchvision
+        import vitfleet  # noqa: F401  (makes timm importable with a CPU build of torch)
 
-        ensure_torchvision()
+        # isort: split
         from timm.models.vision_transformer import VisionTransformer
 
         self.vit = VisionTransformer(

@@ -9,7 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vitfleet.torchvision_operators import install_finder
+
 __version__ = "0.1.0"
+
+install_finder()  # before anybody imports timm
 
 if TYPE_CHECKING:
     from vitfleet.api import Classifier as Classifier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import torch
 from PIL import Image
 
 from conftest import MakeConfig
+from made_sets import write_file
 from vitfleet.data import local_dataset
 from vitfleet.data.export import export_clients
 from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, LocalDataset, load_local
 from vitfleet.data.partition import Partition, partition_dataset
 from vitfleet.data.sources import load_dataset
-from vitfleet.errors import DataError
+from vitfleet.errors import DataError, UserError
 
 CLASSES = ("cat", "dog", "owl")
 SPEC = DataSpec(CLASSES, 3, 8, 0.2, 0.0)
@@ -101,3 +103,41 @@ def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monke
     cached[0].write_bytes(b"half a file")
     LocalDataset(tmp_path / "photos", tmp_path / "cache").load(replace(SPEC, image_size=4))
     assert len(read) == 3
+
+
+def test_images_exported_as_folders_are_the_same(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    data, partition = load_and_partition(tiny_config, 12, "data.partition.beta=0.05")
+    names = [f"device-{client}" for client in range(12)]
+    assigned = (partition.train, partition.test)
+    export_clients(data, assigned, names, tmp_path, "folders")
+    sizes = []
+    spec = DataSpec(data.classes, 1, data.train.image_size, 0.2, 0.0)
+    for client, name in enumerate(names):
+        if not len(partition.train.for_client(client)):
+            with pytest.raises(DataError, match=f"{name} holds neither parquet files nor images"):
+                load_local(tmp_path / name, spec)
+            continue
+        local = load_local(tmp_path / name, spec)
+        for images, whole, indices in zip((local.train, local.test), (data.train, data.test), assigned, strict=True):
+            expected = whole.take(torch.from_numpy(indices.for_client(client)))
+            order = torch.argsort(expected.labels, stable=True)  # folders are read class by class
+            assert torch.equal(images.images, expected.images[order])
+            assert torch.equal(images.labels, expected.labels[order])
+        sizes.append(len(local.test))
+    assert 0 in sizes  # an empty folder `test` is an empty split, not a missing one
+    with pytest.raises(UserError, match="device-0: exists already; remove it"):
+        export_clients(data, assigned, names, tmp_path, "folders")
+
+
+def test_class_that_cannot_be_a_folder_is_refused(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    data, partition = load_and_partition(tiny_config, 2)
+    data = replace(data, classes=("a/b", *data.classes[1:]))
+    with pytest.raises(UserError, match="class 'a/b' cannot be a folder's name; use --to parquet"):
+        export_clients(data, (partition.train, partition.test), ["x", "y"], tmp_path, "folders")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file(tmp_path / "train.parquet", b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"not installed: pip install 'vitfleet\[parquet\]', or use folders"):
+        load_local(tmp_path, SPEC)

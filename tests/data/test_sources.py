@@ -39,7 +39,7 @@ def test_digits_are_scikit_learns() -> None:
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match="which the extra `sim` installs"):
+    with pytest.raises(DataError, match="which the extras `sim` and `flower` install"):
         load_dataset(DataConfig(name="digits"))
 
 

@@ -85,7 +85,7 @@ def rollout_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
     """Return the rollout of one image, token by token, from the weights alone."""
     vit, weights = model.vit, model.vit.state_dict()
     with torch.inference_mode():
-        tokens = vit._pos_embed(vit.patch_embed(model.preprocess(images)))[0]
+        tokens = vit.embed(model.preprocess(images))[0]
         rollout = torch.eye(len(tokens))
         heads = vit.blocks[0].attn.num_heads
         for index, block in enumerate(vit.blocks):

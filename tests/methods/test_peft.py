@@ -133,7 +133,7 @@ def test_prompts_stand_after_the_class_token_and_are_gone_before_the_head(deep: 
     images = torch.randn(2, 1, 8, 8)
     vit = net.module.vit
     with torch.no_grad():
-        tokens = vit._pos_embed(vit.patch_embed(images))  # type: ignore[operator]
+        tokens = vit.embed(images)  # type: ignore[operator]
         for layer, block in enumerate(vit.blocks):  # type: ignore[arg-type]
             prompts = weights["prompts"][layer if deep else 0].expand(2, -1, -1)
             if layer == 0:

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-import vitfleet.models  # noqa: F401  (makes timm importable)
-
-# isort: split
-import timm
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -46,6 +46,9 @@ def export_data(
     override: Overrides = [],  # noqa: B006  (typer copies it)
     plugin: Plugins = [],  # noqa: B006
     names: Annotated[str, typer.Option(help="The clients' names, as a,b,c; default: 0, 1, 2, …")] = "",
+    to: Annotated[
+        str, typer.Option(metavar="folders|parquet", help="PNG files by class, or tables that keep the images' order.")
+    ] = "folders",
     data_dir: DataDir = None,
 ) -> None:
     """Write each client's images to a folder of its own, to try out a fleet whose clients have no images yet.
@@ -53,14 +56,17 @@ def export_data(
     Example: `vitfleet export-data digits --out shards --names kitchen,garden,porch`
     """
     from vitfleet.data.assignment import assign_images
-    from vitfleet.data.export import export_clients
+    from vitfleet.data.export import ExportFormat, export_clients
     from vitfleet.data.sources import load_dataset
 
+    if to not in get_args(ExportFormat):
+        raise UserError(f"--to {to}: must be {' or '.join(get_args(ExportFormat))}")
     client_names = _split_names(names)
     config = configure(source, override, None, data_dir, _fleet_size(client_names), plugin)
     data = load_dataset(config.data)
     clients = config.fleet.clients
-    export_clients(data, assign_images(config, data), client_names or [str(client) for client in range(clients)], out)
+    folders = client_names or [str(client) for client in range(clients)]
+    export_clients(data, assign_images(config, data), folders, out, cast(ExportFormat, to))
     print_text(console, f"images of {clients} clients written to {out}")
 
 
@@ -124,7 +130,8 @@ def server(
         run_folder = open_run_folder(Path(source), LOCK_TIMEOUT_S)
     else:
         client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
-        fleet_keys = {"fleet.kind": "flower", **_fleet_size(client_names)}
+        # The clients have their own images: a folder of the server's is not split into training and test images.
+        fleet_keys = {"fleet.kind": "flower", "data.test_only": True, **_fleet_size(client_names)}
         if client_names:
             fleet_keys["fleet.names"] = client_names
         config = configure(source, override, seed, data_dir, fleet_keys, plugin)

@@ -112,6 +112,9 @@ class DataConfig(DataSource):
         lt=1,
         description="share of each class held out of the training images, to measure accuracy on, not on test images",
     )
+    test_only: bool = Field(
+        False, description="a server's data.path without a test split: all of its images are test images"
+    )
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
     partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(

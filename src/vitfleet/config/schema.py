@@ -122,6 +122,13 @@ class Config(Extensions):
         return self
 
     @model_validator(mode="after")
+    def _test_only_suits_the_fleet(self) -> Config:
+        """Require clients with images of their own where the server's are all test images."""
+        if self.fleet.kind == "inline" and self.data.test_only:
+            raise ValueError("data.test_only = true: needs fleet.kind = flower, where clients have their own images")
+        return self
+
+    @model_validator(mode="after")
     def _method_fits(self) -> Config:
         """Let the method check its parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)

@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from vitfleet.data.encoded import EncodedSplit, RawDataset
 from vitfleet.data.image_folder import natural_sort_key
 from vitfleet.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ def find_column(names: Sequence[str], candidates: Sequence[str], table: str, rol
 
 def _encoded_images(part: TablePart, candidates: Sequence[str]) -> Iterator[tuple[bytes | Path, str]]:
     """Yield each image and its name in error messages."""
+    import pyarrow as pa  # a device with folders of images does not have it
+
     column = find_column(part.table.column_names, candidates, part.name, "image")
     row = 0
     for chunk in part.table.column(column).chunks:
@@ -162,6 +167,8 @@ def _number_sources(parts: list[TablePart], column: str) -> NDArray[np.int64]:
 
 def _read_column(parts: list[TablePart], column: str) -> tuple[NDArray[np.int64], list[str]]:
     """Return a column of all parts as integers or as texts, whichever it holds; the other one is empty."""
+    import pyarrow as pa
+
     numbers: list[NDArray[np.int64]] = []
     texts: list[str] = []
     for part in parts:

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,16 +46,21 @@ class DecodeOptions:
         Share of unreadable images that is tolerated.
     limit
         Number of training images to use, and a fifth of it for testing; ``None``: all.
+    test_only
+        Whether nothing is trained with the data: without a test split, all images are test images.
     """
 
     channels: int | None = 3
     test_share: float = 0.2
     max_corrupt: float = 0.01
     limit: int | None = None
+    test_only: bool = False
 
 
 def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress: Progress = NO_PROGRESS) -> DataSet:
     """Decode both splits to images of one size; hold out test images if there is no test split."""
+    if options.test_only and raw.test is None:
+        raw = replace(raw, test=raw.train)
     train, test = split_off_test(raw, options.test_share)
     if not len(train) or not len(test):
         raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few")
@@ -69,7 +74,10 @@ def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress:
     channels = options.channels or probe.channels
     limit = options.max_corrupt
     train_images, skipped_train = decode_split(train, probe.size, channels, limit, f"{name} (train)", progress)
-    test_images, skipped_test = decode_split(test, probe.size, channels, limit, f"{name} (test)", progress)
+    if test is train:
+        test_images, skipped_test = train_images, list[str]()
+    else:
+        test_images, skipped_test = decode_split(test, probe.size, channels, limit, f"{name} (test)", progress)
     counts = np.bincount(train_images.labels.numpy(), minlength=len(raw.classes))
     if not counts.all():
         empty = [raw.classes[i] for i in np.flatnonzero(counts == 0).tolist()]

@@ -3,42 +3,82 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import torch
 
 from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.decode import encode_png
 from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: ``folders``: PNG files in one folder per class, which a device reads without pyarrow. ``parquet``: one file per split
+#: that keeps the images' order, so that a fleet computes the same bits as a simulation.
+ExportFormat: TypeAlias = Literal["folders", "parquet"]
 
 
 def export_clients(
-    data: DataSet, assigned: tuple[ClientIndices, ClientIndices], names: list[str], folder: Path
+    data: DataSet,
+    assigned: tuple[ClientIndices, ClientIndices],
+    names: list[str],
+    folder: Path,
+    form: ExportFormat = "parquet",
 ) -> None:
-    """Write ``<name>/train.parquet`` and ``<name>/test.parquet`` for every client, without loss.
+    """Write ``<name>/train`` and ``<name>/test`` for every client, without loss.
 
     Parameters
     ----------
     assigned
-        The training and the test images of each client; the files keep their order.
+        The training and the test images of each client; parquet files keep their order.
     names
         One folder name per client.
+
+    Raises
+    ------
+    UserError
+        A client's folder exists, where images would be mixed; or a class has a name that no folder can have.
     """
+    write = _write_parquet if form == "parquet" else _write_folders
+    if form == "folders":
+        _check_folders([folder / name for name in names], data.classes)
     train, test = assigned
     for client, name in enumerate(names):
         for split, images, indices in (("train", data.train, train), ("test", data.test, test)):
-            target = folder / name / f"{split}.parquet"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(_client_table(images, data.classes, indices, client), target)
+            write(images.take(torch.from_numpy(indices.for_client(client))), data.classes, folder / name / split)
 
 
-def _client_table(images: ImageSet, classes: tuple[str, ...], indices: ClientIndices, client: int) -> pa.Table:
-    index = indices.for_client(client)
-    pixels = images.images.cpu().numpy()[index]
-    labels = images.labels.cpu().numpy()[index]
+def _check_folders(folders: list[Path], classes: tuple[str, ...]) -> None:
+    if existing := [folder for folder in folders if folder.exists()]:
+        raise UserError(f"{existing[0]}: exists already; remove it, or name another folder with --out")
+    if unusable := [name for name in classes if name != Path(name).name or name.startswith(".")]:
+        raise UserError(f"the class {unusable[0]!r} cannot be a folder's name; use --to parquet")
+
+
+def _write_folders(images: ImageSet, classes: tuple[str, ...], target: Path) -> None:
+    """Write ``<target>/<class>/<number>.png``; a folder without images says that the client has none of a split."""
+    target.mkdir(parents=True)
+    for number, (pixels, label) in enumerate(zip(images.images.cpu().numpy(), images.labels.tolist(), strict=True)):
+        file = target / classes[label] / f"{number:06}.png"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(encode_png(pixels))
+
+
+def _write_parquet(images: ImageSet, classes: tuple[str, ...], target: Path) -> None:
+    import pyarrow.parquet as pq
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(_table(images, classes), target.with_name(f"{target.name}.parquet"))
+
+
+def _table(images: ImageSet, classes: tuple[str, ...]) -> pa.Table:
+    import pyarrow as pa
+
     return pa.table(
         {
-            "image": pa.array([encode_png(image) for image in pixels], pa.binary()),
-            "label": pa.array([classes[label] for label in labels], pa.string()),
+            "image": pa.array([encode_png(image) for image in images.images.cpu().numpy()], pa.binary()),
+            "label": pa.array([classes[label] for label in images.labels.tolist()], pa.string()),
         }
     )

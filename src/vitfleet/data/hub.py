@@ -11,8 +11,6 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-import pyarrow as pa
-
 from vitfleet.data.arrow_table import ColumnNames, TablePart, find_column, read_tables
 from vitfleet.data.encoded import RawDataset
 from vitfleet.data.image_folder import TEST_SPLITS, TRAIN_SPLIT
@@ -91,6 +89,7 @@ def read_splits(
 def _to_table(rows: Any, split: str, columns: ColumnNames) -> TablePart:
     """Return a ``datasets.Dataset`` as an Arrow table of encoded images, with its features in the schema."""
     import datasets
+    import pyarrow as pa
 
     image = find_column(rows.column_names, columns.image, split, "image")
     try:

@@ -55,7 +55,7 @@ def read_image_folder(root: Path) -> RawDataset:
             f"<source>/<class> with a single class; move the images up, to <class>/*"
         )
     test = None if test_root is None else _list_images(test_root, by_source)
-    if test is not None and not test:
+    if test is not None and not test and any(path.is_file() for path in test_folders[0].rglob("*")):
         raise DataError(f"{test_root} holds no images in the layout of {train_root}")
     unknown = sorted({image.class_name for image in test or ()} - set(classes))
     if unknown:
@@ -68,6 +68,12 @@ def read_image_folder(root: Path) -> RawDataset:
         encode_labels(train, classes, sorted_sources, root),
         None if test is None else encode_labels(test, classes, sorted_sources, root),
     )
+
+
+def find_test_folder(root: Path) -> Path:
+    """Return the folder of test images in a folder that has no training images, or else the folder itself."""
+    found = [root / name for name in TEST_SPLITS if (root / name).is_dir() and not (root / TRAIN_SPLIT).is_dir()]
+    return found[0] if found and len(subfolders(root)) == 1 else root
 
 
 def encode_labels(

@@ -84,7 +84,7 @@ def _read_digits() -> RawDataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("digits come with scikit-learn, which the extra `sim` installs") from error
+        raise DataError("digits come with scikit-learn, which the extras `sim` and `flower` install") from error
     digits = load_digits()
     pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
     labels: NDArray[np.int64] = digits.target.astype(np.int64)

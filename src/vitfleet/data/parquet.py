@@ -6,9 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from vitfleet.data.arrow_table import DEFAULT_COLUMNS, ColumnNames, TablePart, read_tables
 from vitfleet.data.encoded import RawDataset
 from vitfleet.data.image_folder import TEST_SPLITS, TRAIN_SPLIT
@@ -61,6 +58,12 @@ def _files_of_split(files: Sequence[Path], split: str) -> list[Path]:
 
 
 def _read_file(file: Path) -> TablePart:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'vitfleet[parquet]', or use folders of images"
+        raise DataError(f"{file}: parquet files are read by pyarrow, which is not installed: {remedy}") from error
     try:
         # Not read_table: it would make columns of folder names such as `client=3`.
         with pq.ParquetFile(file) as opened:

@@ -15,7 +15,7 @@ from vitfleet.data.decode import DecodeOptions, decode_dataset
 from vitfleet.data.domain_lists import has_domain_lists, read_domain_lists
 from vitfleet.data.encoded import RawDataset
 from vitfleet.data.hub import HubDataset, read_hub
-from vitfleet.data.image_folder import read_image_folder
+from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
 from vitfleet.data.parquet import has_parquet, read_parquet
 from vitfleet.data.subsets import hold_out_validation
@@ -78,7 +78,8 @@ class DataRequest:
     def decode(self, name: str, raw: RawDataset, channels: int | None = 3) -> DataSet:
         """Decode a data set as the table ``data`` says: hold-out, limit, tolerated share of unreadable images."""
         config = self.config
-        options = DecodeOptions(channels, config.test_share, config.max_corrupt, config.limit)
+        test_only = config.test_only and config.path is not None  # named sets are divided among devices, too
+        options = DecodeOptions(channels, config.test_share, config.max_corrupt, config.limit, test_only)
         return decode_dataset(name, raw, options, self.progress)
 
 
@@ -157,7 +158,7 @@ def _find(config: DataConfig, info: DatasetInfo) -> RawDataset:
         root = Path(config.path).expanduser()
         if not root.exists():
             raise DataError(f"data.path = '{config.path}': no such file or folder")
-        return _read_path(root, info, columns)
+        return _read_path(find_test_folder(root) if config.test_only else root, info, columns)
     directory = config.dir or os.environ.get(DATA_DIR_VARIABLE)
     reasons: list[str] = []
     if directory is None:

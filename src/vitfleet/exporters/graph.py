@@ -60,7 +60,7 @@ class ExportGraph(nn.Module):
     network
         From normalised images to logits.
     is_plain
-        Whether the network is timm's own module.
+        Whether the network is timm's own module, or the plain ViT, which is the same.
     """
 
     mean: Tensor

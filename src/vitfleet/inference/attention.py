@@ -46,7 +46,7 @@ def attention_rollout(model: Classifier, images: Tensor) -> Tensor | None:
 
 
 def attention_matrices(vit: Any, pixels: Tensor) -> list[Tensor]:
-    """Return each block's attention ``[batch, tokens, tokens]``, averaged over heads, in timm's own forward pass."""
+    """Return each block's attention ``[batch, tokens, tokens]``, averaged over heads, as its module computes it."""
     queries: list[Tensor] = []
     keys: list[Tensor] = []
 
@@ -56,7 +56,7 @@ def attention_matrices(vit: Any, pixels: Tensor) -> list[Tensor]:
 
         return hook
 
-    # timm passes queries and keys, [batch, heads, tokens, width], through these modules, identities where unused.
+    # The module passes queries and keys, [batch, heads, tokens, width], through these modules, identities where unused.
     hooks = [block.attn.q_norm.register_forward_hook(collect(queries)) for block in vit.blocks]
     hooks += [block.attn.k_norm.register_forward_hook(collect(keys)) for block in vit.blocks]
     try:

@@ -1,9 +1,9 @@
 """The forward pass of a plain ViT as a function of its weights, for one client or for several stacked.
 
-timm's module defines the architecture and the names of the weights. The forward pass is written here as tensor
-operations, so that it can be split at a block, masked and stacked. A weight is shared by all clients or has a leading
-axis of clients. Tokens are ``[batch, tokens, width]`` or ``[clients, batch, tokens, width]``. `torch.func` could stack
-timm's own module, but fused attention has no batching rule and falls back to a loop.
+A module, ours or timm's, defines the architecture and the names of the weights. The forward pass is written here as
+tensor operations, so that it can be split at a block, masked and stacked. A weight is shared by all clients or has a
+leading axis of clients. Tokens are ``[batch, tokens, width]`` or ``[clients, batch, tokens, width]``. `torch.func`
+could stack the module itself, but fused attention has no batching rule and falls back to a loop.
 """
 
 from __future__ import annotations

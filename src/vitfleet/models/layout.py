@@ -84,17 +84,31 @@ class Layout:
 
 LayoutFunction: TypeAlias = Callable[[Any], Layout]
 _Function = TypeVar("_Function", bound=LayoutFunction)
-_LAYOUTS: dict[type[nn.Module], LayoutFunction] = {}
+_LAYOUTS: dict[str, LayoutFunction] = {}
 
 
-def register_layout(module_class: type[nn.Module]) -> Callable[[_Function], _Function]:
-    """Return a decorator that registers the layout function of a class of models and its subclasses."""
+def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
+    """Return a decorator that registers the layout function of a class of models and its subclasses.
+
+    A class may be given by its qualified name, ``package.module.Class``, where its package need not be imported.
+    """
+    name = module_class if isinstance(module_class, str) else qualified_name(module_class)
 
     def decorator(function: _Function) -> _Function:
-        _LAYOUTS[module_class] = function
+        _LAYOUTS[name] = function
         return function
 
     return decorator
+
+
+def qualified_name(module_class: type) -> str:
+    """Return ``package.module.Class``."""
+    return f"{module_class.__module__}.{module_class.__qualname__}"
+
+
+def is_instance_of(value: object, class_name: str) -> bool:
+    """Whether a value is of a class that is given by its qualified name, without importing it."""
+    return any(qualified_name(cls) == class_name for cls in type(value).__mro__)
 
 
 def layout_of(vit: nn.Module) -> Layout:
@@ -106,7 +120,8 @@ def layout_of(vit: nn.Module) -> Layout:
         If the model has no transformer blocks in a known place.
     """
     import_module(FAMILIES_PACKAGE)
-    function = next((_LAYOUTS[cls] for cls in type(vit).__mro__ if cls in _LAYOUTS), default_layout)
+    names = (qualified_name(cls) for cls in type(vit).__mro__)
+    function = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), default_layout)
     layout = function(vit)
     if not layout.blocks:
         raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")

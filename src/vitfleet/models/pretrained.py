@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
-from timm.models import adapt_input_conv
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from vitfleet.config.train import SHIPPED_WEIGHTS
 from vitfleet.errors import ConfigError
+from vitfleet.models.families.vit import TIMM_VIT
+from vitfleet.models.layout import is_instance_of
+from vitfleet.models.plain_vit import PatchEmbed, PlainViT
 
 HEAD_PREFIXES = ("head.", "head_dist.")
 # Weights of a file that a model need not have.
@@ -56,15 +58,28 @@ def _read_file(path: Path, name: str) -> dict[str, Tensor]:
         raise ConfigError("model.weights", str(path), f"is not a readable safetensors file ({error})") from error
 
 
-def _resize(weights: dict[str, Tensor], vit: nn.Module) -> dict[str, Tensor]:
+def _resize(weights: dict[str, Tensor], vit: Any) -> dict[str, Tensor]:
     """Fit position and patch embeddings to the sizes of a plain ViT; other families are left as they are."""
-    if not isinstance(vit, VisionTransformer):
+    resizable = is_instance_of(vit, TIMM_VIT) or (isinstance(vit, PlainViT) and isinstance(vit.patch_embed, PatchEmbed))
+    if not resizable or _fits(weights, vit):
         return weights
+    from timm.models import adapt_input_conv
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
     resized: dict[str, Tensor] = checkpoint_filter_fn(weights, vit)
     patch_kernel = "patch_embed.proj.weight"
     if patch_kernel in resized:
         resized[patch_kernel] = adapt_input_conv(vit.patch_embed.proj.in_channels, resized[patch_kernel])
     return resized
+
+
+def _fits(weights: dict[str, Tensor], vit: nn.Module) -> bool:
+    """Whether weights have the names and shapes of a model's; its head may have others."""
+    own, given = (
+        {key: tensor.shape for key, tensor in tensors.items() if not key.startswith(HEAD_PREFIXES)}
+        for tensors in (vit.state_dict(), weights)
+    )
+    return own == given
 
 
 def _check_fit(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from vitfleet.config.schema import ModelConfig
@@ -52,6 +54,23 @@ def check_patch_size(image_size: int, patch_size: int) -> None:
         )
     if image_size % patch_size:
         raise ConfigError("model.patch_size", patch_size, f"must divide the image size, {image_size} pixels")
+
+
+@contextmanager
+def timm_required_for(key: str, value: str) -> Iterator[None]:
+    """Turn the absence of timm, which a device need not have, into an error that says what needs it.
+
+    Raises
+    ------
+    ConfigError
+        Names the key, its value and the remedy.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("timm", "torchvision"):
+            raise
+        raise ConfigError(key, value, "needs timm, which is not installed: pip install 'vitfleet[timm]'") from error
 
 
 def refuse_hub_weights(request: ModelRequest) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-import timm
 import torch
-from timm.layers import PatchEmbed
 from torch import nn
 
 import vitfleet.models.families  # noqa: F401  (registers the built-in families)
@@ -17,7 +15,7 @@ from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
-from vitfleet.models.request import ModelRequest, check_patch_size
+from vitfleet.models.request import ModelRequest, check_patch_size, timm_required_for
 from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224
@@ -50,13 +48,15 @@ def build_model(
         torch.manual_seed(Address(seed, Purpose.INIT).torch_seed())
         request = ModelRequest(config, classes, channels, data_image_size)
         entry = MODELS.get(config.name)
-        if entry is None:
-            vit, image_size = _build_timm_model(request)
-        else:
-            params = validate_params(MODELS, config.name, config.params, "model.params")
-            vit, image_size = entry.target(params, request)
+        with timm_required_for("model.name", config.name):
+            if entry is None:
+                vit, image_size = _build_timm_model(request)
+            else:
+                params = validate_params(MODELS, config.name, config.params, "model.params")
+                vit, image_size = entry.target(params, request)
         if config.weights and config.weights != HUB_WEIGHTS:
-            load_pretrained(vit, config.weights, config.name)
+            with timm_required_for("model.weights", config.weights):  # to resize them
+                load_pretrained(vit, config.weights, config.name)
         if adapt is not None:  # last, so that the initial weights of the model itself do not depend on it
             adapt(vit)
     declared = getattr(vit, "pretrained_cfg", None) or {}
@@ -74,6 +74,9 @@ def build_model(
 
 
 def _build_timm_model(request: ModelRequest) -> tuple[nn.Module, int]:
+    import timm
+    from timm.layers import PatchEmbed
+
     config = request.config
     if not timm.is_model(config.name):
         close = difflib.get_close_matches(config.name, [*MODELS.names(), *timm.list_models("*it*")], n=3)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from timm.layers import PatchEmbed
-from timm.models.cait import Cait
 from torch import Tensor, nn
 
 from vitfleet.config.base import Table
@@ -38,6 +36,8 @@ class CaitParams(Table):
 @register_model("cait", CaitParams)
 def build_cait(params: CaitParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a CaiT."""
+    from timm.models.cait import Cait
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     patch_size = request.config.patch_size or sizes["patch"]
@@ -57,9 +57,11 @@ def build_cait(params: CaitParams, request: ModelRequest) -> tuple[nn.Module, in
     return vit, request.image_size
 
 
-@register_layout(Cait)
+@register_layout("timm.models.cait.Cait")
 def cait_layout(vit: Any) -> Layout:
     """Return the layout: self-attention blocks, then class-attention blocks. Patches can be dropped."""
+    from timm.layers import PatchEmbed
+
     maskable = isinstance(vit.patch_embed, PatchEmbed)
     return Layout(
         blocks=(*block_paths(vit), *block_paths(vit, "blocks_token_only")),

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
 from vitfleet.models.families.sizes import check_divides, check_stages, choose_sizes
+from vitfleet.models.plain_vit import INIT_STD, Mlp, init_normal_
 from vitfleet.models.request import ModelRequest, refuse_hub_weights
 
 # CvT-13 has 20 million parameters; the small configuration has 5.
 STANDARD = {"dims": (64, 192, 384), "depths": (1, 2, 10), "heads": (1, 3, 6)}
 SMALL = {"dims": (64, 128, 256), "depths": (1, 2, 6), "heads": (1, 2, 4)}
 EMBEDDINGS = ((7, 4, 2), (3, 2, 1))  # kernel, stride and padding of the first embedding and of the others
-INIT_STD = 0.02
 
 
 class CvtParams(Table):
@@ -160,7 +159,7 @@ class CvT(nn.Module):
         self.norm = nn.LayerNorm(dims[-1])
         self.head = nn.Linear(dims[-1], classes)
         self.apply(_init_weights)
-        trunc_normal_(self.stages[-1].cls_token, std=INIT_STD)
+        init_normal_(self.stages[-1].get_parameter("cls_token"), INIT_STD)
 
     def get_classifier(self) -> nn.Module:
         """Return the head, as timm's models do."""
@@ -178,7 +177,7 @@ class CvT(nn.Module):
 
 def _init_weights(module: Any) -> None:
     if isinstance(module, nn.Linear | nn.Conv2d):
-        trunc_normal_(module.weight, std=INIT_STD)
+        init_normal_(module.weight, INIT_STD)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 

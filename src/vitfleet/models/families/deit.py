@@ -7,7 +7,6 @@ layout is the plain ViT's.
 from __future__ import annotations
 
 from pydantic import Field
-from timm.models.deit import VisionTransformerDistilled
 from torch import nn
 
 from vitfleet.config.base import Table
@@ -31,6 +30,8 @@ class DeitParams(Table):
 @register_model("deit", DeitParams)
 def build_deit(params: DeitParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a DeiT."""
+    from timm.models.deit import VisionTransformerDistilled
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     patch_size = request.config.patch_size or sizes["patch"]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import Field
-from timm.layers import get_act_layer
-from timm.models.levit import ConvNorm, Levit
 from torch import nn
 
 from vitfleet.config.base import Table
@@ -47,6 +45,9 @@ class Stem(nn.Sequential):
     """LeViT's stem with as many convolutions of stride 2 as a stride needs."""
 
     def __init__(self, channels: int, dim: int, stride: int) -> None:
+        from timm.layers import get_act_layer
+        from timm.models.levit import ConvNorm
+
         count = stride.bit_length() - 1
         layers: list[nn.Module] = []
         for index in range(count):
@@ -60,6 +61,8 @@ class Stem(nn.Sequential):
 @register_model("levit", LevitParams)
 def build_levit(params: LevitParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a LeViT without a distillation head."""
+    from timm.models.levit import Levit
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     check_stages(sizes, "dims", "depths", "heads")
@@ -78,7 +81,7 @@ def build_levit(params: LevitParams, request: ModelRequest) -> tuple[nn.Module, 
     return vit, request.image_size
 
 
-@register_layout(Levit)
+@register_layout("timm.models.levit.Levit")
 def levit_layout(vit: Any) -> Layout:
     """Return the layout: the attention between two stages is a block of its own."""
     blocks: list[str] = []

@@ -7,7 +7,6 @@ the class token. The layout is the one that timm's naming suggests.
 from __future__ import annotations
 
 from pydantic import Field
-from timm.models.pit import PoolingVisionTransformer
 from torch import nn
 
 from vitfleet.config.base import Table
@@ -32,6 +31,8 @@ class PitParams(Table):
 @register_model("pit", PitParams)
 def build_pit(params: PitParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a PiT."""
+    from timm.models.pit import PoolingVisionTransformer
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     check_stages(sizes, "depths", "heads", "head_dims")

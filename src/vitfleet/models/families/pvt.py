@@ -7,7 +7,6 @@ layout is the one that timm's naming suggests.
 from __future__ import annotations
 
 from pydantic import Field
-from timm.models.pvt_v2 import PyramidVisionTransformerV2
 from torch import nn
 
 from vitfleet.config.base import Table
@@ -43,6 +42,8 @@ class PvtParams(Table):
 @register_model("pvt", PvtParams)
 def build_pvt(params: PvtParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a PVT v2."""
+    from timm.models.pvt_v2 import PyramidVisionTransformerV2
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     check_stages(sizes, "dims", "depths", "heads", "mlp_ratios", "reductions")

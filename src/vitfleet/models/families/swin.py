@@ -7,7 +7,6 @@ every second block; between stages four patches are merged into one.
 from __future__ import annotations
 
 from pydantic import Field
-from timm.models.swin_transformer import SwinTransformer
 from torch import nn
 
 from vitfleet.config.base import Table
@@ -39,6 +38,8 @@ class SwinParams(Table):
 @register_model("swin", SwinParams)
 def build_swin(params: SwinParams, request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a Swin."""
+    from timm.models.swin_transformer import SwinTransformer
+
     refuse_hub_weights(request)
     sizes = choose_sizes(params, request.image_size, SMALL, STANDARD)
     check_stages(sizes, "depths", "heads")

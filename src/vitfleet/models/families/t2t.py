@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from pydantic import Field
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.families.sizes import check_divides, choose_sizes
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.layout import Layout, default_layout, register_layout
+from vitfleet.models.plain_vit import PlainViT
 from vitfleet.models.request import ModelRequest, refuse_hub_weights
 from vitfleet.models.stacked_ops import gather_tokens, layer_norm, linear
 
@@ -126,14 +126,13 @@ def sinusoids(positions: int, dim: int) -> Tensor:
     return torch.where(columns % 2 == 0, angles.sin(), angles.cos()).float().unsqueeze(0)
 
 
-class T2TViT(VisionTransformer):  # type: ignore[misc]
+class T2TViT(PlainViT):
     """A plain ViT behind a tokens-to-token module, with fixed positions."""
 
     def __init__(self, embed: TokensToToken, **arguments: Any) -> None:
-        super().__init__(embed_layer=lambda **_: embed, **arguments)
-        dim = self.embed_dim
+        super().__init__(embed, **arguments)
         del self.pos_embed
-        self.register_buffer("pos_embed", sinusoids(embed.num_patches + 1, dim), persistent=False)
+        self.register_buffer("pos_embed", sinusoids(embed.num_patches + 1, self.embed_dim), persistent=False)
 
 
 class FunctionalT2T(FunctionalViT):
@@ -168,14 +167,12 @@ def build_t2t(params: T2tParams, request: ModelRequest) -> tuple[nn.Module, int]
     embed = TokensToToken(request.channels, request.image_size, sizes["dim"], sizes["token_dim"], sizes["splits"])
     vit = T2TViT(
         embed,
-        img_size=request.image_size,
-        in_chans=request.channels,
-        num_classes=request.classes,
-        embed_dim=sizes["dim"],
+        classes=request.classes,
+        dim=sizes["dim"],
         depth=sizes["depth"],
         num_heads=sizes["heads"],
         mlp_ratio=sizes["mlp_ratio"],
         qkv_bias=False,
-        norm_layer=nn.LayerNorm,
+        norm_eps=NORM_EPS,
     )
     return vit, request.image_size

@@ -1,4 +1,4 @@
-"""The plain ViT: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021. The module is timm's.
+"""The plain ViT: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021.
 
 DeiT's and timm's other plain ViTs have the same layout, with more prefix tokens or another pooling.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import Attention as SelfAttention
-from timm.layers import LayerScale, Mlp, PatchEmbed
-from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitfleet.config.registry import NoParams, register_model
 from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
-from vitfleet.models.layout import Layout, default_layout, register_layout
+from vitfleet.models.layout import Layout, default_layout, is_instance_of, register_layout
+from vitfleet.models.plain_vit import PatchEmbed, PlainViT
 from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
 
 PLAIN_VIT = "vit"
+TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
 DEFAULT_PATCH_SIZE = 4
 DEFAULT_DEPTH = 4
 
@@ -29,12 +28,10 @@ def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module,
     config, image_size = request.config, request.image_size
     patch_size = config.patch_size or DEFAULT_PATCH_SIZE
     check_patch_size(image_size, patch_size)
-    vit = VisionTransformer(
-        img_size=image_size,
-        patch_size=patch_size,
-        in_chans=request.channels,
-        num_classes=request.classes,
-        embed_dim=config.dim,
+    vit = PlainViT(
+        PatchEmbed(image_size, patch_size, request.channels, config.dim),
+        classes=request.classes,
+        dim=config.dim,
         depth=config.depth or DEFAULT_DEPTH,
         num_heads=config.heads,
         mlp_ratio=config.mlp_ratio,
@@ -42,7 +39,8 @@ def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module,
     return vit, image_size
 
 
-@register_layout(VisionTransformer)
+@register_layout(TIMM_VIT)
+@register_layout(PlainViT)
 def vit_layout(vit: Any) -> Layout:
     """Return the layout. Patches can be dropped in front of standard blocks, if they do not overlap."""
     layout = default_layout(vit)
@@ -54,20 +52,30 @@ def vit_layout(vit: Any) -> Layout:
 
 def is_plain_vit(vit: Any) -> bool:
     """Whether it is one token sequence with position embeddings through standard blocks."""
+    if is_instance_of(vit, TIMM_VIT):
+        return _is_plain_timm_vit(vit)
+    return isinstance(vit, PlainViT) and isinstance(vit.patch_embed, PatchEmbed)
+
+
+def _is_plain_timm_vit(vit: Any) -> bool:
+    from timm.layers import PatchEmbed as TimmPatchEmbed
+
     return (
-        isinstance(vit, VisionTransformer)
-        and vit.pos_embed is not None
+        vit.pos_embed is not None
         and (vit.attn_pool is not None or vit.global_pool in ("token", "avg"))
-        and isinstance(vit.patch_embed, PatchEmbed)  # not a convolutional stem, whose patches overlap
+        and isinstance(vit.patch_embed, TimmPatchEmbed)  # not a convolutional stem, whose patches overlap
         and all(isinstance(norm, nn.Identity | nn.LayerNorm) for norm in (vit.norm_pre, vit.norm, vit.fc_norm))
         and isinstance(vit.patch_embed.norm, nn.Identity | nn.LayerNorm)
-        and all(is_standard_block(block) for block in vit.blocks)
+        and all(_is_standard_block(block) for block in vit.blocks)
     )
 
 
-def is_standard_block(block: Any) -> bool:
-    """Whether a block consists of layers that :class:`FunctionalViT` has."""
-    if type(block) is not Block or type(block.attn) is not SelfAttention or type(block.mlp) is not Mlp:
+def _is_standard_block(block: Any) -> bool:
+    """Whether a block of timm consists of layers that :class:`FunctionalViT` has."""
+    from timm.layers import Attention, LayerScale, Mlp
+    from timm.models.vision_transformer import Block
+
+    if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return False
     attention, mlp = block.attn, block.mlp
     norms = (block.norm1, block.norm2, attention.q_norm, attention.k_norm, attention.norm, mlp.norm)

@@ -1,0 +1,89 @@
+"""The plain ViT against timm's: names, initial weights and logits are the same, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from vitfleet.config.schema import ModelConfig
+from vitfleet.errors import ConfigError
+from vitfleet.models.plain_vit import PatchEmbed, PlainViT, init_normal_
+from vitfleet.models.zoo import build_model
+
+SMALL = ModelConfig(dim=16, depth=2, heads=2)
+
+
+@pytest.mark.parametrize(("channels", "qkv_bias", "ratio"), [(1, True, 2.5), (3, False, 4.0)])
+def test_weights_and_logits_are_those_of_timm(channels: int, qkv_bias: bool, ratio: float) -> None:
+    torch.manual_seed(3)
+    theirs: Any = VisionTransformer(
+        img_size=16,
+        patch_size=4,
+        in_chans=channels,
+        num_classes=7,
+        embed_dim=24,
+        depth=3,
+        num_heads=3,
+        mlp_ratio=ratio,
+        qkv_bias=qkv_bias,
+    )
+    after_theirs = torch.rand(1)
+    torch.manual_seed(3)
+    ours = PlainViT(PatchEmbed(16, 4, channels, 24), 7, 24, 3, 3, ratio, qkv_bias)
+    assert torch.equal(torch.rand(1), after_theirs)  # as many draws
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], weight), name
+    images = torch.randn(5, channels, 16, 16)
+    assert torch.equal(ours(images), theirs(images))
+    assert torch.equal(ours.forward_features(images), theirs.forward_features(images))
+
+
+def test_initial_numbers_are_normal() -> None:
+    """Moments of 10⁶ draws; their errors are about 10⁻³ of the standard deviation."""
+    drawn = torch.empty(1_000_000)
+    torch.manual_seed(0)
+    init_normal_(drawn, 0.02)
+    assert abs(drawn.mean().item()) < 1e-4
+    assert drawn.std().item() == pytest.approx(0.02, rel=5e-3)
+    assert (drawn.abs() < 0.02).float().mean().item() == pytest.approx(0.6827, abs=3e-3)
+
+
+@pytest.fixture
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+
+
+@pytest.mark.usefixtures("without_timm")
+@pytest.mark.parametrize("name", ["vit", "cvt", "t2t"])
+def test_model_of_ours_needs_no_timm(name: str, tmp_path: Path) -> None:
+    net = build_model(SMALL.model_copy(update={"name": name, "depth": None}), 5, 3, 32, 0)
+    save_file(net.initial_weights(), tmp_path / "weights.safetensors")
+    weights = {"name": name, "depth": None, "weights": str(tmp_path / "weights.safetensors")}
+    again = build_model(SMALL.model_copy(update=weights), 5, 3, 32, 1)
+    for key, weight in net.initial_weights().items():
+        assert torch.equal(again.initial_weights()[key], weight)
+
+
+@pytest.mark.usefixtures("without_timm")
+@pytest.mark.parametrize("name", ["deit", "cait", "levit", "pvt", "pit", "swin", "vit_tiny_patch16_224"])
+def test_model_of_timm_says_what_to_install(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.name = '{name}': needs timm.*pip install 'vitfleet\[timm\]'"):
+        build_model(ModelConfig(name=name), 5, 3, 32, 0)
+
+
+@pytest.mark.usefixtures("without_timm")
+def test_weights_of_another_size_say_what_to_install(tmp_path: Path) -> None:
+    save_file(build_model(SMALL, 5, 3, 16, 0).initial_weights(), tmp_path / "weights.safetensors")
+    config = SMALL.model_copy(update={"weights": str(tmp_path / "weights.safetensors")})
+    with pytest.raises(ConfigError, match=r"model\.weights = .*needs timm"):
+        build_model(config, 5, 3, 32, 0)
