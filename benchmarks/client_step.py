@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
-from vitfleet.costs.flops import client_flops
+from vitfleet.costs.cost_model import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method

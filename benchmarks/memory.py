@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
-from vitfleet.costs.flops import client_flops
+from vitfleet.costs.cost_model import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext

@@ -16,7 +16,9 @@ from conftest import MakeConfig
 from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
-from vitfleet.costs.flops import Flops, client_flops, full_flops, typical_client
+from vitfleet.costs.cost_model import client_flops
+from vitfleet.costs.dry_run import typical_client
+from vitfleet.costs.flops import Flops, full_flops
 from vitfleet.message import with_prefix
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model

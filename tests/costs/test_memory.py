@@ -9,7 +9,7 @@ import torch
 
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import AllocationTracker, MemoryUsage, round_memory
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model

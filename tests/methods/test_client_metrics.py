@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MakeContext
 from vitfleet.config.registry import METHODS
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.message import Numbers
 from vitfleet.methods import ClientMetric, make_method, reduce_client_metrics
 from vitfleet.models.net import Net

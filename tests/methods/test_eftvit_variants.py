@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import InterruptAfter, MakeConfig
-from vitfleet.costs.flops import message_size
+from vitfleet.costs.dry_run import message_size
 from vitfleet.data.features import dequantize
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError

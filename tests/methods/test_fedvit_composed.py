@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conftest import InterruptAfter, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import ConfigError

@@ -1,6 +1,6 @@
 """What a run will take on this machine, before it starts: time, memory, disk.
 
-Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.flops`. How many operations per
+Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.dry_run`. How many operations per
 second this machine manages is measured with a few training steps of the model, or with a matrix product where a step
 would take too long. An estimate is made to see whether a run takes seconds, hours or days; expect it to be right
 within a factor of two. Once a run has finished a round, its own time per round is better.
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.flops import CostModel, DryRun, count_flops, forward
+from vitfleet.costs.dry_run import DryRun, shapes_of
+from vitfleet.costs.flops import count_flops, forward
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
@@ -210,8 +212,7 @@ def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: N
     if work is None:
         return 0.0
     meta = net.with_constants_on("meta")
-    blank = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
-    flops = count_flops(meta, work.objective, blank, config.train.mask_ratio).training
+    flops = count_flops(meta, work.objective, shapes_of(net), config.train.mask_ratio).training
     passes, unseen = 0.0, float(fleet.clients)
     for _ in range(min(config.rounds, 1000)):
         unseen *= 1 - fleet.asked / fleet.clients
@@ -253,7 +254,8 @@ def measure_speed(request: SpeedRequest) -> float:
 
 def _step_speed(request: SpeedRequest, images: int) -> float:
     """Time training steps with a number of images: forward and backward pass, and the optimiser's step."""
-    net, device = request.net.to(request.machine.device), request.machine.device
+    device = request.machine.device
+    net = request.net.with_constants_on(str(device))
     objective = request.fit.objective
     trainable = set(net.anatomy.select(net.anatomy.trainable(objective.trainable)))
     weights = {

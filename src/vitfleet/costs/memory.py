@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.flops import DryRun, num_trained_models
+from vitfleet.costs.cost_model import num_trained_models
+from vitfleet.costs.dry_run import DryRun
 from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
@@ -59,6 +60,10 @@ class MemoryUsage:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
+#: Steps of an optimiser in place: they allocate nothing, but torch runs them on real zeros of all weights' sizes.
+_IN_PLACE_OPTIMIZERS = (torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
+
+
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every tensor storage from its allocation until it is freed."""
 
@@ -69,6 +74,8 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record the storages of its results."""
+        if func.overloadpacket in _IN_PLACE_OPTIMIZERS:
+            return None
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
@@ -98,12 +105,36 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return release
 
 
+@dataclass(frozen=True)
+class TrackedStep:
+    """What the allocations of a training step depend on, and the tracked bytes.
+
+    Attributes
+    ----------
+    conditions
+        The model's and the fit's shapes, the objective and the settings. Compared by value, because the functions of
+        an objective need not have a hash.
+    copied, ready, peak
+        Bytes after the inputs were copied, before the first step, and at the peak.
+    """
+
+    conditions: tuple[object, ...]
+    copied: int
+    ready: int
+    peak: int
+
+
 def round_memory(
-    net: Net, dry_run_result: DryRun, train: TrainConfig, bf16: bool = False, parts_at_once: int = 1
+    net: Net,
+    dry_run_result: DryRun,
+    train: TrainConfig,
+    bf16: bool = False,
+    parts_at_once: int = 1,
+    known_steps: list[TrackedStep] | None = None,
 ) -> MemoryUsage:
     """Return the memory of the largest training in a client's round; see :func:`training_memory`."""
     usages = [
-        training_memory(net, fit, train, bf16, dry_run_result.held_tensors, parts_at_once)
+        training_memory(net, fit, train, bf16, dry_run_result.held_tensors, parts_at_once, known_steps)
         for fit in dry_run_result.fits
     ]
     return max(usages, key=lambda usage: usage.total)
@@ -116,8 +147,9 @@ def training_memory(
     bf16: bool = False,
     held_tensors: Iterable[Tensor] = (),
     parts_at_once: int = 1,
+    known_steps: list[TrackedStep] | None = None,
 ) -> MemoryUsage:
-    """Track two steps of the trainer; in the second, the gradients of the first are still allocated.
+    """Return the bytes at the peak of a training.
 
     Parameters
     ----------
@@ -127,22 +159,33 @@ def training_memory(
         Tensors that the client holds in addition: received tensors, and state kept from earlier rounds.
     parts_at_once
         Number of stored tasks whose gradients are computed together; 1 needs the least memory.
+    known_steps
+        Steps that were tracked before; one of the same conditions is not tracked again, a new one is added.
     """
     train = fit.train or train
     trainable = net.anatomy.trainable(fit.objective.trainable)
     received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
     trained = num_trained_models(fit) * _total_bytes([fit.weights[name] for name in trainable])
+    known = [] if known_steps is None else known_steps
+    conditions = (net.layout, _shapes(fit), fit.objective, train, bf16, parts_at_once)
+    step = next((step for step in known if step.conditions == conditions), None)
+    if step is None:
+        step = TrackedStep(conditions, *_track_step(net, fit, train, bf16, parts_at_once))
+        known.append(step)
+    return MemoryUsage(
+        received + step.copied, trained, step.ready - step.copied, max(0, step.peak - step.ready - trained)
+    )
+
+
+def _track_step(net: Net, fit: Fit, train: TrainConfig, bf16: bool, parts_at_once: int) -> tuple[int, int, int]:
+    """Track a step of the trainer; with a memory two, because gradients of the memory are kept from step to step.
+
+    Return the bytes after the inputs were copied, before the first step, and at the peak.
+    """
     cpu_net = net.with_constants_on("cpu")
     machine = Machine(torch.device("cpu"), bf16)
-    trainer = Trainer(
-        cpu_net,
-        preprocess_for(cpu_net, machine.device),
-        train,
-        AugmentConfig(),
-        1,
-        machine,
-        parts_at_once=parts_at_once,
-    )
+    preprocess = preprocess_for(cpu_net, machine.device)
+    trainer = Trainer(cpu_net, preprocess, train, AugmentConfig(), 1, machine, parts_at_once=parts_at_once)
     with FakeTensorMode(allow_non_fake_inputs=True):
         images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
         indices = torch.empty(train.batch_size, dtype=torch.long)
@@ -158,9 +201,24 @@ def training_memory(
             cohort = Cohort(trainer.engine, group, inputs)
             cohort.restart(None, train.lr)
             ready = tracker.live
-            for _ in range(2):
+            for _ in range(1 if fit.memory is None else 2):
                 cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, restore=True, all_active=True)
-    return MemoryUsage(received + copied, trained, ready - copied, max(0, tracker.peak - ready - trained))
+    return copied, ready, tracker.peak
+
+
+def _shapes(fit: Fit) -> tuple[object, ...]:
+    """Return the shapes and types of a training's tensors, by group and name."""
+    groups: list[Tensors] = [
+        fit.weights,
+        fit.constants,
+        fit.observer_state,
+        fit.reference_weights or {},
+        fit.companion_weights or {},
+        {} if fit.memory is None else fit.memory.tensors(),
+        {} if fit.replay is None else fit.replay.tensors(),
+    ]
+    replays = None if fit.replay is None else fit.replay.replays
+    return replays, *({name: (tensor.shape, tensor.dtype) for name, tensor in group.items()} for group in groups)
 
 
 def _fit_tensors(fit: Fit) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,19 @@ from vitfleet.config.fleet import DeviceName
 from vitfleet.config.load import validate
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.flops import CostModel, full_flops, typical_client
+from vitfleet.costs.dry_run import typical_client
+from vitfleet.costs.flops import Flops, full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
-from vitfleet.costs.memory import round_memory
+from vitfleet.costs.memory import TrackedStep, round_memory
 from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load_dataset
 from vitfleet.data.tasks import make_task_streams, task_classes
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
+from vitfleet.models.shapes_only import weights_without_values
 from vitfleet.models.zoo import build_model
 from vitfleet.progress import NO_PROGRESS, Progress
 
@@ -80,6 +83,21 @@ class CostReport(SampleCost):
     devices: dict[DeviceName, dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class _SharedCounts:
+    """What was counted for one method and is the same for others, which train the same weights of the same model.
+
+    Attributes
+    ----------
+    full_flops
+        Operations of full training on an unmasked image.
+    """
+
+    full_flops: int
+    flops: dict[object, Flops] = field(default_factory=dict)
+    steps: list[TrackedStep] = field(default_factory=list)
+
+
 def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
     """Yield the cost report of the configured method first, then those of other methods.
 
@@ -94,13 +112,15 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
     dataset = _dataset_size(config, progress)
     labels = typical_labels(config, dataset)
-    full = full_flops(cost_net(config, dataset)).training
+    shared = _SharedCounts(full_flops(cost_net(config, dataset)).training)
     configured = config.method.name
     names = list(methods) or [configured, *(name for name in METHODS.names() if name != configured)]
     with progress.task("costs", len(names)) as advance:
         for name in names:
             try:
-                yield _cost_report(config if name == configured else _with_method(config, name), dataset, labels, full)
+                yield _cost_report(
+                    config if name == configured else _with_method(config, name), dataset, labels, shared
+                )
             except UserError:
                 if name == configured or methods:
                     raise
@@ -116,12 +136,15 @@ def _with_method(config: Config, name: str) -> Config:
 
 
 def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module], None] | None = None) -> Net:
-    """Build a configuration's model without pretrained weights, which do not change the costs."""
+    """Build a configuration's model with weights without values, which do not change the costs."""
     model = config.model.model_copy(update={"weights": None})
-    return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
+    with weights_without_values():
+        return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
 
 
-def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], full: int) -> CostReport:
+def _cost_report(
+    config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
+) -> CostReport:
     tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
@@ -130,10 +153,12 @@ def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[
         net, config.train, config.rounds, config.seed, dataset.classes, cpu, num_tasks, task_classes=tasks
     )
     method = make_method(config.method, context)
-    cost_model = CostModel(method, net, config.train, dataset.side)
+    cost_model = CostModel(method, net, config.train, dataset.side, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
-    memory = round_memory(net, dry_run_result, config.train, config.machine.precision == "bf16")
+    memory = round_memory(
+        net, dry_run_result, config.train, config.machine.precision == "bf16", known_steps=shared.steps
+    )
     up_bytes = cost_model.up_bytes(dry_run_result)
     down_bytes, first_bytes = cost_model.down_bytes()
     samples = len(labels[-1])
@@ -146,7 +171,7 @@ def _cost_report(config: Config, dataset: DatasetSize, labels: Sequence[NDArray[
         trainable_params=net.anatomy.count_parameters(method.trainable),
         forward_gmac=flops.forward / 2e9,
         train_gflops=flops.training / 1e9,
-        train_ratio_to_full=full / flops.training,
+        train_ratio_to_full=shared.full_flops / flops.training,
         peak_memory_bytes=memory.total,
         memory={
             "weights": memory.weights,

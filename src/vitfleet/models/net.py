@@ -228,13 +228,16 @@ class Net:
     def with_constants_on(self, device: str) -> Net:
         """Return a copy whose buffers (index tables of some families) are on another device.
 
-        The parameters are shared, not copied: weights are an argument of every call.
+        The parameters are shared, not copied: weights are an argument of every call. A buffer without values, of a
+        model that was built for its shapes alone, becomes zeros.
         """
         shared = {id(weight): weight for weight in self.module.parameters()}
         module = copy.deepcopy(self.module, shared)
         for submodule in module.modules():
             for name, constant in submodule.named_buffers(recurse=False):
-                submodule._buffers[name] = constant.to(device)
+                has_values = not constant.is_meta
+                moved = constant.to(device) if has_values else torch.zeros_like(constant, device=device)
+                submodule._buffers[name] = moved
         functional = None if self.functional is None else self.functional.with_settings(vit=module.vit)
         return replace(self, module=module, functional=functional)
 

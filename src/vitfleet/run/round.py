@@ -9,7 +9,7 @@ import torch
 
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
-from vitfleet.costs.flops import message_size
+from vitfleet.costs.dry_run import message_size
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.from_objects import fingerprint
 from vitfleet.data.images import DataSet, Shard

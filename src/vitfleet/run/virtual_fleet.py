@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.fleet import DeviceName
 from vitfleet.config.schema import Config, FleetConfig
-from vitfleet.costs.flops import CostModel
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.hardware_profiles import (
     HARDWARE_PROFILES,
     MEGABYTE,

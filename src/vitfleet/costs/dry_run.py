@@ -1,0 +1,148 @@
+"""A client's round without training, on tensors that have shapes but no values (meta tensors).
+
+A dry run executes the method's client update. The objectives that it yields define which weights train, how images are
+masked, and how deep or where the model is split; the update that it returns is the message to send. Operations, bytes
+and memory thus follow from the same selection as the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.base import ClientJob, ClientUpdate, Method
+from vitfleet.models.net import Net
+from vitfleet.training.objective import Fit, FitResult
+from vitfleet.wire import encoded_size
+
+NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client without images
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of a dry run of a client's round.
+
+    Attributes
+    ----------
+    fits
+        The trainings that the client would run.
+    update
+        The message it would send and the state it would keep.
+    held_tensors
+        Tensors held during the whole round: received tensors, and state kept from earlier rounds.
+    """
+
+    fits: list[Fit]
+    update: ClientUpdate
+    held_tensors: list[Tensor]
+
+
+def dry_run(
+    method: Method[Any],
+    net: Net,
+    side: int,
+    labels: NDArray[np.int64],
+    round: int = 1,
+    client: int = 0,
+    task_index: int = 0,
+    client_state: State | None = None,
+    blank: Tensors | None = None,
+) -> DryRun:
+    """Execute a client's round on meta tensors, which have shapes but no values.
+
+    Parameters
+    ----------
+    side
+        Height and width of the client's images, in pixels.
+    labels
+        Labels of the client's images in this task.
+    task_index
+        Number of tasks before this one.
+    client_state
+        State kept from earlier rounds, as meta tensors; ``None``: first round of the client.
+    blank
+        The model's weights as meta tensors; created if not given.
+    """
+    blank = shapes_of(net) if blank is None else blank
+    received = method.client_message(method.initial_state(blank), round, client, None)
+    targets = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+    pixels = torch.empty(len(targets), len(net.mean), side, side, dtype=torch.uint8, device="meta")
+    shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
+    base = method.base_message(blank).tensors
+    fit_requests = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
+    held_tensors = [
+        *received.tensors.values(),
+        *base.values(),
+        *(client_state.tensors.values() if client_state else ()),
+    ]
+    fits: list[Fit] = []
+    try:
+        fit = next(fit_requests)
+        while True:
+            fits.append(fit)
+            num_classes, training = method.context.num_classes, (client_state is None, len(fits))
+            fit = fit_requests.send(_blank_result(fit, len(targets), num_classes, training))
+    except StopIteration as end:
+        update: ClientUpdate = end.value
+        return DryRun(fits, update, held_tensors)
+
+
+def shapes_of(net: Net) -> dict[str, Tensor]:
+    """Return a model's weights as meta tensors."""
+    return {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+
+
+@lru_cache(maxsize=4096)
+def _blank_weight(name: str, shape: torch.Size, training: tuple[bool, int]) -> Tensor:
+    """Return a weight as a meta tensor; cached, because creating it takes longer than the rest of a dry run.
+
+    Memory is counted per tensor. ``training`` is therefore part of the key: different trainings of a round, and first
+    and later rounds, have different tensors.
+    """
+    return torch.empty(shape, device="meta")
+
+
+def _blank_result(fit: Fit, samples: int, num_classes: int, training: tuple[bool, int]) -> FitResult:
+    objective = fit.objective
+    trained = {name: _blank_weight(name, fit.weights[name].shape, training) for name in objective.trainable}
+    # Methods read the observer state on the host, so it needs values: zeros.
+    observed = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in fit.observer_state.items()}
+    for rule in (objective.transform, objective.companion):
+        if rule is not None:
+            observed |= {name: torch.zeros(()) for name in rule.counts}
+    scored, steps = samples if fit.score_samples else 0, max(1, fit.epochs)
+    companion = {
+        name: _blank_weight(f"companion {name}", tensor.shape, training)
+        for name, tensor in (fit.companion_weights or {}).items()
+    }
+    return FitResult(
+        trained,
+        torch.zeros(()),
+        samples,
+        steps,
+        observed,
+        sample_losses=torch.zeros(scored),
+        finite_steps=torch.tensor(float(steps)),
+        sample_logits=torch.empty(scored, num_classes, device="meta"),
+        companion_weights=companion,
+    )
+
+
+def message_size(message: Message) -> int:
+    """Return a message's encoded size in bytes; an empty message is not sent, so its size is 0."""
+    return encoded_size(message) if message.tensors or message.numbers else 0
+
+
+def typical_client(sizes: Sequence[int]) -> int:
+    """Return the client with the median number of samples among those with at least one; 0 if there is none."""
+    order = sorted((size, client) for client, size in enumerate(sizes) if size)
+    return order[(len(order) - 1) // 2][1] if order else 0
