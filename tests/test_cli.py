@@ -370,6 +370,7 @@ def test_cost_prints_a_table_or_json(vitfleet: Command, tmp_path: Path) -> None:
     result = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg", "--method", "eftvit", "--json")
     assert result.returncode == 0, result.stderr
     methods = json.loads(result.stdout)["methods"]
+    assert json.loads(result.stdout)["would_fit"] == {}  # it fits everywhere
     assert set(methods) == {"fedavg", "eftvit"}
     wanted = {
         "forward_gmac",
@@ -381,8 +382,10 @@ def test_cost_prints_a_table_or_json(vitfleet: Command, tmp_path: Path) -> None:
         "down_bytes",
     }
     assert wanted <= set(methods["fedavg"])
-    shown = vitfleet(tmp_path, "cost", "digits", "--method", "fedavg")
+    shown = vitfleet(tmp_path, "cost", "--device", "pi4", "nano", "digits", "--method", "fedavg")
     assert "Raspberry Pi 4B, 2 GB" in shown.stdout
+    assert "Jetson Nano" in shown.stdout
+    assert "laptop" not in shown.stdout
     assert "207.6 KiB" in shown.stdout
 
 

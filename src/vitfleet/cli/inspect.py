@@ -4,50 +4,77 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
+from click import Context
 from rich.table import Table
+from typer.core import TyperCommand
 
 from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
 from vitfleet.files import write_atomically
 
 
-@app.command()
+class _CostCommand(TyperCommand):
+    """Takes several devices after one ``--device``."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Repeat the option before each device that follows another one."""
+        from vitfleet.config.fleet import DeviceName
+
+        devices = {name for device in get_args(DeviceName) for name in (device, device.split("-")[0])}
+        spread: list[str] = []
+        for argument in args:
+            follows = len(spread) > 1 and spread[-2] == "--device"
+            spread += ["--device", argument] if follows and argument in devices else [argument]
+        return super().parse_args(ctx, spread)
+
+
+@app.command(cls=_CostCommand)
 def cost(
-    source: Annotated[str, typer.Argument(metavar="PRESET|FILE", help="The configuration.")],
+    source: Annotated[str, typer.Argument(metavar="[PRESET|FILE]", help="The configuration.")] = "eftvit-cifar100",
     override: Overrides = [],  # noqa: B006
     plugin: Plugins = [],  # noqa: B006
     method: Annotated[
         list[str], typer.Option("--method", help="Report this method only. May be repeated. Default: all methods.")
     ] = [],  # noqa: B006
+    device: Annotated[
+        list[str],
+        typer.Option("--device", metavar="NAME…", help="Report these devices, as `pi4 nano orin`. Default: all."),
+    ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate what a configuration costs a client, without data and without training.
 
-    Prints FLOPs, memory and bytes of every method, and the time of a round on every hardware profile.
+    Prints FLOPs, memory and bytes of every method, the time of a round on devices, and what would fit into a device
+    that cannot hold the training.
 
     Examples
     --------
     * `vitfleet cost eftvit-cifar100`
+    * `vitfleet cost eftvit-cifar100 --method fed-full --device pi4 nano orin`
     * `vitfleet cost transfl-cifar10 --method transfl --method fedavg --json`
     * `vitfleet cost digits -o model.name=vit_tiny_patch16_224`
     """
     from dataclasses import asdict
 
+    from vitfleet.costs.fitting import find_remedies
+    from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
     from vitfleet.costs.report import cost_reports
     from vitfleet.progress import NO_PROGRESS
-    from vitfleet.report.tables import cost_table, device_table
+    from vitfleet.report.cost_tables import print_costs
     from vitfleet.report.terminal import TerminalProgress
 
+    devices = select_devices(device or list(HARDWARE_PROFILES))
     config = configure(source, override, None, None, plugins=plugin)
     reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
+    remedies = find_remedies(config, reports, devices)
     if as_json:
-        print(json.dumps({"methods": {report.method: asdict(report) for report in reports}}, indent=2))
+        costs = {report.method: asdict(report) for report in reports}
+        would_fit = {remedy.device: asdict(remedy) for remedy in remedies}
+        print(json.dumps({"methods": costs, "would_fit": would_fit}, indent=2))
         return
-    console.print(cost_table(reports))
-    console.print()
-    console.print(device_table(reports[0]))
+    print_costs(console, reports, devices, remedies)
 
 
 @app.command()

@@ -9,7 +9,10 @@ from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
 
-DeviceName = Literal["nano", "tx2", "nx", "agx", "pi4-2gb", "pi4-4gb", "pi4-8gb", "phone", "laptop", "server-gpu"]
+DeviceName = Literal[
+    "nano", "tx2", "nx", "agx", "orin-nano", "orin-nx", "orin-agx",
+    "pi4-2gb", "pi4-4gb", "pi4-8gb", "phone", "laptop", "server-gpu",
+]  # fmt: skip
 
 
 class SynchronousSchedule(Table):

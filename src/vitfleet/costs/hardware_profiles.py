@@ -8,7 +8,8 @@ reaches while training a ViT is *calibrated* on three devices and used for all o
   large matrix product on a processor (``benchmarks/utilisation.py``); 0.6 is used.
 * Jetson GPUs: FedViT (section 5.2) reports rounds 6.5 times as long when Raspberry Pis join a fleet whose slowest
   device was a Jetson Nano. A Nano then reaches 6.5 × 9.6 = 62 of its 236 GFLOP/s: 0.26. A Jetson's peak is cores × 2 ×
-  the highest clock that its own power modes offer (Nano 921 MHz, TX2 1.30 GHz, Xavier NX 1.10 GHz, AGX 1.377 GHz).
+  the highest clock that its own power modes offer (Nano 921 MHz, TX2 1.30 GHz, Xavier NX 1.10 GHz, AGX 1.377 GHz;
+  for the Orin modules, the data sheet's highest GPU clock).
   Tables of chips list the peak at clocks that no power mode of the module offers: 750 GFLOP/s for the TX2 (1,465 MHz),
   1,058 for the NX (1,377 MHz, the AGX's).
 * Server GPU: full training of a ViT-B/16, eager, batch 256, ran at 0.36 of the measured matrix-product peak of an H200.
@@ -16,10 +17,11 @@ reaches while training a ViT is *calibrated* on three devices and used for all o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vitfleet.config.fleet import DeviceName
+from vitfleet.errors import UserError
 from vitfleet.randomness import Address, Purpose
 
 GIB = 2**30
@@ -87,6 +89,18 @@ HARDWARE_PROFILES: Mapping[DeviceName, HardwareProfile] = {
         "Jetson AGX Xavier", 1410, _JETSON_USE, 32 * GIB, _FEDVIT_RATE, _FEDVIT_RATE,
         "NVIDIA: 512 Volta cores at 1.377 GHz, 2 FLOP per cycle",
     ),
+    "orin-nano": HardwareProfile(
+        "Jetson Orin Nano", 1280, _JETSON_USE, 8 * GIB, _FEDVIT_RATE, _FEDVIT_RATE,
+        "NVIDIA: 1024 Ampere cores at 625 MHz, 2 FLOP per cycle",
+    ),
+    "orin-nx": HardwareProfile(
+        "Jetson Orin NX", 1880, _JETSON_USE, 16 * GIB, _FEDVIT_RATE, _FEDVIT_RATE,
+        "NVIDIA: 1024 Ampere cores at 918 MHz, 2 FLOP per cycle",
+    ),
+    "orin-agx": HardwareProfile(
+        "Jetson AGX Orin", 5325, _JETSON_USE, 64 * GIB, _FEDVIT_RATE, _FEDVIT_RATE,
+        "NVIDIA: 2048 Ampere cores at 1.3 GHz, 2 FLOP per cycle",
+    ),
     "pi4-2gb": HardwareProfile("Raspberry Pi 4B, 2 GB", 16, _CPU_USE, 2 * GIB, _FEDVIT_RATE, _FEDVIT_RATE, _LINPACK),
     "pi4-4gb": HardwareProfile("Raspberry Pi 4B, 4 GB", 16, _CPU_USE, 4 * GIB, _FEDVIT_RATE, _FEDVIT_RATE, _LINPACK),
     "pi4-8gb": HardwareProfile("Raspberry Pi 4B, 8 GB", 16, _CPU_USE, 8 * GIB, _FEDVIT_RATE, _FEDVIT_RATE, _LINPACK),
@@ -103,6 +117,23 @@ HARDWARE_PROFILES: Mapping[DeviceName, HardwareProfile] = {
         "NVIDIA A100: 312 TFLOPS bfloat16, 80 GB; network: 1 Gbit/s",
     ),
 }  # fmt: skip
+
+
+def select_devices(names: Sequence[str]) -> list[DeviceName]:
+    """Return the devices of these names; a name's beginning selects all that begin with it, as ``pi4``.
+
+    Raises
+    ------
+    UserError
+        If no device has one of the names.
+    """
+    selected: dict[DeviceName, None] = {}
+    for name in names:
+        found = [device for device in HARDWARE_PROFILES if name in (device, device.split("-")[0])]
+        if not found:
+            raise UserError(f"--device {name}: no such device; there are {', '.join(HARDWARE_PROFILES)}")
+        selected |= dict.fromkeys(found)
+    return list(selected)
 
 
 def assign_hardware(mix: Mapping[DeviceName, int], clients: int, seed: int) -> list[DeviceName]:

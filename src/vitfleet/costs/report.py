@@ -26,7 +26,7 @@ from vitfleet.data.partition import make_partition
 from vitfleet.data.sources import load_dataset
 from vitfleet.data.tasks import make_task_streams, task_classes
 from vitfleet.errors import UserError
-from vitfleet.methods import MethodContext, adapt_model, make_method
+from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.shapes_only import weights_without_values
 from vitfleet.models.zoo import build_model
@@ -62,8 +62,8 @@ class CostReport(SampleCost):
 
     Attributes
     ----------
-    peak_memory_bytes, memory
-        Peak memory of a training step, and its parts.
+    batch_size, peak_memory_bytes, memory
+        Images per training step, the peak memory of such a step, and its parts.
     up_bytes, down_bytes, first_bytes
         Message sizes per round, and the size of the base message, which a client receives once.
     samples, round_gflops
@@ -73,6 +73,7 @@ class CostReport(SampleCost):
         For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
     """
 
+    batch_size: int
     peak_memory_bytes: int
     memory: dict[str, int]
     up_bytes: int
@@ -118,9 +119,7 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
     with progress.task("costs", len(names)) as advance:
         for name in names:
             try:
-                yield _cost_report(
-                    config if name == configured else _with_method(config, name), dataset, labels, shared
-                )
+                yield _cost_report(method_config(config, name), dataset, labels, shared)
             except UserError:
                 if name == configured or methods:
                     raise
@@ -128,7 +127,10 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
             advance(1)
 
 
-def _with_method(config: Config, name: str) -> Config:
+def method_config(config: Config, name: str) -> Config:
+    """Return the configuration with another method, its default parameters and its usual mask ratio."""
+    if name == config.method.name:
+        return config
     tree = config.model_dump(mode="json")
     tree["method"] = {"name": name}
     tree["train"]["mask_ratio"] = METHODS[name].target.usual_mask_ratio
@@ -142,9 +144,7 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
         return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
 
 
-def _cost_report(
-    config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
-) -> CostReport:
+def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
     tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
@@ -152,7 +152,22 @@ def _cost_report(
     context = MethodContext.from_net(
         net, config.train, config.rounds, config.seed, dataset.classes, cpu, num_tasks, task_classes=tasks
     )
-    method = make_method(config.method, context)
+    return make_method(config.method, context), net
+
+
+def training_bytes(config: Config, progress: Progress = NO_PROGRESS) -> int:
+    """Return the peak memory of a typical client's training, without its other costs."""
+    dataset = _dataset_size(config, progress)
+    method, net = _make_method(config, dataset)
+    cost_model = CostModel(method, net, config.train, dataset.side)
+    late_round = cost_model.late_round(typical_labels(config, dataset))
+    return round_memory(net, late_round, config.train, config.machine.precision == "bf16").total
+
+
+def _cost_report(
+    config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
+) -> CostReport:
+    method, net = _make_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.side, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
@@ -172,6 +187,7 @@ def _cost_report(
         forward_gmac=flops.forward / 2e9,
         train_gflops=flops.training / 1e9,
         train_ratio_to_full=shared.full_flops / flops.training,
+        batch_size=config.train.batch_size,
         peak_memory_bytes=memory.total,
         memory={
             "weights": memory.weights,

@@ -15,7 +15,8 @@ def weights_without_values() -> Iterator[None]:
 
     Buffers keep their values: some families compute with them, such as index tables of relative positions.
     """
-    handle = register_module_parameter_registration_hook(_without_values)
+    # torch declares that a hook returns nothing; what it returns takes the place of the parameter.
+    handle = register_module_parameter_registration_hook(_without_values)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -8,8 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from vitfleet.config.registry import METHODS
-from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES
-from vitfleet.costs.report import CostReport
 from vitfleet.report.metric_format import format_number, metric_text, metric_title, shown_numbers
 from vitfleet.report.units import format_bytes, format_count, format_seconds
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
@@ -74,7 +72,7 @@ def comparison_table(comparison: ComparisonResult) -> Table:
         until = f"until {target:.0%} accuracy"
         caption += f" · {until}: rounds, bytes of all clients{', virtual time' if virtual else ''}"
         headings += [f"rounds to {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
-    table = _table(caption, headings)
+    table = plain_table(caption, headings)
     for row in rows:
         cells = [_percent(row, "accuracy", "global", 100), _percent(row, "accuracy", "local", 100)]
         if target is not None:
@@ -96,7 +94,7 @@ def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
     tables = []
     for metric, shown in keys.items():
         if shown:
-            tables.append(_table(None, [key.replace("_", " ") for key in shown]))
+            tables.append(plain_table(None, [key.replace("_", " ") for key in shown]))
             tables[-1].title, tables[-1].title_justify = metric_title(metric), "left"
             for row in rows:
                 tables[-1].add_row(row.name, *(_metric_cell(row, metric, key) for key in shown))
@@ -117,7 +115,7 @@ def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
     if virtual:
         caption += " · virtual: time of the run on the simulated devices"
     headings = ["upload", "download", "trained", "GFLOPs", "memory", *(["virtual"] if virtual else []), "time"]
-    table = _table(caption, headings)
+    table = plain_table(caption, headings)
     for row in rows:
         table.add_row(
             row.name,
@@ -139,7 +137,9 @@ def continual_table(rows: Sequence[ComparisonRow]) -> Table:
         f"{_eval_splits(rows)} images · "
         "backward, forward: transfer · upload, download: per client and round"
     )
-    table = _table(caption, ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"], padding=2)
+    table = plain_table(
+        caption, ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"], padding=2
+    )
     for row in rows:
         table.add_row(
             row.name,
@@ -151,42 +151,7 @@ def continual_table(rows: Sequence[ComparisonRow]) -> Table:
     return table
 
 
-def cost_table(reports: Sequence[CostReport]) -> Table:
-    """Return the costs of methods for a client, one row per method."""
-    caption = (
-        "per sample: GMACs forward, GFLOPs forward and backward, ratio of full training to this · "
-        "upload, download: per round · once: first download"
-    )
-    headings = ["GMACs", "GFLOPs", "ratio", "trained", "memory", "upload", "download", "once"]
-    table = _table(caption, headings)
-    for report in reports:
-        table.add_row(
-            report.method,
-            f"{report.forward_gmac:#.3g}",
-            f"{report.train_gflops:#.3g}",
-            f"{report.train_ratio_to_full:.2f}",
-            format_count(report.trainable_params),
-            format_bytes(report.peak_memory_bytes),
-            format_bytes(report.up_bytes),
-            format_bytes(report.down_bytes),
-            format_bytes(report.first_bytes),
-        )
-    return table
-
-
-def device_table(report: CostReport) -> Table:
-    """Return the time of a client's round on every hardware profile."""
-    title = f"{report.method}: one round with {report.samples:,} images, {report.round_gflops:,.3g} GFLOPs"
-    table = _table(None, ["time per round", "memory", "MB per day"], padding=2)
-    table.title, table.title_justify = title, "left"
-    for name, cost in report.devices.items():
-        fits = "fits" if cost["fits_memory"] else "too small"
-        per_day = f"{cost['megabytes_a_day']:,.0f}" if cost["fits_memory"] else "–"
-        table.add_row(HARDWARE_PROFILES[name].title, format_seconds(cost["round_seconds"]), fits, per_day)
-    return table
-
-
-def _table(caption: str | None, headings: Sequence[str], padding: int = 1) -> Table:
+def plain_table(caption: str | None, headings: Sequence[str], padding: int = 1) -> Table:
     """Return an empty table with a first column for names."""
     table = Table(box=None, padding=(0, padding, 0, 0), caption=caption, caption_justify="left")
     table.add_column("", no_wrap=True, style="bold")
