@@ -293,14 +293,15 @@ def test_run_without_a_configuration_compares_three_methods_on_one_partition(vit
     sizes = options("data.limit=150", "train.epochs=1", "rounds=1")
     result = vitfleet(tmp_path, "run", *sizes, "--out", "both")
     assert result.returncode == 0, result.stderr
-    for name in ("fedavg", "transfl", "eftvit"):
-        assert f"\n{name}: " in result.stdout, "a sentence about what it gained"
-        assert name in result.stdout
+    for number, (name, title) in enumerate({"fedavg": "FedAvg", "transfl": "TransFL", "eftvit": "EFTViT"}.items(), 1):
+        assert f"\n{title}: " in result.stdout, "a sentence about what it gained"
+        assert f"run {number} of 3, seed 0: {title} on digits" in result.stdout
         assert (tmp_path / "both" / f"{name}-s0" / "summary.json").exists()
     partitions = {(folder / "partition.safetensors").read_bytes() for folder in (tmp_path / "both").glob("*-s0")}
     assert len(partitions) == 1
     assert f"report: {Path('both') / 'report.html'}" in result.stdout
     assert (tmp_path / "both" / "report.html").exists()
+    assert "3 runs, estimated: about" in result.stdout
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4
     assert rows[0].startswith("name,method,seed,rounds,eval_split,accuracy.global")

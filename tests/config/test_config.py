@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from vitfleet.config import load_config, presets
+from vitfleet.config.base import MethodParams
 from vitfleet.config.fleet import BufferedSchedule, DeadlineSchedule, OverSelectionSchedule
-from vitfleet.config.registry import METHODS, PARTITIONS
+from vitfleet.config.registry import METHODS, PARTITIONS, method_label, register_method
+from vitfleet.config.run_title import run_title
 from vitfleet.config.schema import AugmentConfig, Config
 
 FEDPROX = """
@@ -135,6 +137,34 @@ def test_a_title_is_kept_only_while_it_is_true() -> None:
     assert load_config("digits", ["rounds=3", "train.lr=1e-2"]).title == title
     assert load_config("digits", ["method.name=fedprox"]).title == ""
     assert load_config("digits", ["method.name=fedprox", "title=mine"]).title == "mine"
+    assert load_config("digits", base={"data.dir": "/data", "seed": 3}).title == title
+    assert load_config("digits", base={"fleet.clients": 2, "fleet.per_round": 2}).title == ""
+
+
+def test_a_run_without_a_title_is_called_by_what_it_is(tmp_path: Path) -> None:
+    def title(source: str, *overrides: str) -> str:
+        return run_title(load_config(source, overrides).model_dump(mode="json"))
+
+    assert title("digits") == load_config("digits").title
+    photos = f"data.path={tmp_path / 'photos'}"
+    assert title("eftvit-digits", photos) == "EFTViT on photos: 10 clients, 5 per round"
+    assert title("eftvit-cifar10", photos, "data.name=birds").startswith("EFTViT on birds: ")
+    assert title("digits", "fleet.clients=1", "fleet.per_round=1") == "FedAvg on digits: 1 client, 1 per round"
+
+
+def test_methods_are_labelled_by_their_titles() -> None:
+    @register_method("mine", MethodParams)
+    class Mine:
+        """A plug-in without a title of its own."""
+
+    assert [method_label(name) for name in ("fedprox mu=0.1", "der++", "fed-lora")] == [
+        "FedProx mu=0.1",
+        "DER++",
+        "Fed-LoRA",
+    ]
+    assert method_label("mine") == "mine"
+    assert method_label("transfl-digits k=1") == "transfl-digits k=1"  # a preset's name
+    assert all(entry.title != entry.name for entry in METHODS if entry.origin.built_in)
 
 
 # Variants

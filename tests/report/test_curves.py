@@ -19,7 +19,7 @@ def chart(groups: list[RunGroup], id: str) -> LineChart:
 
 def test_curve_is_mean_over_seeds_with_standard_deviation_as_band(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a", seed=0), make_run("b", seed=1)])
-    assert [group.label for group in groups] == ["fedavg"]
+    assert [group.label for group in groups] == ["FedAvg"]
     (curve,) = chart(groups, "accuracy").views[0].curves
     assert curve.y[1] == pytest.approx(0.205)
     deviation = 0.01 / math.sqrt(2)  # two values 0.01 apart

@@ -19,16 +19,16 @@ def row(name: str, accuracy: float, up: float, gflops: float) -> ComparisonRow:
 
 def test_savings_are_named_where_there_are_any() -> None:
     fedavg = row("fedavg", 0.95, 200, 5)
-    assert gain_sentence(fedavg, fedavg) == "fedavg: 95.0% accuracy; every client sends the whole model."
+    assert gain_sentence(fedavg, fedavg) == "FedAvg: 95.0% accuracy; every client sends the whole model."
     assert (
         gain_sentence(row("transfl", 0.925, 100, 5), fedavg)
-        == "transfl: 92.5% accuracy, 2.5 points less than fedavg, with 50% of its upload."
+        == "TransFL: 92.5% accuracy, 2.5 points less than FedAvg, with 50% of its upload."
     )
     assert (
         gain_sentence(row("eftvit", 0.96, 50, 2), fedavg)
-        == "eftvit: 96.0% accuracy, 1.0 points more than fedavg, with 25% of its upload and 40% of its operations "
+        == "EFTViT: 96.0% accuracy, 1.0 points more than FedAvg, with 25% of its upload and 40% of its operations "
         "on the client."
     )
     assert (
-        gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "fedprox: 95.0% accuracy, 0.0 points less than fedavg."
+        gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "FedProx: 95.0% accuracy, 0.0 points less than FedAvg."
     )

@@ -107,7 +107,7 @@ def test_numbers_of_several_rounds_are_curves_that_compare_configurations(make_r
     assert set(charts) == {f"metric-local_accuracy-{key}" for key in ("mean", "std", "worst_10_percent")}
     worst = charts["metric-local_accuracy-worst_10_percent"]
     assert worst.title == "Local accuracy worst 10 percent"
-    assert [curve.name for curve in worst.views[0].curves] == ["fedavg", "fedprox"]
+    assert [curve.name for curve in worst.views[0].curves] == ["FedAvg", "FedProx"]
     assert worst.views[0].curves[0].y == pytest.approx([0.05, 0.1, 0.15, 0.2, 0.25])
 
 

@@ -32,7 +32,7 @@ def test_page_escapes_names(make_run: MakeRun) -> None:
     assert "fedavg &amp; &lt;made&gt;" in page
     data = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1])["groups"] == [{"label": "fedavg"}]
+    assert json.loads(data[1])["groups"] == [{"label": "FedAvg"}]
 
 
 def test_summary_table_marks_best_and_omits_unknown_columns(make_run: MakeRun) -> None:

@@ -21,7 +21,7 @@ def three_seeds(make_run: MakeRun, method: str) -> list[str]:
 def test_rows_are_means_over_seeds(make_run: MakeRun) -> None:
     table = result_table(three_seeds(make_run, "fedavg"), ["accuracy", "local"])
     accuracies = [100 * (0.5 + 0.01 * seed) for seed in range(3)]  # of the last of five made rounds
-    cell = table.cells["fedavg"][0]
+    cell = table.cells["FedAvg"][0]
     assert cell.mean == pytest.approx(statistics.fmean(accuracies))
     assert cell.deviation == pytest.approx(statistics.stdev(accuracies))
     assert "n = 3 seeds" in table.note
@@ -37,7 +37,7 @@ def test_latex_and_markdown_mark_the_best(make_run: MakeRun) -> None:
     strong = make_run("strong", method="fed-head", seed=4)
     table = result_table([weak, strong], ["accuracy", "upload"])
     latex = table.to_latex()
-    assert r"fed-head & \textbf{54.0}" in latex
+    assert r"Fed-Head & \textbf{54.0}" in latex
     assert r"accuracy, \%" in latex
     assert latex.count(r"\\") == 3
     # Both send the same: both are the best.
@@ -48,11 +48,11 @@ def test_target_columns(make_run: MakeRun) -> None:
     runs = [make_run("a", method="fedavg"), make_run("b", method="fed-head", seed=7)]
     table = result_table(runs, ["rounds", "traffic"], target=0.45)
     # Accuracy is 0.1 per round, and 0.07 more with seed 7.
-    assert table.cells["fedavg"][0].mean == 5
-    assert table.cells["fed-head"][0].mean == 4
+    assert table.cells["FedAvg"][0].mean == 5
+    assert table.cells["Fed-Head"][0].mean == 4
     unreached = result_table(runs, ["rounds"], target=0.55)
-    assert unreached.cells["fedavg"][0].mean is None
-    assert "| fedavg | – |" in unreached.to_markdown()
+    assert unreached.cells["FedAvg"][0].mean is None
+    assert "| FedAvg | – |" in unreached.to_markdown()
 
 
 def test_paired_test_against_a_row(make_run: MakeRun) -> None:
@@ -67,10 +67,10 @@ def test_paired_test_against_a_row(make_run: MakeRun) -> None:
     assert paired_t_test({0: 1.0}, {0: 2.0}) is None
     runs = [*three_seeds(make_run, "fedavg"), *three_seeds(make_run, "fed-head")]
     table = result_table(runs, ["accuracy"], versus="fedavg")
-    assert table.tests["fedavg"] is None
+    assert table.tests["FedAvg"] is None
     # The made runs differ by seed only: no difference at all.
-    assert table.tests["fed-head"] is not None
-    assert table.tests["fed-head"].p == 1.0
+    assert table.tests["Fed-Head"] is not None
+    assert table.tests["Fed-Head"].p == 1.0
     assert "paired t-test" in table.note
 
 
@@ -81,7 +81,7 @@ def test_default_columns(make_run: MakeRun) -> None:
     ]
     continual = result_table([make_run("tasks", tasks=2)])
     assert continual.columns[0] == COLUMNS["average"]
-    assert continual.cells["fedavg"][1].mean == 20.0
+    assert continual.cells["FedAvg"][1].mean == 20.0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_default_columns(make_run: MakeRun) -> None:
     [
         ({"columns": ["speed"]}, "columns speed: there is no such column; there are accuracy"),
         ({"columns": ["rounds"]}, "columns rounds: needs a target accuracy"),
-        ({"versus": "gem"}, "versus gem: is no row of the table; its rows are fedavg"),
+        ({"versus": "gem"}, "versus gem: is no row of the table; its rows are FedAvg"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], message: str, make_run: MakeRun) -> None:

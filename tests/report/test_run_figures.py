@@ -22,7 +22,7 @@ def test_one_figure_per_different_partition(make_run: MakeRun) -> None:
     runs = [make_run("a", seed=0), make_run("b", method="transfl", seed=0), make_run("c", seed=1)]
     figures = partition_figures(read_groups(runs))
     assert [figure.id for figure in figures] == ["partition-1", "partition-2"]
-    assert [figure.note for figure in figures] == ["Configurations: fedavg, transfl.", "Configurations: fedavg."]
+    assert [figure.note for figure in figures] == ["Configurations: FedAvg, TransFL.", "Configurations: FedAvg."]
 
 
 def test_figure_ids_start_with_the_prefix(make_run: MakeRun) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console, RenderableType
 
+from vitfleet.costs.estimate import Available, RunEstimate
+from vitfleet.report.estimate_text import estimate_line, shortage
 from vitfleet.report.tables import comparison_table, summary_table
-from vitfleet.report.terminal import RoundDisplay
+from vitfleet.report.terminal import ComparisonClock, RoundDisplay
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
@@ -64,6 +67,37 @@ def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
     assert "62.0 ± 2.8 %" in text
     assert "50.0 %" in text
     assert "forgetting" in text
+
+
+def test_clock_of_a_comparison_scales_the_estimates_to_the_time_taken() -> None:
+    clock = ComparisonClock([10.0, 30.0, 60.0], seeds=[0, 0, 1], started=100.0)
+    assert clock.start_next() == "run 1 of 3, seed 0"
+    assert clock.seconds_left(0.0, now=100.5) == 100
+    assert clock.seconds_left(0.5, now=110.0) == 190  # it takes twice the estimate
+    assert clock.start_next() == "run 2 of 3, seed 0"
+    assert clock.seconds_left(0.0, now=120.0) == 180
+    assert clock.start_next() == "run 3 of 3, seed 1"
+    assert clock.seconds_left(1.0, now=300.0) == 0
+
+
+def test_round_display_of_a_comparison_shows_the_time_of_all_runs() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    clock = ComparisonClock([1.0, 1.0], seeds=[0, 1])
+    clock.start_next()
+    record = RoundRecord(4, 0.1, 1.0, Accuracy(0.5, None, 1, 0.7), [], 0, 0)
+    RoundDisplay(console, rounds=4, done=0, clock=clock).show_round(record, 1.0)
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"0 s left, \S+ s in all", console.file.getvalue())
+
+
+def test_estimate_names_what_is_missing() -> None:
+    estimate = RunEstimate(150, 2 * 2**30, 3 * 2**20)
+    assert estimate_line(estimate) == "about 2.5 min, 2.0 GiB of memory, 3.0 MiB on disk"
+    assert shortage(estimate, Available(4 * 2**30, None)) is None
+    missing = "needs about 2.0 GiB of memory, and 1.0 GiB are free; 3.0 MiB of disk, and 1.0 MiB are free"
+    assert shortage(estimate, Available(2**30, 2**20)) == missing
+    on_gpu = replace(estimate, device="cuda")
+    assert shortage(on_gpu, Available(2**30, None)) == "needs about 2.0 GiB of GPU memory, and 1.0 GiB are free"
 
 
 def test_round_display_announces_learned_task() -> None:

@@ -15,6 +15,7 @@ from vitfleet.run.compare import (
     ComparedRun,
     cost_to_target,
     create_comparison,
+    default_target,
     read_command,
     read_comparison,
     read_members,
@@ -26,6 +27,21 @@ def test_cost_to_target_is_that_of_the_first_round_that_reached_it(make_run: Mak
     assert cost_to_target(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
     assert cost_to_target(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
     assert cost_to_target(run, None)["rounds"] is None
+
+
+@pytest.mark.parametrize(
+    ("best", "chance", "target"),
+    [
+        ([0.946, 0.881, 0.9], 0.1, 0.88),  # all learned: what all reached
+        ([0.9, 0.113], 0.1, 0.5),  # one did not: halfway from chance to the best
+        ([0.446, 0.262, 0.257], 0.1, 0.27),
+        ([0.1, 0.09], 0.1, None),
+        ([0.9, None], 0.1, None),
+        ([], 0.1, None),
+    ],
+)
+def test_default_target_is_an_achievement(best: list[float | None], chance: float, target: float | None) -> None:
+    assert default_target(best, chance) == target
 
 
 def compared(make_run: MakeRun, tmp_path: Path, target: float | None) -> Path:

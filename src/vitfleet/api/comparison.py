@@ -16,6 +16,8 @@ from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
 from vitfleet.config.schema import Config
+from vitfleet.costs.dataset_size import DatasetSize
+from vitfleet.costs.estimate import RunEstimate, estimate_run, mean_estimate
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -31,6 +33,8 @@ from vitfleet.run.compare import (
 )
 from vitfleet.run.folder import RunFolder, create_run_folder, open_run_folder
 from vitfleet.run.jobs import OUTPUT, JobResult, run_jobs
+
+MAX_ESTIMATED = 8  # configurations of a comparison that are estimated
 
 
 class Comparison:
@@ -93,12 +97,38 @@ class Comparison:
         on_job_end
             Called with each run that has ended, where there are several at a time.
         """
-        left = [member for member in self.members if not (member.folder(self.path) / "summary.json").exists()]
         if jobs > 1:
-            self._run_jobs(left, jobs, data, progress, on_job_end)
+            self._run_jobs(self.left, jobs, data, progress, on_job_end)
         else:
-            self._run_in_turn(left, as_data_set(data), callbacks, progress)
+            self._run_in_turn(self.left, as_data_set(data), callbacks, progress)
         return self
+
+    @property
+    def left(self) -> list[ComparedRun]:
+        """The runs that are not finished."""
+        return [member for member in self.members if not (member.folder(self.path) / "summary.json").exists()]
+
+    def estimate(self, data: Any = None) -> list[RunEstimate] | None:
+        """Estimate each run that is left, see :func:`vitfleet.costs.estimate.estimate_run`.
+
+        Configurations that differ only in their seed are estimated once, and only the first few in all: the others are
+        taken for the mean of these.
+
+        Returns
+        -------
+        ``None`` if the sizes of a data set are not known before it is loaded.
+        """
+        images, known = as_data_set(data), dict[str, RunEstimate]()
+        size = None if images is None else DatasetSize.of(images)
+        keys = [member.config.model_copy(update={"seed": 0}).model_dump_json() for member in self.left]
+        for member, key in zip(self.left, keys, strict=True):
+            if key in known or len(known) == MAX_ESTIMATED:
+                continue
+            estimate = estimate_run(member.config, size)
+            if estimate is None:
+                return None
+            known[key] = estimate
+        return [known.get(key) or mean_estimate(list(known.values())) for key in keys]
 
     def _run_in_turn(
         self, members: Sequence[ComparedRun], data: DataSet | None, callbacks: Sequence[Callback], progress: Progress
@@ -182,7 +212,7 @@ def compare(
     jobs
         Runs at a time, each a process of its own.
     target
-        An accuracy, 0…1: when was it reached? Default: the best that all of the runs reach.
+        An accuracy, 0…1: when was it reached? Default: the best that all of the runs reach, if well above chance.
     out
         The comparison's folder; by default the next free one in ``runs/``.
 

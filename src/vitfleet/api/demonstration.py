@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vitfleet.api.models import ModelSource, load_model, open_source
 from vitfleet.api.run import Run
+from vitfleet.config.registry import method_label
 from vitfleet.demo.predictions import NamedModel
 from vitfleet.demo.server import DemoServer
 from vitfleet.run.checkpoint import StoredStates
@@ -36,7 +37,8 @@ def demo_server(
     if isinstance(opened, Run):
         chosen = _with_own_models(opened) if clients is None else clients
         models += [NamedModel(f"client {client}'s model", load_model(opened, client, device)) for client in chosen]
-        title = f"{opened.config.method.name} on {models[0].model.info.data.name}: {opened.path.resolve().name}"
+        method, data = method_label(opened.config.method.name), models[0].model.info.data.name
+        title = f"{method} on {data}: {opened.path.resolve().name}"
     else:
         info = models[0].model.info
         models = [NamedModel("model", models[0].model)]

@@ -28,6 +28,8 @@ from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
     from vitfleet.api import Comparison
+    from vitfleet.report.terminal import ComparisonClock
+    from vitfleet.run.compare import ComparedRun
     from vitfleet.run.jobs import JobResult
 
 
@@ -52,7 +54,7 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            help="An accuracy, 0…1: when does each run reach it? Default: the best that all of them reach.",
+            help="An accuracy, 0…1: when does each run reach it? Default: what all reach, if well above chance.",
             min=0,
             max=1,
         ),
@@ -112,7 +114,8 @@ def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1)
     from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_table
     from vitfleet.run.compare import partitions_differ
 
-    display, path = TerminalRun(), comparison.path
+    path = comparison.path
+    display = TerminalRun(_show_plan(comparison, jobs))
     with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
         comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_show_job)
     result = comparison.result
@@ -128,6 +131,31 @@ def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1)
     if as_json:
         tree = {"folder": str(path), "report": str(page), "target": result.target}
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))
+
+
+def _show_plan(comparison: Comparison, jobs: int) -> ComparisonClock | None:
+    """Print what the runs that are left will take; return the clock of runs that are made one after the other."""
+    from vitfleet.costs.estimate import available, combine
+    from vitfleet.report.estimate_text import estimate_line, shortage
+    from vitfleet.report.terminal import ComparisonClock
+
+    left = comparison.left
+    if not left:
+        return None
+    count = f"{len(left)} run{'s' if len(left) > 1 else ''}"
+    estimates = comparison.estimate()
+    if estimates is None:
+        print_text(console, f"{count}; how long they take is known after the first rounds")
+        return None if jobs > 1 else ComparisonClock([float(member.config.rounds) for member in left], _seeds(left))
+    total = combine(estimates, jobs)
+    print_text(console, f"{count}, estimated: {estimate_line(total)}")
+    if missing := shortage(total, available(total.device, comparison.path)):
+        print_text(error_console, f"warning: {missing}")
+    return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], _seeds(left))
+
+
+def _seeds(members: list[ComparedRun]) -> list[int]:
+    return [member.config.seed for member in members]
 
 
 def _show_job(job: JobResult) -> None:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vitfleet.cli.base import console, error_console, print_text
+from vitfleet.config.registry import method_label
 from vitfleet.progress import Advance
-from vitfleet.report.terminal import RoundDisplay, TerminalProgress
+from vitfleet.report.terminal import ComparisonClock, RoundDisplay, TerminalProgress
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import RoundRecord
@@ -16,9 +17,16 @@ from vitfleet.run.state import RunState
 
 
 class TerminalRun(Callback):
-    """Shows one run after the other. Outside a run, progress is shown as a bar of its own."""
+    """Shows one run after the other. Outside a run, progress is shown as a bar of its own.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    clock
+        The time of all runs of a comparison; ``None`` for a single run.
+    """
+
+    def __init__(self, clock: ComparisonClock | None = None) -> None:
+        self._clock = clock
         self._display: RoundDisplay | None = None
 
     @contextmanager
@@ -29,8 +37,8 @@ class TerminalRun(Callback):
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
         """Show what is about to run."""
-        _show_start(context, state)
-        self._display = RoundDisplay(console, context.config.rounds, state.round)
+        _show_start(context, state, "" if self._clock is None else f"{self._clock.start_next()}: ")
+        self._display = RoundDisplay(console, context.config.rounds, state.round, self._clock)
         self._display.__enter__()
         self._display.on_run_start(context, state)
 
@@ -50,7 +58,7 @@ class TerminalRun(Callback):
             self._display = None
 
 
-def _show_start(context: RunContext, state: RunState) -> None:
+def _show_start(context: RunContext, state: RunState, which: str) -> None:
     """Print what is about to run."""
     config, machine, processes = context.config, context.machine, context.processes
     for name in context.data.skipped:
@@ -59,7 +67,7 @@ def _show_start(context: RunContext, state: RunState) -> None:
     shared = f", {processes.size} processes" if processes.size > 1 else ""
     print_text(
         console,
-        f"{config.method.name} on {context.data.name}: {config.fleet.clients} clients, "
+        f"{which}{method_label(config.method.name)} on {context.data.name}: {config.fleet.clients} clients, "
         f"{config.fleet.per_round} per round, {context.params:,} parameters, {machine.device.type}, "
         f"{precision}{shared}",
     )

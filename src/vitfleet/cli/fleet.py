@@ -196,6 +196,7 @@ def client(
 
 def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     """Run all remaining rounds on a fleet and show them."""
+    from vitfleet.config.run_title import run_title
     from vitfleet.flower.server import serve
     from vitfleet.report.run_plots import draw_results
     from vitfleet.report.tables import summary_table
@@ -208,10 +209,8 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     run_folder.release()  # Flower's server process locks it
 
     def show_address() -> None:
-        clients = ", ".join(names)
-        print_text(
-            console, f"{config.method.name}: waiting for {clients} at port {settings.port}; run folder: {folder}"
-        )
+        title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
+        print_text(console, f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
 
     try:
         done = sum(1 for _ in read_records(folder))
@@ -223,7 +222,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
         raise typer.Exit(130) from None
     draw_results(folder)
     summary = read_json(folder / "summary.json")
-    console.print(summary_table(summary, config.title))
+    console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
     print_text(console, f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no client's reply could be used; see {folder / 'records.jsonl'}")

@@ -157,9 +157,10 @@ def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
 
 
 def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:
+    from vitfleet.config.run_title import run_title
     from vitfleet.report.tables import summary_table
 
-    console.print(summary_table(summary, run_folder.config().title))
+    console.print(summary_table(summary, run_title(run_folder.config().model_dump(mode="json"))))
     print_text(console, f"run folder: {run_folder.path}")
     total = summary["total"]
     if total["failures"] == total["participations"]:

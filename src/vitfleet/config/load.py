@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
 from vitfleet.config.registry import ALL, Registry
+from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
 from vitfleet.config.train import NAMED_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
@@ -71,15 +72,15 @@ def from_tree(
     """Apply overrides to a tree of plain values and validate it: see :func:`load_config`."""
     tree = copy.deepcopy(tree)
     tree["plugins"] = [*tree.get("plugins", ()), *map(str, plugins)]
+    meant = copy.deepcopy(titled_parts(tree))
     for key, value in (base or {}).items():
         _put(tree, key, value)
     given = list(parse_overrides(overrides).items())
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
-    meant = [copy.deepcopy(tree.get(table)) for table in ("data", "model", "method")]
     for key, value in given:
         _put(tree, key, value)
-    if meant != [tree.get(table) for table in ("data", "model", "method")] and "title" not in dict(given):
+    if meant != titled_parts(tree) and "title" not in dict(given):
         tree["title"] = ""  # the source's title says what it was
     _make_paths_absolute(tree)
     return validate(tree)

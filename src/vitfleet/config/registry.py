@@ -70,6 +70,8 @@ class Entry(Generic[T]):
 
     Attributes
     ----------
+    title
+        What it is called in tables and figures.
     target
         The registered class or function.
     declared_params
@@ -79,6 +81,7 @@ class Entry(Generic[T]):
     """
 
     name: str
+    title: str
     target: T
     declared_params: type[Table]
     params: type[Table]
@@ -116,10 +119,17 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
         ALL.append(self)
 
-    def register(self, name: str, params: type[Table] = NoParams) -> Callable[[Registered], Registered]:
+    def register(
+        self, name: str, params: type[Table] = NoParams, title: str = ""
+    ) -> Callable[[Registered], Registered]:
         """Return a decorator that registers a class or function under a name.
 
         A name can be registered again by the module that registered it, as a notebook cell does when it is run twice.
+
+        Parameters
+        ----------
+        title
+            What it is called in tables and figures; by default its name.
         """
 
         def decorator(target: Registered) -> Registered:
@@ -131,7 +141,7 @@ class Registry(Generic[T]):
                     f"{known.origin.file or known.origin.module}; choose another name"
                 )
             table = params if self.tag is None else _tagged(params, self.tag, name)
-            self._entries[name] = Entry(name, target, params, table, origin)  # type: ignore[arg-type]
+            self._entries[name] = Entry(name, title or name, target, params, table, origin)  # type: ignore[arg-type]
             _rebuild_configuration()
             return target
 
@@ -300,3 +310,13 @@ register_model = MODELS.register
 register_metric = METRICS.register
 register_tracker = TRACKERS.register
 register_callback = CALLBACKS.register
+
+
+def method_label(name: str) -> str:
+    """Return a run's name with the method that it begins with as its title: ``FedProx mu=0.1`` for ``fedprox mu=0.1``.
+
+    A name that begins with something else is returned as it is, as is that of a method that is not loaded.
+    """
+    method, space, rest = name.partition(" ")
+    entry = METHODS.get(method)
+    return name if entry is None else f"{entry.title}{space}{rest}"

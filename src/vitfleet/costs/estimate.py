@@ -133,6 +133,17 @@ def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
     )
 
 
+def mean_estimate(estimates: Sequence[RunEstimate]) -> RunEstimate:
+    """Return the mean of several estimates."""
+    count = len(estimates)
+    return RunEstimate(
+        sum(estimate.seconds for estimate in estimates) / count,
+        sum(estimate.memory_bytes for estimate in estimates) // count,
+        sum(estimate.disk_bytes for estimate in estimates) // count,
+        estimates[0].device,
+    )
+
+
 def available(device: str, folder: Path) -> Available:
     """Return the free memory of a device and the free space of the disk that a folder is, or will be, on."""
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)

@@ -9,6 +9,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
+from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.flower.fleet import fleet_factory
@@ -79,7 +80,7 @@ def run_on_grid(folder: RunFolder, grid: Grid) -> None:
     config = folder.config()
     context = open_run(config, folder.path, make_fleet=fleet_factory(grid))
     state = load_state(context)
-    print(f"{config.method.name} in {folder.path}: {config.rounds - state.round} rounds left")
+    print(f"{method_label(config.method.name)} in {folder.path}: {config.rounds - state.round} rounds left")
     started = time.perf_counter()
     run_rounds(context, state, [RoundPrinter(config.rounds)], ProgressFile(folder.path))
     print(f"finished in {time.perf_counter() - started:.0f} s")

@@ -52,7 +52,7 @@ class ApflParams(MethodParams):
     alpha_lr: float = Field(0.1, ge=0, description="learning rate η_α of α")
 
 
-@register_method("apfl", ApflParams)
+@register_method("apfl", ApflParams, title="APFL")
 class Apfl(WeightAveraging[ApflParams]):
     """Global model by FedAvg; personal models mixed with it."""
 

@@ -40,7 +40,7 @@ class BcnParams(ReplayParams):
     descent_steps: int = Field(1, ge=1, le=100, description="steps of the copy of the weights in a training step")
 
 
-@register_method("bcn", BcnParams)
+@register_method("bcn", BcnParams, title="BCN")
 class Bcn(ReplayMethod[BcnParams]):
     """Balanced continual learning."""
 

@@ -81,7 +81,7 @@ def _share(replayed: ReplayedSamples, selected: Tensor, terms: list[float]) -> T
     return replayed.sample_weight * selected * len(terms)
 
 
-@register_method("der++", DerPlusPlusParams)
+@register_method("der++", DerPlusPlusParams, title="DER++")
 class DerPlusPlus(ReplayMethod[DerPlusPlusParams]):
     """Dark experience replay with labels."""
 

@@ -142,7 +142,7 @@ def distillation_losses(outputs: AuxiliaryOutputs, old: Tensor) -> Tensor:
     return (taught.exp() * (taught - learned) * old).sum(dim=(-2, -1)) / old.sum()
 
 
-@register_method("dytox", DyToxParams)
+@register_method("dytox", DyToxParams, title="DyTox")
 class DyTox(MemoryMethod[DyToxParams]):
     """Dynamic token expansion."""
 

@@ -71,7 +71,7 @@ class EftVitParams(ServerTrainingParams):
     )
 
 
-@register_method("eftvit", EftVitParams)
+@register_method("eftvit", EftVitParams, title="EFTViT")
 class EftVit(Method[EftVitParams]):
     """Trains on masked images and sends features instead of weights."""
 

@@ -31,7 +31,7 @@ def replay_loss(step: Step) -> Tensor:
     return cross_entropy(step) + torch.dot(losses, replayed.sample_weight)
 
 
-@register_method("er", ErParams)
+@register_method("er", ErParams, title="ER")
 class ExperienceReplay(ReplayMethod[ErParams]):
     """Experience replay."""
 

@@ -43,7 +43,7 @@ class EwcParams(PenaltyParams):
     )
 
 
-@register_method("ewc", EwcParams)
+@register_method("ewc", EwcParams, title="EWC")
 class Ewc(QuadraticPenalty[EwcParams]):
     """Elastic weight consolidation."""
 

@@ -72,6 +72,6 @@ class FedAvgParams(MethodParams):
     """Federated averaging, weighted by samples (McMahan et al., 2017)."""
 
 
-@register_method("fedavg", FedAvgParams)
+@register_method("fedavg", FedAvgParams, title="FedAvg")
 class FedAvg(WeightAveraging[FedAvgParams]):
     """Federated averaging of the whole model."""

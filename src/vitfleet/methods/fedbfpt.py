@@ -105,7 +105,7 @@ def check_params(params: FedBfptParams, depth: int | None, rounds: int) -> None:
         raise ConfigError("method.head_rounds", params.head_rounds, remedy)
 
 
-@register_method("fedbfpt", FedBfptParams)
+@register_method("fedbfpt", FedBfptParams, title="FEDBFPT")
 class FedBfpt(Method[FedBfptParams]):
     """Trains layer after layer through a shallow local model."""
 

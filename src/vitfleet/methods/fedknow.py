@@ -67,7 +67,7 @@ class FedKnowParams(ReferenceParams):
     tune_epochs: int = Field(1, ge=0, description="epochs of fine-tuning after an aggregation")
 
 
-@register_method("fedknow", FedKnowParams)
+@register_method("fedknow", FedKnowParams, title="FedKNOW")
 class FedKnow(SharedBody[FedKnowParams]):
     """Knowledge extractor, gradient restorer and gradient integrator on weights."""
 

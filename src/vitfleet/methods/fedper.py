@@ -17,7 +17,7 @@ class FedPerParams(MethodParams):
     """FedAvg of the body; every client keeps its own head (FedPer)."""
 
 
-@register_method("fedper", FedPerParams)
+@register_method("fedper", FedPerParams, title="FedPer")
 class FedPer(SharedBody[FedPerParams]):
     """Federated averaging of the body."""
 

@@ -23,7 +23,7 @@ class FedProxParams(MethodParams):
     mu: float = Field(0.01, ge=0, description="weight μ of the proximal term")
 
 
-@register_method("fedprox", FedProxParams)
+@register_method("fedprox", FedProxParams, title="FedProx")
 class FedProx(WeightAveraging[FedProxParams]):
     """FedAvg with a proximal term."""
 

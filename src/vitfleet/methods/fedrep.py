@@ -24,7 +24,7 @@ class FedRepParams(MethodParams):
     head_epochs: int = Field(1, ge=0, description="of train.epochs, those that train the head; the rest train the body")
 
 
-@register_method("fedrep", FedRepParams)
+@register_method("fedrep", FedRepParams, title="FedRep")
 class FedRep(SharedBody[FedRepParams]):
     """Head epochs, then body epochs."""
 

@@ -87,7 +87,7 @@ class FedVitParams(ReferenceGradientParams):
     )
 
 
-@register_method("fedvit", FedVitParams)
+@register_method("fedvit", FedVitParams, title="FedViT")
 class FedVit(MemoryMethod[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 

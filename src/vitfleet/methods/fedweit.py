@@ -93,7 +93,7 @@ class FedWeitParams(MethodParams):
     adaptive_start: float = Field(1 / 3, ge=0, description="adaptive weights of a new task begin as this fraction of B")
 
 
-@register_method("fedweit", FedWeitParams)
+@register_method("fedweit", FedWeitParams, title="FedWEIT")
 class FedWeit(Method[FedWeitParams]):
     """Decomposed weights; adaptive weights of all clients."""
 

@@ -55,7 +55,7 @@ class GemParams(ReferenceGradientParams):
     margin: float = Field(0.0, ge=0, description="least multiplier of each stored task once one is violated (GEM: 0.5)")
 
 
-@register_method("gem", GemParams)
+@register_method("gem", GemParams, title="GEM")
 class Gem(GradientEpisodicMemory[GemParams]):
     """One constraint per stored task."""
 
@@ -70,7 +70,7 @@ class AGemParams(ReferenceGradientParams):
     """No step against the gradient of all stored tasks together (A-GEM)."""
 
 
-@register_method("a-gem", AGemParams)
+@register_method("a-gem", AGemParams, title="A-GEM")
 class AGem(GradientEpisodicMemory[AGemParams]):
     """One constraint for all stored tasks together."""
 

@@ -19,7 +19,7 @@ class JointParams(HeadsParams):
     """Trains on the images of all tasks so far: the upper bound of continual learning (joint training)."""
 
 
-@register_method("joint", JointParams)
+@register_method("joint", JointParams, title="Joint training")
 class Joint(SharedBody[JointParams]):
     """Federated averaging of the body, on all tasks so far."""
 

@@ -129,7 +129,7 @@ def whole_images(train: TrainConfig) -> TrainConfig:
     return one_image_per_step(train).model_copy(update={"batch_size": train.batch_size})
 
 
-@register_method("lvt", LvtParams)
+@register_method("lvt", LvtParams, title="LVT")
 class Lvt(MemoryMethod[LvtParams]):
     """Lifelong vision transformer."""
 

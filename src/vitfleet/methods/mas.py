@@ -30,7 +30,7 @@ class MasParams(PenaltyParams):
     penalty_weight: float = Field(100.0, ge=0, description="weight λ of the penalty λ·Σ Ω (θ − θ*)²")
 
 
-@register_method("mas", MasParams)
+@register_method("mas", MasParams, title="MAS")
 class Mas(QuadraticPenalty[MasParams]):
     """Memory aware synapses."""
 

@@ -21,7 +21,7 @@ class FedFullParams(MethodParams):
     """Tuning baseline: the whole model is trained and sent."""
 
 
-@register_method("fed-full", FedFullParams)
+@register_method("fed-full", FedFullParams, title="Fed-Full")
 class FedFull(WeightAveraging[FedFullParams]):
     """The whole model: the reference without any limit on the clients' resources."""
 
@@ -30,7 +30,7 @@ class FedHeadParams(MethodParams):
     """Tuning baseline: only the head is trained and sent."""
 
 
-@register_method("fed-head", FedHeadParams)
+@register_method("fed-head", FedHeadParams, title="Fed-Head")
 class FedHead(WeightAveraging[FedHeadParams]):
     """Only the head."""
 
@@ -44,7 +44,7 @@ class FedBiasParams(MethodParams):
     """Tuning baseline: all biases and the head (BitFit)."""
 
 
-@register_method("fed-bias", FedBiasParams)
+@register_method("fed-bias", FedBiasParams, title="Fed-Bias")
 class FedBias(WeightAveraging[FedBiasParams]):
     """Bias tuning: Ben Zaken et al., "BitFit", 2022."""
 
@@ -61,7 +61,7 @@ class FedPromptParams(MethodParams):
     deep: bool = Field(True, description="prompts before every layer, or only before the first")
 
 
-@register_method("fed-prompt", FedPromptParams)
+@register_method("fed-prompt", FedPromptParams, title="Fed-Prompt")
 class FedPrompt(WeightAveraging[FedPromptParams]):
     """Visual prompt tuning: Jia et al., 2022."""
 
@@ -84,7 +84,7 @@ class FedLoraParams(MethodParams):
     targets: tuple[str, ...] = Field(("q", "v"), strict=False, min_length=1, description="of q, k, v, proj, fc1, fc2")
 
 
-@register_method("fed-lora", FedLoraParams)
+@register_method("fed-lora", FedLoraParams, title="Fed-LoRA")
 class FedLora(WeightAveraging[FedLoraParams]):
     """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors A and B are averaged separately."""
 

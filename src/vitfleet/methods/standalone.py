@@ -14,7 +14,7 @@ class StandaloneParams(MethodParams):
     """Every client trains alone; nothing is sent but the initial model."""
 
 
-@register_method("standalone", StandaloneParams)
+@register_method("standalone", StandaloneParams, title="Standalone")
 class Standalone(Method[StandaloneParams]):
     """Local training without federation: only the initial model is sent, once."""
 

@@ -36,7 +36,7 @@ class TransFLParams(MethodParams):
     )
 
 
-@register_method("transfl", TransFLParams)
+@register_method("transfl", TransFLParams, title="TransFL")
 class TransFL(Method[TransFLParams]):
     """Each client shares the k layers with the largest gradients."""
 

@@ -8,6 +8,7 @@ from html import escape
 from importlib.resources import files
 
 from vitfleet import __version__
+from vitfleet.config.run_title import run_title
 from vitfleet.report.curves import comparison_figures
 from vitfleet.report.figure_types import Figure, to_json
 from vitfleet.report.page_table import SummaryColumn, summary_columns
@@ -43,10 +44,10 @@ def render(groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: b
     }
     assets = files("vitfleet.report")
     names = ", ".join(group.label for group in groups[:3]) + (" …" if len(groups) > 3 else "")
-    title = groups[0].runs[0].config["title"] if len(groups) == 1 else ""
+    title = run_title(groups[0].runs[0].config) if len(groups) == 1 else names
     values = {
         "refresh": f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">\n' if live else "",
-        "title": escape(title or names),
+        "title": escape(title),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "subtitle": _subtitle(groups, live),
         "table": _table(groups),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
 from vitfleet.report.runs import RunData, RunGroup, eval_splits, read_groups
 from vitfleet.report.significance import PairedTest, paired_t_test
@@ -191,10 +192,17 @@ def result_table(
         raise UserError(f"{unfinished[0]}: the run is not finished; resume it with `vitfleet resume {unfinished[0]}`")
     chosen = _choose_columns(groups, columns, target)
     cells = {group.label: [_cell(group, column, target) for column in chosen] for group in groups}
-    if versus is not None and versus not in cells:
-        raise UserError(f"versus {versus}: is no row of the table; its rows are {', '.join(cells)}")
-    tests = {} if versus is None else _tests(cells, versus)
-    return ResultTable(chosen, cells, tests, _note(groups, chosen, target, versus))
+    reference = None if versus is None else _row(cells, versus)
+    tests = {} if reference is None else _tests(cells, reference)
+    return ResultTable(chosen, cells, tests, _note(groups, chosen, target, reference))
+
+
+def _row(cells: Mapping[str, object], name: str) -> str:
+    """Return the row that a user means: by its name, or by that of its method."""
+    found = next((row for row in (name, method_label(name)) if row in cells), None)
+    if found is None:
+        raise UserError(f"versus {name}: is no row of the table; its rows are {', '.join(cells)}")
+    return found
 
 
 def _choose_columns(groups: Sequence[RunGroup], names: Sequence[str], target: float | None) -> list[Column]:

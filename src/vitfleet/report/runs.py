@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from vitfleet.config.data import EvalSplit
+from vitfleet.config.registry import method_label
 from vitfleet.data import partition_io, tasks_io
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
@@ -129,7 +130,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     data = _read_json(path / DATA_FILE) or partition or {}
     return RunData(
         path=path,
-        label=name or config["method"]["name"],
+        label=method_label(name or config["method"]["name"]),
         config=config,
         about=_read_json(path / "about.json") or {},
         records=list(read_records(path)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vitfleet.config.registry import METHODS
+from vitfleet.config.registry import METHODS, method_label
 from vitfleet.report.metric_format import format_number, metric_text, metric_title, shown_numbers
 from vitfleet.report.units import format_bytes, format_count, format_seconds
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
@@ -26,7 +26,7 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     message, total, client = (summary[key] for key in ("message", "total", "client"))
     warm_up = total.get("warm_up_seconds")
     rows = {
-        "method": summary["method"],
+        "method": method_label(summary["method"]),
         "rounds": f"{summary['rounds']} in {total['seconds']:.1f} s"
         + (f", of which {warm_up:.1f} s warm-up" if warm_up else ""),
         **_accuracy_rows(summary),
@@ -81,7 +81,7 @@ def comparison_table(comparison: ComparisonResult) -> Table:
                 _mean(row, "to_target", "bytes", format_bytes),
             ]
             cells += [_mean(row, "to_target", "virtual_seconds", format_seconds)] if virtual else []
-        table.add_row(row.name, *cells)
+        table.add_row(row.label, *cells)
     return table
 
 
@@ -97,7 +97,7 @@ def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
             tables.append(plain_table(None, [key.replace("_", " ") for key in shown]))
             tables[-1].title, tables[-1].title_justify = metric_title(metric), "left"
             for row in rows:
-                tables[-1].add_row(row.name, *(_metric_cell(row, metric, key) for key in shown))
+                tables[-1].add_row(row.label, *(_metric_cell(row, metric, key) for key in shown))
     return tables
 
 
@@ -118,7 +118,7 @@ def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
     table = plain_table(caption, headings)
     for row in rows:
         table.add_row(
-            row.name,
+            row.label,
             _mean(row, "message", "up_bytes", format_bytes),
             _mean(row, "message", "down_bytes", format_bytes),
             _mean(row, "client", "trainable_params", format_count),
@@ -142,7 +142,7 @@ def continual_table(rows: Sequence[ComparisonRow]) -> Table:
     )
     for row in rows:
         table.add_row(
-            row.name,
+            row.label,
             *(_percent(row, "continual", key, 1) for key in _CONTINUAL_ROWS),
             _mean(row, "message", "up_bytes", format_bytes),
             _mean(row, "message", "down_bytes", format_bytes),

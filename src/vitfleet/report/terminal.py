@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from vitfleet.progress import Advance
 from vitfleet.report.metric_format import metric_text, metric_title
-from vitfleet.report.units import format_bytes, format_fraction
+from vitfleet.report.units import format_bytes, format_fraction, format_seconds
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import UNAVAILABLE, RoundRecord
@@ -39,9 +41,48 @@ class TerminalProgress:
             yield lambda units: None
             return
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        with Progress(*columns, console=self.console, transient=True) as bar:
+        left = TextColumn("left"), TimeRemainingColumn(compact=True)
+        with Progress(*columns, *left, console=self.console, transient=True, speed_estimate_period=3600) as bar:
             task = bar.add_task(label, total=total)
             yield lambda units: bar.advance(task, units)
+
+
+@dataclass
+class ComparisonClock:
+    """How long several runs, one after the other, will still take.
+
+    Attributes
+    ----------
+    expected
+        The expected seconds of each run; only their proportions count once a part is done.
+    seeds
+        The seed of each run.
+    current
+        The run that is going on, from 0; −1 before the first.
+    """
+
+    expected: Sequence[float]
+    seeds: Sequence[int]
+    current: int = -1
+    started: float = field(default_factory=time.perf_counter)
+
+    def start_next(self) -> str:
+        """Go on to the next run, and return which it is: ``run 3 of 8, seed 1``."""
+        self.current += 1
+        return f"run {self.current + 1} of {len(self.expected)}, seed {self.seeds[self.current]}"
+
+    def seconds_left(self, share: float, now: float | None = None) -> float:
+        """Return the seconds that all runs will still take.
+
+        Parameters
+        ----------
+        share
+            The share of the current run that is done.
+        """
+        elapsed = (time.perf_counter() if now is None else now) - self.started
+        done = sum(self.expected[: self.current]) + share * self.expected[self.current]
+        total = sum(self.expected)
+        return elapsed * (total - done) / done if done else total
 
 
 class RoundDisplay(Callback):
@@ -53,10 +94,13 @@ class RoundDisplay(Callback):
         Number of rounds of the whole run.
     done
         Number of rounds that were finished before this process started.
+    clock
+        The time of all runs of which this is one; ``None`` for a single run.
     """
 
-    def __init__(self, console: Console, rounds: int, done: int) -> None:
+    def __init__(self, console: Console, rounds: int, done: int, clock: ComparisonClock | None = None) -> None:
         self.console = console
+        self.clock = clock
         self.rounds = rounds
         self.done = done
         self.warned: set[str] = set()  # metrics that cannot be measured
@@ -132,11 +176,16 @@ class RoundDisplay(Callback):
     def _line(self, record: RoundRecord) -> str:
         rounds_here = record.round - self.done
         left = (time.perf_counter() - self.started) / max(1, rounds_here) * (self.rounds - record.round)
+        in_all = f", {format_seconds(self._seconds_left(record.round))} in all" if self.clock else ""
         _, accuracy, local, loss, upload, download = _cells(record)
         return (
             f"round {record.round}/{self.rounds}  accuracy {accuracy} (local {local})  loss {loss}  "
-            f"upload {upload}  download {download}  {left:.0f} s left"
+            f"upload {upload}  download {download}  {left:.0f} s left{in_all}"
         )
+
+    def _seconds_left(self, round: int) -> float:
+        assert self.clock is not None
+        return self.clock.seconds_left((round - self.done) / max(1, self.rounds - self.done))
 
     def _live_table(self) -> Group:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -144,7 +193,12 @@ class RoundDisplay(Callback):
             table.add_column(heading, justify="right", style="bold" if heading == "accuracy" else "")
         for record, seconds in self.recent:
             table.add_row(*_cells(record), f"{seconds:.1f} s")
-        return Group(table, self.rounds_bar, self.round_bar)
+        if self.clock is None:
+            return Group(table, self.rounds_bar, self.round_bar)
+        left = self._seconds_left(self.recent[-1][0].round if self.recent else self.done)
+        count = len(self.clock.expected)
+        overall = Text(f"run {self.clock.current + 1} of {count}, all runs: {format_seconds(left)} left")
+        return Group(table, self.rounds_bar, overall, self.round_bar)
 
 
 def _cells(record: RoundRecord) -> list[str]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.config.load import validate
+from vitfleet.config.registry import method_label
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import read_json, write_atomically
+from vitfleet.run.data_info import DATA_FILE
 from vitfleet.run.folder import next_free_folder
 from vitfleet.run.partitions import partition_file
 from vitfleet.run.records import read_records
@@ -91,6 +93,11 @@ class ComparisonRow:
     name: str
     summaries: list[dict[str, Any]]
 
+    @property
+    def label(self) -> str:
+        """The name in tables: with a method's title."""
+        return method_label(self.name)
+
     def mean(self, table: str, key: str) -> float | None:
         """Return the mean of a value of the summaries; ``None`` if one of them has none.
 
@@ -127,21 +134,52 @@ class ComparisonResult:
 def read_comparison(path: Path) -> ComparisonResult:
     """Return a finished comparison and write its summaries to ``compare.csv``.
 
-    Without a target of its own it has the best accuracy that all runs reached, rounded down to whole percent.
+    Without a target of its own it has that of :func:`default_target`.
     """
     members = read_members(path)
     folders = [member.folder(path) for member in members]
     summaries = [read_json(folder / "summary.json") for folder in folders]
-    best = [summary["accuracy"]["best"] for summary in summaries]
-    reached_by_all = None if None in best else int(100 * min(best)) / 100
     chosen = _read_manifest(path).get("target")
-    target = reached_by_all if chosen is None else float(chosen)
+    if chosen is None:
+        best = [summary["accuracy"]["best"] for summary in summaries]
+        target = default_target(best, chance=max(map(_chance, folders)))
+    else:
+        target = float(chosen)
     rows: dict[str, ComparisonRow] = {}
     for member, folder, summary in zip(members, folders, summaries, strict=True):
         summary["to_target"] = cost_to_target(folder, target)
         rows.setdefault(member.name, ComparisonRow(member.name, [])).summaries.append(summary)
     _write_csv(path / "compare.csv", list(rows.values()))
     return ComparisonResult(list(rows.values()), target)
+
+
+def default_target(best: Sequence[float | None], chance: float) -> float | None:
+    """Return the best accuracy that all runs reached, in whole percent, if that is an achievement.
+
+    It is at least halfway from chance to the best of all: a run that learned nothing would else make it meaningless.
+
+    Parameters
+    ----------
+    best
+        The best accuracy of each run; ``None`` for a run without a global accuracy.
+    chance
+        The accuracy of guessing.
+
+    Returns
+    -------
+    ``None`` where a run has no accuracy, or none is better than guessing.
+    """
+    known = [accuracy for accuracy in best if accuracy is not None]
+    if len(known) < len(best) or not known or max(known) <= chance:
+        return None
+    return int(100 * max(min(known), (chance + max(known)) / 2)) / 100
+
+
+def _chance(folder: Path) -> float:
+    """Return the accuracy of guessing in a run; 0 if its classes are not known."""
+    path = folder / DATA_FILE
+    classes = read_json(path)["classes"] if path.exists() else ()
+    return 1 / len(classes) if classes else 0.0
 
 
 def cost_to_target(folder: Path, target: float | None) -> dict[str, float | None]:
