@@ -65,6 +65,11 @@ class RunEstimate:
     disk_bytes: int
     device: str = "cpu"
 
+    @property
+    def memory_kind(self) -> str:
+        """What the memory is called."""
+        return "GPU memory" if self.device.startswith("cuda") else "memory"
+
 
 @dataclass(frozen=True)
 class Available:

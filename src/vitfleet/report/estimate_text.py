@@ -8,9 +8,8 @@ from vitfleet.report.units import format_bytes, format_seconds
 
 def estimate_line(estimate: RunEstimate) -> str:
     """Return what runs will take, in a line: ``about 2.5 min, 540 MiB of memory, 12 MiB on disk``."""
-    memory = "GPU memory" if estimate.device == "cuda" else "memory"
     return (
-        f"about {format_seconds(estimate.seconds)}, {format_bytes(estimate.memory_bytes)} of {memory}, "
+        f"about {format_seconds(estimate.seconds)}, {format_bytes(estimate.memory_bytes)} of {estimate.memory_kind}, "
         f"{format_bytes(estimate.disk_bytes)} on disk"
     )
 
@@ -20,7 +19,7 @@ def shortage(estimate: RunEstimate, free: Available) -> str | None:
     missing = [
         f"{format_bytes(needed)} of {what}, and {format_bytes(found)} are free"
         for what, needed, found in (
-            ("GPU memory" if estimate.device == "cuda" else "memory", estimate.memory_bytes, free.memory_bytes),
+            (estimate.memory_kind, estimate.memory_bytes, free.memory_bytes),
             ("disk", estimate.disk_bytes, free.disk_bytes),
         )
         if found is not None and needed > found
