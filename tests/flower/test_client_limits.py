@@ -14,6 +14,7 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Request
+from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.client_limits import ClientLimits
 from vitfleet.flower.fleet import make_run_spec
@@ -42,19 +43,19 @@ def failure_of(spec: RunSpec, folder: Path, limits: ClientLimits | None = None) 
     def load_images(*_: object) -> Any:
         raise UserError("allowed")
 
-    client = FlowerClient(load_images, folder / "state", MachineConfig(device="cpu"), limits or ClientLimits())
+    activity = ActivityLog(folder / "activity.log")
+    machine = MachineConfig(device="cpu")
+    client = FlowerClient(load_images, folder / "state", machine, limits or ClientLimits(), activity)
     reply = client.train(TrainPayload(Request(1, 0, Message()), spec, Message()))
     assert reply.failure is not None
     assert reply.failure == "allowed" or not (folder / "state").exists()
     return reply.failure
 
 
-def test_what_an_honest_server_asks_for_is_allowed_and_shown(
-    spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_an_honest_server_asks_for_is_allowed_and_shown(spec: RunSpec, tmp_path: Path) -> None:
     assert failure_of(spec, tmp_path) == "allowed"
-    shown = capsys.readouterr().err
-    assert "run run: the server asks to train fedavg for up to 3 rounds of 1 epochs (batch 16)" in shown
+    shown = (tmp_path / "activity.log").read_text()
+    assert "run run: the server asks to train FedAvg for up to 3 rounds of 1 epochs (batch 16)" in shown
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfleet.report.gains import gain_sentence
+from vitfleet.report.gains import gain_sentence, gain_sentences
 from vitfleet.run.compare import ComparisonRow
 
 
@@ -32,3 +32,15 @@ def test_savings_are_named_where_there_are_any() -> None:
     assert (
         gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "FedProx: 95.0% accuracy, 0.0 points less than FedAvg."
     )
+
+
+def test_rows_with_tasks_are_compared_with_the_first_of_them() -> None:
+    def on_tasks(name: str, accuracy: float, forgetting: float) -> ComparisonRow:
+        return ComparisonRow(name, [{"continual": {"average_accuracy": accuracy, "forgetting": forgetting}}])
+
+    rows = [row("fedavg", 0.95, 200, 5), on_tasks("fedavg tasks=3", 36.9, 93.5), on_tasks("fedvit", 82.4, 8.7)]
+    assert gain_sentences(rows) == [
+        "FedAvg: 95.0% accuracy; every client sends the whole model.",
+        "FedAvg tasks=3: 36.9% accuracy over all tasks after the last one; forgets 94 points.",
+        "FedViT: 82.4% accuracy over all tasks after the last one; forgets 9 points, FedAvg tasks=3 forgets 94 points.",
+    ]

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.report.estimate_text import estimate_line, shortage
-from vitfleet.report.tables import comparison_table, summary_table
+from vitfleet.report.tables import comparison_tables, summary_table
 from vitfleet.report.terminal import ComparisonClock, RoundDisplay
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
@@ -57,16 +57,24 @@ def test_summary_table_shows_the_warnings_among_the_client_metrics() -> None:
 
 
 def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
-    text = render(
-        comparison_table(
-            ComparisonResult(
-                [ComparisonRow("mine", [summary(60.0), summary(64.0)]), ComparisonRow("other", [summary(50.0)])], None
-            )
-        )
-    )
+    rows = [ComparisonRow("mine", [summary(60.0), summary(64.0)]), ComparisonRow("other", [summary(50.0)])]
+    (table,) = comparison_tables(ComparisonResult(rows, None))
+    text = render(table)
     assert "62.0 ± 2.8 %" in text
     assert "50.0 %" in text
     assert "forgetting" in text
+
+
+def test_rows_with_tasks_have_a_table_of_their_own() -> None:
+    plain = {key: value for key, value in summary(0.0).items() if key != "continual"}
+    plain |= {"accuracy": {"global": 0.875, "local": 0.5}, "to_target": {"rounds": 3, "bytes": 10}}
+    rows = [ComparisonRow("fedavg", [plain]), ComparisonRow("fedvit", [summary(60.0)])]
+    first, second = (render(table) for table in comparison_tables(ComparisonResult(rows, 0.5)))
+    assert "FedAvg" in first
+    assert "87.5 %" in first
+    assert "FedViT" not in first
+    assert "FedViT" in second
+    assert "FedAvg" not in second
 
 
 def test_clock_of_a_comparison_scales_the_estimates_to_the_time_taken() -> None:

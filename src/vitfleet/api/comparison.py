@@ -265,9 +265,17 @@ def create(
 
 
 def _stems_by_method(found: Sequence[tuple[str, str, Config]]) -> dict[str, str]:
-    """Return the method's name for each configuration, if no two configurations have the same method."""
+    """Return the method's name for each configuration, with the number of its tasks if there are others of the method.
+
+    Nothing if these names are not different.
+    """
     methods = {stem: config.method.name for stem, _, config in found}
-    return methods if len(set(methods.values())) == len(methods) > 1 else {}
+    tasks = {stem: f" tasks={config.num_tasks}" if config.data.tasks else "" for stem, _, config in found}
+    names = {
+        stem: method + (tasks[stem] if list(methods.values()).count(method) > 1 else "")
+        for stem, method in methods.items()
+    }
+    return names if len(set(names.values())) == len(names) > 1 else {}
 
 
 def load_comparison(path: str | Path) -> Comparison:

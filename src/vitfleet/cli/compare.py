@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +26,9 @@ from vitfleet.cli.base import (
     with_data_dir,
 )
 from vitfleet.cli.train import resumable
+from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
+from vitfleet.files import read_json
 
 if TYPE_CHECKING:
     from vitfleet.api import Comparison
@@ -111,18 +115,18 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
 def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1) -> None:
     """Run the remaining runs of a comparison, show its table and write its report."""
     from vitfleet.cli.display import TerminalRun
-    from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_table
+    from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_tables
     from vitfleet.run.compare import partitions_differ
 
     path = comparison.path
     display = TerminalRun(_show_plan(comparison, jobs))
     with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
-        comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_show_job)
+        comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_JobLines(comparison.left, path))
     result = comparison.result
-    console.print(comparison_table(result))
-    for table in (*comparison_metrics_tables(result.rows), comparison_costs_table(result.rows)):
-        console.print()
+    accuracies = comparison_tables(result)
+    for table in (*accuracies, *comparison_metrics_tables(result.rows), comparison_costs_table(result.rows)):
         console.print(table)
+        console.print()
     if partitions_differ(path):
         print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
     print_text(console, f"comparison folder: {path}")
@@ -154,13 +158,30 @@ def _show_plan(comparison: Comparison, jobs: int) -> ComparisonClock | None:
     return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], _seeds(left))
 
 
-def _seeds(members: list[ComparedRun]) -> list[int]:
+def _seeds(members: Sequence[ComparedRun]) -> list[int]:
     return [member.config.seed for member in members]
 
 
-def _show_job(job: JobResult) -> None:
-    outcome = f"finished after {job.seconds:.0f} s" if job.code == 0 else f"failed: {job.last_line}"
-    print_text(console if job.code == 0 else error_console, f"{job.folder.name}: {outcome}")
+class _JobLines:
+    """Prints a line about each run of a comparison that has ended, where several are made at a time."""
+
+    def __init__(self, members: Sequence[ComparedRun], comparison: Path) -> None:
+        self._members = {member.folder(comparison): member for member in members}
+        self._ended = 0
+
+    def __call__(self, job: JobResult) -> None:
+        """Print how a run ended."""
+        self._ended += 1
+        member = self._members[job.folder]
+        which = f"run {self._ended} of {len(self._members)}: {method_label(member.name)}, seed {member.config.seed}"
+        if job.code:
+            print_text(error_console, f"{which}: failed: {job.last_line}")
+            return
+        summary = read_json(job.folder / "summary.json")
+        accuracy, continual = summary["accuracy"]["global"], summary.get("continual")
+        reached = continual["average_accuracy"] / 100 if continual else accuracy
+        shown = "" if reached is None else f", {reached:.1%} accuracy{' over all tasks' if continual else ''}"
+        print_text(console, f"{which}: finished after {job.seconds:.0f} s{shown}")
 
 
 def check_single_process() -> None:

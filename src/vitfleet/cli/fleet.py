@@ -161,11 +161,12 @@ def client(
 
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
+    from vitfleet.flower.activity import ACTIVITY_FILE
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.client_limits import ClientLimits
     from vitfleet.flower.client_name import check_client_name
     from vitfleet.flower.commands import client_command
-    from vitfleet.flower.processes import run_forever
+    from vitfleet.flower.processes import SUPERNODE_LOG, run_forever
     from vitfleet.flower.tls import check_authority
 
     fleet_certs = Certs(certs.resolve())
@@ -189,7 +190,11 @@ def client(
     try:
         if not insecure:
             check_authority(address, fleet_certs.ca)
-        run_forever(command, home / "flower", lambda text: print_text(error_console, text))
+        log = home / "flower" / SUPERNODE_LOG
+        print_text(error_console, f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
+        run_forever(
+            command, home / "flower", home / "runs" / ACTIVITY_FILE, lambda text: print_text(error_console, text)
+        )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

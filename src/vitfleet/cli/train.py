@@ -48,7 +48,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train one configuration. Without one, compare FedAvg, TransFL and EFTViT on embedded digits in a minute.
+    """Train one configuration. Without one, compare FedAvg, TransFL, EFTViT and FedViT in a minute.
 
     Examples
     --------

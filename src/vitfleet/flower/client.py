@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.files import link_atomically
 from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.client_limits import ClientLimits, check_run, describe_run
 from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
@@ -52,12 +52,15 @@ class FlowerClient:
         Hardware settings. The client's operator chooses them, not the run.
     limits
         What a server may ask for.
+    activity
+        Receives a line about each run, for the client's owner; ``None``: nobody reads it.
     """
 
     load_images: LoadImages
     root: Path
     machine: MachineConfig
     limits: ClientLimits = field(default_factory=ClientLimits)
+    activity: ActivityLog | None = None
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
     def train(self, payload: TrainPayload) -> Reply:
@@ -125,8 +128,9 @@ class FlowerClient:
         """Return a run's configuration if the client's owner allows what it asks for. Nothing is stored before."""
         config = _read_config(run_spec)
         check_run(config, run_spec, self.limits)
-        if self._cached is None or self._cached.run_spec != run_spec:
-            print(describe_run(config, run_spec), file=sys.stderr, flush=True)
+        is_new = self._cached is None or self._cached.run_spec != run_spec
+        if is_new and self.activity is not None:
+            self.activity.add(describe_run(config, run_spec))
         return config
 
     def _setup(self, config: Config, run_spec: RunSpec, client: int) -> ClientSetup:

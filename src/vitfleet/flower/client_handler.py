@@ -19,6 +19,7 @@ from vitfleet.data.images import DataSet
 from vitfleet.data.local_dataset import DataSpec, LocalDataset
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
+from vitfleet.flower.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.client_limits import ClientLimits
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
@@ -45,7 +46,11 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
         limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
         client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits)
     if settings["message_type"] == MessageType.TRAIN:
-        return pack_reply(client.train(unpack_train_request(content)))
+        payload = unpack_train_request(content)
+        reply = client.train(payload)
+        if client.activity is not None:
+            client.activity.add(round_line(payload, reply))
+        return pack_reply(reply)
     return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
 
 
@@ -60,7 +65,7 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
         )
         return dataset.load(spec)
 
-    return FlowerClient(load_images, state, machine, limits)
+    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
 
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:

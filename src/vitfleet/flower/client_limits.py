@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pydantic import Field, ValidationError
 
 from vitfleet.config.base import Table
+from vitfleet.config.registry import method_label
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.errors import UserError
 from vitfleet.flower.payloads import RunSpec
@@ -109,8 +110,9 @@ def describe_run(config: Config, run_spec: RunSpec) -> str:
         f"{model.depth or 4} layers, {model.dim} wide" if model.name == "vit" else f"{model.depth or 'its own'} layers"
     )
     tasks = f", {config.data.tasks.count} tasks" if config.data.tasks else ""
+    method = method_label(config.method.name)
     return (
-        f"run {run_spec.run_id}: the server asks to train {config.method.name} for up to {config.rounds} rounds of "
+        f"run {run_spec.run_id}: the server asks to train {method} for up to {config.rounds} rounds of "
         f"{train.epochs} epochs (batch {train.batch_size}){tasks}; model {model.name} ({size}); images of "
         f"{run_spec.side} × {run_spec.side} × {run_spec.channels}, {len(run_spec.classes)} classes"
     )

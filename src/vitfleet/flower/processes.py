@@ -16,6 +16,7 @@ from typing import NoReturn
 import httpx
 
 from vitfleet.errors import UserError
+from vitfleet.flower.activity import ActivityReader
 from vitfleet.flower.commands import (
     ServerSettings,
     environment,
@@ -31,7 +32,8 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 RESTART_DELAY_S = 15.0
 POLL_INTERVAL_S = 0.1
-SUPERLINK_LOG, PROXY_LOG = "superlink.log", "proxy.log"
+REPORT_INTERVAL_S = 0.5
+SUPERLINK_LOG, PROXY_LOG, SUPERNODE_LOG = "superlink.log", "proxy.log", "supernode.log"
 
 
 @contextmanager
@@ -104,23 +106,48 @@ def _running(command: list[str], home: Path, log_name: str) -> Iterator[subproce
             stop_process_group(process)
 
 
-def run_forever(command: list[str], home: Path, report: Callable[[str], None]) -> NoReturn:
+def run_forever(command: list[str], home: Path, activity: Path, report: Callable[[str], None]) -> NoReturn:
     """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
+
+    Flower's own output goes to ``supernode.log`` in ``home``.
 
     A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
     same node is connected: for a minute after it was killed.
+
+    Parameters
+    ----------
+    activity
+        The file with the client's own lines, which are passed to ``report``.
     """
     home.mkdir(parents=True, exist_ok=True)
+    lines = ActivityReader(activity)
     while True:
-        process = subprocess.Popen(command, env=environment(home), preexec_fn=die_with_parent)
+        with (home / SUPERNODE_LOG).open("ab") as log:
+            process = subprocess.Popen(
+                command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
         try:
-            code = process.wait()
+            code = _wait_and_report(process, lines, report)
         except KeyboardInterrupt:
             process.terminate()
             process.wait()
             raise
-        report(f"Flower's SuperNode ended with code {code}; restarting in {RESTART_DELAY_S:g} seconds")
+        report(
+            f"Flower's SuperNode ended with code {code} (see {home / SUPERNODE_LOG}); restarting in "
+            f"{RESTART_DELAY_S:g} seconds"
+        )
         time.sleep(RESTART_DELAY_S)
+
+
+def _wait_and_report(process: subprocess.Popen[bytes], lines: ActivityReader, report: Callable[[str], None]) -> int:
+    """Wait until a process ends, and report the lines that its children write until then."""
+    while True:
+        code = process.poll()
+        for line in lines.new_lines():
+            report(line)
+        if code is not None:
+            return code
+        time.sleep(REPORT_INTERVAL_S)
 
 
 def stop_process_group(process: subprocess.Popen[bytes]) -> None:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vitfleet.run.compare import ComparisonRow
 
 WORTH_SAYING = 0.9  # a cost above this share of the other's is not mentioned
+
+
+def gain_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a sentence about each row: against the first of the rows, or the first of those that learned tasks."""
+    first = {row.has_tasks: row for row in reversed(rows)}
+    return [(kept_sentence if row.has_tasks else gain_sentence)(row, first[row.has_tasks]) for row in rows]
+
+
+def kept_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
+    """Return what a row still knows after the last of its tasks, against the row of another method."""
+    accuracy, forgotten = row.mean("continual", "average_accuracy"), row.mean("continual", "forgetting")
+    text = f"{row.label}: {accuracy:.1f}% accuracy over all tasks after the last one; {_forgotten(forgotten)}"
+    if row is reference:
+        return f"{text}."
+    return f"{text}, {reference.label} {_forgotten(reference.mean('continual', 'forgetting'))}."
+
+
+def _forgotten(points: float | None) -> str:
+    return "with one task there is nothing to forget" if points is None else f"forgets {max(0.0, points):.0f} points"
 
 
 def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:

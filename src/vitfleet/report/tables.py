@@ -59,11 +59,16 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
-def comparison_table(comparison: ComparisonResult) -> Table:
-    """Return the accuracies of a comparison, one row per configuration."""
-    rows, target = comparison.rows, comparison.target
-    if all("continual" in summary for row in rows for summary in row.summaries):
-        return continual_table(rows)
+def comparison_tables(comparison: ComparisonResult) -> list[Table]:
+    """Return the accuracies of a comparison, one row per configuration; those that learned tasks in their own table."""
+    on_tasks = [row for row in comparison.rows if row.has_tasks]
+    others = [row for row in comparison.rows if not row.has_tasks]
+    tables = [accuracy_table(others, comparison.target)] if others else []
+    return [*tables, continual_table(on_tasks)] if on_tasks else tables
+
+
+def accuracy_table(rows: Sequence[ComparisonRow], target: float | None) -> Table:
+    """Return the accuracies of configurations without tasks, and when they reached the target."""
     virtual = _has_virtual_time(rows)
     split = _eval_splits(rows)
     caption = f"accuracy: common {split} set · local: clients' own models on their own {split} images"

@@ -94,6 +94,11 @@ class ComparisonRow:
     summaries: list[dict[str, Any]]
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether its runs learned one task after the other."""
+        return all("continual" in summary for summary in self.summaries)
+
+    @property
     def label(self) -> str:
         """The name in tables: with a method's title."""
         return method_label(self.name)
@@ -141,7 +146,7 @@ def read_comparison(path: Path) -> ComparisonResult:
     summaries = [read_json(folder / "summary.json") for folder in folders]
     chosen = _read_manifest(path).get("target")
     if chosen is None:
-        best = [summary["accuracy"]["best"] for summary in summaries]
+        best = [summary["accuracy"]["best"] for summary in summaries if "continual" not in summary]
         target = default_target(best, chance=max(map(_chance, folders)))
     else:
         target = float(chosen)
@@ -204,10 +209,10 @@ def _write_csv(path: Path, rows: Sequence[ComparisonRow]) -> None:
 
 def partitions_differ(path: Path) -> bool:
     """Whether runs of the same seed have different partitions, so that their accuracies are not comparable."""
-    hashes: dict[int, set[str]] = {}
+    hashes: dict[tuple[int, str], set[str]] = {}
     for member in read_members(path):
-        partition = read_json(member.folder(path) / partition_file(member.config))
-        hashes.setdefault(member.config.seed, set()).add(partition["sha256"])
+        name = partition_file(member.config)  # runs on tasks are compared with each other
+        hashes.setdefault((member.config.seed, name), set()).add(read_json(member.folder(path) / name)["sha256"])
     return any(len(different) > 1 for different in hashes.values())
 
 
