@@ -142,9 +142,8 @@ def continual_table(rows: Sequence[ComparisonRow]) -> Table:
         f"{_eval_splits(rows)} images · "
         "backward, forward: transfer · upload, download: per client and round"
     )
-    table = plain_table(
-        caption, ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"], padding=2
-    )
+    headings = ["accuracy", "forgetting", "backward", "forward", "upload", "download", "time"]
+    table = plain_table(caption, headings)
     for row in rows:
         table.add_row(
             row.label,
