@@ -79,7 +79,7 @@ def _record(round: int, seed: int, method: str, devices: bool) -> RoundRecord:
             }
         began, ended = (3600.0 * (round - 1), 3600.0 * round) if devices else (None, None)
         late = "too late" if client == 2 and round == 2 else None
-        entries.append(ClientRecord(client, 2000, 1000, numbers, failure=late, began=began, ended=ended))
+        entries.append(ClientRecord(client, 2000, 1000, numbers, round, 20, late, began=began, ended=ended))
     accuracy = Accuracy(0.1 * round + 0.01 * seed, 2.0 / round, 1, 0.05 * round)
     clock = 3600.0 * round if devices else None
     return RoundRecord(round, 1e-3, 1 / round, accuracy, entries, 3000 * round, 6000 * round, virtual_seconds=clock)

@@ -398,7 +398,7 @@ def test_report_of_a_run_and_of_a_missing_folder(vitfleet: Command, tmp_path: Pa
     reported = vitfleet(tmp_path, "report", "one")
     assert reported.returncode == 0, reported.stderr
     assert "report: one/report.html" in reported.stdout
-    assert (tmp_path / "one" / "figures" / "accuracy-by-rounds.svg").exists()
+    assert (tmp_path / "one" / "figures" / "accuracy-by-rounds-fedavg.svg").exists()
     wrong = vitfleet(tmp_path, "report", "none")
     assert wrong.returncode == 2
     assert "none: contains neither a run nor a comparison" in wrong.stderr

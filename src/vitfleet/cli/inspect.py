@@ -85,6 +85,10 @@ def report(
         typer.Option(help="The report's folder. Default: the run's folder, or for several runs a new one in runs/."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Update the page until all runs are finished.")] = False,
+    target: Annotated[
+        float | None,
+        typer.Option(help="An accuracy, 0…1: rounds and traffic to it. Default: a comparison's own.", min=0, max=1),
+    ] = None,
 ) -> None:
     """Write an HTML page about runs and comparisons, which needs no network, and its figures as SVG, PDF and PNG.
 
@@ -98,10 +102,12 @@ def report(
     from vitfleet.report.write import watch_report, write_report
 
     if not watch:
-        print_text(console, f"report: {write_report(runs, out, TerminalProgress(console)).page}")
+        print_text(console, f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
         return
     try:
-        written = watch_report(runs, out, lambda page: print_text(console, f"live report: {page} (stop with Ctrl-C)"))
+        written = watch_report(
+            runs, out, lambda page: print_text(console, f"live report: {page} (stop with Ctrl-C)"), target=target
+        )
     except KeyboardInterrupt:
         return
     print_text(console, f"report: {written.page}")

@@ -16,6 +16,7 @@ MEGABYTE = 1e6
 _TIME_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 Reader = Callable[[RoundRecord], float | None]
+SeriesReader = Callable[[Sequence[RoundRecord]], list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,41 @@ class _Chart:
     id: str
     title: str
     label: str
-    read: Reader
+    read: SeriesReader
     percent: bool = False
     all_axes: bool = True
     note: str = ""
 
 
-def _of_accuracy(name: str) -> Reader:
-    return lambda record: getattr(record.accuracy, name) if record.accuracy else None
+def _each(read: Reader) -> SeriesReader:
+    return lambda records: [read(record) for record in records]
 
 
-def _of_task(name: str) -> Reader:
-    return lambda record: getattr(record.task, name) if record.task else None
+def _of_accuracy(name: str) -> SeriesReader:
+    return _each(lambda record: getattr(record.accuracy, name) if record.accuracy else None)
 
 
-def _of_metric(metric: str, key: str) -> Reader:
+def _local_accuracy(records: Sequence[RoundRecord]) -> list[float | None]:
+    """Return the mean over the clients' last local accuracies, after each round: at the end, that of the summary."""
+    last: dict[int, float] = {}
+    series: list[float | None] = []
+    for record in records:
+        measured = {client.client: client.accuracy for client in record.clients if client.accuracy is not None}
+        last |= measured
+        series.append(statistics.mean(last.values()) if measured else None)
+    return series
+
+
+def _of_task(name: str) -> SeriesReader:
+    return _each(lambda record: getattr(record.task, name) if record.task else None)
+
+
+def _of_metric(metric: str, key: str) -> SeriesReader:
     def read(record: RoundRecord) -> float | None:
         value = record.metrics.get(metric, {}).get(key)
         return value if isinstance(value, int | float) else None
 
-    return read
+    return _each(read)
 
 
 def _metric_chart(metric: str, key: str) -> _Chart:
@@ -80,13 +96,13 @@ _TASK_CHARTS = (
     _Chart("forgetting", "Forgetting", "forgetting", _of_task("forgetting"), True),
 )
 _TRAINING_CHARTS = (
-    _Chart("train-loss", "Training loss", "loss", lambda record: record.loss),
-    _Chart("upload", "Upload per round", "MB", _upload, all_axes=False, note="Sum over the round's clients."),
+    _Chart("train-loss", "Training loss", "loss", _each(lambda record: record.loss)),
+    _Chart("upload", "Upload per round", "MB", _each(_upload), all_axes=False, note="Sum over the round's clients."),
     _Chart(
         "download",
         "Download per round",
         "MB",
-        _download,
+        _each(_download),
         all_axes=False,
         note="Sum over the round's clients. A client's first download includes the initial model.",
     ),
@@ -97,13 +113,15 @@ def _charts(split: str) -> list[_Chart]:
     """Return the charts of the records, in the order of the page; ``split``: what accuracies were measured on."""
     common = f"On the common {split} set."
     accuracy, title = _of_accuracy("global_"), f"{split.capitalize()} accuracy"
-    own_images = f"The model that a client has just trained, on its own {split} images; mean over the round's clients."
-    local, local_title = _of_accuracy("local"), f"Local {split} accuracy"
+    own_images = (
+        f"Each client's last own model on its own {split} images; mean over all clients that have trained so far."
+    )
+    local_title = f"Local {split} accuracy"
     loss_title = f"{split.capitalize()} loss"
     return [
         _Chart("accuracy", title, "accuracy", accuracy, True, note=common),
         *_TASK_CHARTS,
-        _Chart("local-accuracy", local_title, "accuracy", local, True, note=own_images),
+        _Chart("local-accuracy", local_title, "accuracy", _local_accuracy, True, note=own_images),
         _Chart("test-loss", loss_title, "cross-entropy", _of_accuracy("loss"), note=common),
         *_TRAINING_CHARTS,
     ]
@@ -143,19 +161,19 @@ def _axes(groups: Sequence[RunGroup]) -> list[_Axis]:
     ]
 
 
-def _view(groups: Sequence[RunGroup], axis: _Axis, read: Reader) -> AxisView | None:
+def _view(groups: Sequence[RunGroup], axis: _Axis, read: SeriesReader) -> AxisView | None:
     """Return every configuration's curve over an axis; ``None`` if no run has values for both."""
     curves = [_curve(group, style, axis.read, read) for style, group in enumerate(groups)]
     known = [curve for curve in curves if curve is not None]
     return AxisView(axis.name, axis.label, known) if known else None
 
 
-def _curve(group: RunGroup, style: int, read_x: Reader, read_y: Reader) -> Curve | None:
+def _curve(group: RunGroup, style: int, read_x: Reader, read_y: SeriesReader) -> Curve | None:
     """Average a configuration's seeds round by round; the band is one standard deviation to each side."""
     by_round: dict[int, list[tuple[float, float]]] = {}
     for run in group.runs:
-        for record in run.records:
-            x, y = read_x(record), read_y(record)
+        for record, y in zip(run.records, read_y(run.records), strict=True):
+            x = read_x(record)
             if x is not None and y is not None:
                 by_round.setdefault(record.round, []).append((x, y))
     if not by_round:

@@ -8,9 +8,11 @@ const redrawAll = () => redrawFunctions.forEach((redraw) => redraw());
 const CHARTS = {
   "line-chart": (plot, figure, view) => {
     drawLineChart(plot, figure, view, hiddenNames);
-    // The buttons at the top are the legend of curves that are configurations.
-    const others = view.curves.filter((curve) => !configurationNames.has(curve.name));
-    if (others.length) drawLegend(plot, others.map((curve) => [curve.name, colourOf(curve.style)]));
+    // The buttons at the top are the legend of curves that are configurations; on paper they may be on another page.
+    const printing = document.documentElement.classList.contains("printing");
+    const isExplained = (curve) => configurationNames.has(curve.name) && (!printing || report.groups.length < 2);
+    const shown = view.curves.filter((curve) => !isExplained(curve) && !hiddenNames.has(curve.name));
+    drawLegend(plot, shown.map((curve) => [curve.name, colourOf(curve.style), dashesOf(curve.style)]));
   },
   "heat-map": drawHeatMap,
   "bar-chart": drawBarChart,
@@ -38,6 +40,7 @@ function addFigure(figure, section) {
     });
   }
   element.append(plot);
+  addValues(element, figure, () => view);
   if (figure.note) html("p", {}, element, figure.note);
   redrawFunctions.push(draw);
   let drawnWidth = 0;
@@ -46,6 +49,29 @@ function addFigure(figure, section) {
     drawnWidth = plot.clientWidth;
     draw();
   }).observe(plot);
+}
+// A table of what the figure shows, for reading, copying, and screen readers; made when it is opened.
+function addValues(element, figure, currentView) {
+  const tableOf = TABLES[figure.kind];
+  if (!tableOf) return;
+  const details = html("details", { class: "values" }, element);
+  html("summary", {}, details, "values");
+  const scroll = html("div", { class: "scroll", tabindex: "0", role: "region" }, details);
+  scroll.setAttribute("aria-label", `values of ${figure.title}`);
+  details.addEventListener("toggle", () => {
+    if (!details.open) return;
+    const [headings, ...rows] = tableOf(figure, currentView());
+    scroll.replaceChildren();
+    const table = html("table", {}, scroll);
+    const head = html("tr", {}, html("thead", {}, table));
+    headings.forEach((text) => html("th", { scope: "col" }, head, text));
+    const body = html("tbody", {}, table);
+    for (const [name, ...cells] of rows) {
+      const line = html("tr", {}, body);
+      html("th", { scope: "row" }, line, name);
+      cells.forEach((text) => html("td", {}, line, text));
+    }
+  });
 }
 function addAxisButtons(head, views, choose) {
   const group = html("div", { class: "axes", role: "group", "aria-label": "horizontal axis" }, head);
@@ -64,9 +90,7 @@ function addConfigurationButtons() {
   if (report.groups.length < 2) { row.remove(); return; }
   report.groups.forEach((group, style) => {
     const button = html("button", { type: "button", "aria-pressed": "true" }, row);
-    const sample = svg("svg", { width: 24, height: 8, "aria-hidden": "true" }, button);
-    const stroke = { stroke: colourOf(style), "stroke-dasharray": dashesOf(style), "stroke-width": 3 };
-    svg("line", { x1: 0, x2: 24, y1: 4, y2: 4, ...stroke }, sample);
+    drawSample(button, colourOf(style), dashesOf(style));
     button.append(group.label);
     button.addEventListener("click", () => {
       if (!hiddenNames.delete(group.label)) hiddenNames.add(group.label);
@@ -91,16 +115,20 @@ function setUpTheme() {
 // Paper is white and narrower than most windows: print in the light theme, drawn for the width of the paper.
 function setUpPrinting() {
   const root = document.documentElement;
+  const summary = document.querySelector("main > .scroll");
   let theme = null;
   addEventListener("beforeprint", () => {
     theme = root.dataset.theme;
     root.dataset.theme = "light";
     root.classList.add("printing");
+    // The whole table on the paper, however many columns it has.
+    summary.firstElementChild.style.zoom = Math.min(1, summary.clientWidth / summary.firstElementChild.scrollWidth);
     redrawAll();
   });
   addEventListener("afterprint", () => {
     root.dataset.theme = theme;
     root.classList.remove("printing");
+    summary.firstElementChild.style.zoom = "";
     redrawAll();
   });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -16,7 +17,8 @@ from vitfleet.report.run_figures import configuration_figures, partition_figures
 from vitfleet.report.runs import RunGroup, all_finished, eval_splits
 
 REFRESH_SECONDS = 5
-SCRIPTS = ("page_svg.js", "page_charts.js", "page.js")
+MAX_NAMES_LENGTH = 60
+SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
 
 
 def report_figures(groups: Sequence[RunGroup]) -> dict[str, list[Figure]]:
@@ -25,10 +27,24 @@ def report_figures(groups: Sequence[RunGroup]) -> dict[str, list[Figure]]:
         "curves": [*comparison_figures(groups)],
         "partitions": partition_figures(groups),
     }
+    used: set[str] = set()
     for index, group in enumerate(groups):
-        section = section_id(index)
-        sections[section] = configuration_figures(group, section)
+        name = file_name(group.label)
+        prefix = name if name not in used else f"{name}-{index + 1}"
+        used.add(prefix)
+        sections[section_id(index)] = configuration_figures(group, prefix)
     return sections
+
+
+def file_name(label: str) -> str:
+    """Return a configuration's label as the beginning or end of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "configuration"
+
+
+def compared_names(groups: Sequence[RunGroup]) -> str:
+    """Return the end of the names of files that show all configurations: their labels, or how many there are."""
+    names = "-".join(file_name(group.label) for group in groups)
+    return names if len(names) <= MAX_NAMES_LENGTH else f"{len(groups)}-configurations"
 
 
 def section_id(index: int) -> str:
@@ -36,8 +52,18 @@ def section_id(index: int) -> str:
     return f"configuration-{index + 1}"
 
 
-def render(groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: bool = False) -> str:
-    """Return the page; a live page reloads itself every few seconds."""
+def render(
+    groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: bool = False, target: float | None = None
+) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    live
+        Whether the page reloads itself every few seconds.
+    target
+        An accuracy: the table has the rounds and the traffic after which it was reached.
+    """
     data = {
         "groups": [{"label": group.label} for group in groups],
         "figures": {section: [to_json(figure) for figure in drawn] for section, drawn in figures.items()},
@@ -50,7 +76,7 @@ def render(groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: b
         "title": escape(title),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "subtitle": _subtitle(groups, live),
-        "table": _table(groups),
+        "table": _table(groups, target),
         "configurations": "\n".join(_section(group, section_id(index)) for index, group in enumerate(groups)),
         "version": escape(__version__),
         # The data is inside a script element: nothing in it may look like the end of that element.
@@ -78,8 +104,8 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
     return text
 
 
-def _table(groups: Sequence[RunGroup]) -> str:
-    columns = summary_columns(groups)
+def _table(groups: Sequence[RunGroup], target: float | None) -> str:
+    columns = summary_columns(groups, target)
     headings = "".join(
         f'<th scope="col" title="{escape(column.description)}">{escape(column.heading).replace(" %", "&nbsp;%")}</th>'
         for column in columns

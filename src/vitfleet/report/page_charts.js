@@ -27,7 +27,7 @@ function drawCurve(area, curve, x, y) {
 }
 function drawLineChart(plot, figure, view, hiddenNames) {
   const curves = view.curves.filter((curve) => !hiddenNames.has(curve.name));
-  const area = createArea(plot, figure, plot.clientWidth < 480 ? 260 : 320, 52, 42);
+  const area = createArea(plot, figure, plot.clientWidth < 480 ? 260 : 320, 52, 42, figure.percent ? 12 : LABELLED_TOP);
   const ys = curves.flatMap((curve) => [...curve.y, ...curve.low, ...curve.high]).filter((value) => value !== null);
   const xs = curves.flatMap((curve) => curve.x);
   const largest = Math.max(...ys, 0) || 1;
@@ -45,7 +45,9 @@ function drawLineChart(plot, figure, view, hiddenNames) {
     svg("path", { d: bandPath(curve, clip, x, y), ...look }, area.canvas);
   }
   for (const curve of curves) drawCurve(area, curve, x, y);
-  onPointer(plot, area, (pointerX, pointerY, tooltip, guide) => {
+  const places = [...new Set(xs)].sort((a, b) => a - b);
+  const placeOf = (column) => [x(places[column]), area.top + 10];
+  onReading(plot, area, places.length, 1, placeOf, (pointerX, pointerY, tooltip, guide) => {
     if (!xs.length) return;
     const distance = (value) => Math.abs(x(value) - pointerX);
     const nearest = xs.reduce((best, value) => (distance(value) < distance(best) ? value : best));
@@ -114,33 +116,41 @@ function drawHeatMap(plot, figure) {
       svg("text", { ...centre, class: "cell", "text-anchor": "middle", style }, area.canvas, text);
     }));
   }
-  onPointer(plot, area, (x, y, tooltip) => {
+  const centreOf = (column, row) => [area.left + (column + 0.5) * cell.width, area.top + (row + 0.5) * cell.height];
+  onReading(plot, area, columns, rows, centreOf, (x, y, tooltip) => {
     const c = Math.floor((x - area.left) / cell.width), r = Math.floor((y - area.top) / cell.height);
     const value = (figure.values[r] || [])[c];
-    if (value === undefined || value === null) { tooltip.hide(); return; }
+    if (value === undefined) { tooltip.hide(); return; }
     const row = figure.rows.length ? `${figure.row_label} ${figure.rows[r]}, ` : "";
     const title = `${row}${figure.column_label} ${figure.columns[c]}`;
-    tooltip.show(title, [[formatNumber(value, figure.percent), null]], x, y);
+    const text = value === null ? "no value" : formatNumber(value, figure.percent);
+    tooltip.show(title, [[text, null]], x, y);
   });
 }
 
 function drawBarChart(plot, figure) {
   const count = figure.categories.length;
   const rotated = longest(figure.categories) > 3;
-  const area = createArea(plot, figure, 270, 52, rotated ? 24 + 0.77 * labelWidth(figure.categories) : 42);
+  const area = createArea(plot, figure, 270, 52, rotated ? 24 + 0.77 * labelWidth(figure.categories) : 42, LABELLED_TOP);
   const largest = Math.max(...figure.series.flatMap(([, values]) => values), 1);
   const y = drawVerticalAxis(area, 0, largest * 1.05, false, figure.label);
   const group = (area.right - area.left) / count, width = (group * 0.8) / figure.series.length;
-  figure.series.forEach(([name, values], s) => values.forEach((value, i) => {
+  figure.series.forEach(([, values], s) => values.forEach((value, i) => {
     const across = { x: area.left + (i + 0.1) * group + s * width, width: Math.max(0.5, width - 1) };
     const down = { y: y(value), height: area.bottom - y(value) };
-    const bar = svg("rect", { ...across, ...down, class: "mark", fill: colourOf(s) }, area.canvas);
-    svg("title", {}, bar, `${figure.categories[i]}, ${name}: ${value}`);
+    svg("rect", { ...across, ...down, class: "mark", fill: colourOf(s) }, area.canvas);
   }));
   svg("line", { class: "axis", x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom }, area.canvas);
   drawLabels(area, figure.categories, count, area.left, area.right, rotated ? "rotated" : "across");
   drawHorizontalLabel(area, area.height - 6, figure.category_label);
   drawLegend(plot, figure.series.map(([name], s) => [name, colourOf(s)]));
+  const placeOf = (column) => [area.left + (column + 0.5) * group, area.top + 10];
+  onReading(plot, area, count, 1, placeOf, (pointerX, pointerY, tooltip) => {
+    const i = Math.floor((pointerX - area.left) / group);
+    if (i < 0 || i >= count) { tooltip.hide(); return; }
+    const lines = figure.series.map(([name, values], s) => [`${name}  ${formatNumber(values[i], false)}`, colourOf(s)]);
+    tooltip.show(`${figure.category_label} ${figure.categories[i]}`, lines, pointerX, pointerY);
+  });
 }
 
 function drawTimeline(plot, figure) {
@@ -153,10 +163,21 @@ function drawTimeline(plot, figure) {
     const down = { y: area.top + (row + 0.15) * step, height: step * 0.7, rx: 1.5 };
     const across = { x: x(start), width: Math.max(1, x(end) - x(start) - 0.5) };
     const look = { fill: colourOf(0), "fill-opacity": used ? 1 : 0.3, class: "mark" };
-    const bar = svg("rect", { ...across, ...down, ...look }, area.canvas);
-    const times = `${formatNumber(start)} to ${formatNumber(end)}`;
-    svg("title", {}, bar, `${figure.rows[row]}: ${times}${used ? "" : ", not used"}`);
+    svg("rect", { ...across, ...down, ...look }, area.canvas);
   }
+  const ordered = [...figure.intervals].sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+  const placeOf = (index) => {
+    const [row, start, end] = ordered[index];
+    return [x((start + end) / 2), area.top + (row + 0.5) * step];
+  };
+  onReading(plot, area, ordered.length, 1, placeOf, (pointerX, pointerY, tooltip) => {
+    const row = Math.floor((pointerY - area.top) / step);
+    const found = ordered.find(([r, start, end]) => r === row && x(start) <= pointerX && pointerX <= x(end));
+    if (!found) { tooltip.hide(); return; }
+    const [, start, end, used] = found;
+    const times = `${formatNumber(start)} to ${formatNumber(end)} ${figure.label}${used ? "" : ", not used"}`;
+    tooltip.show(figure.rows[row], [[times, null]], pointerX, pointerY);
+  });
 }
 
 function drawImage(plot, figure) {

@@ -43,12 +43,14 @@ function formatTick(value, step, percent) {
 }
 
 // The drawing area of a figure: the canvas, and the edges of the space inside the axes.
-function createArea(plot, figure, height, left, bottom) {
+function createArea(plot, figure, height, left, bottom, top = 12) {
   const width = plot.clientWidth;
   const canvas = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" }, plot);
   canvas.setAttribute("aria-label", figure.title);
-  return { canvas, left, top: 12, right: width - 10, bottom: height - bottom, width, height };
+  return { canvas, left, top, right: width - 10, bottom: height - bottom, width, height };
 }
+// Space above an axis for its label: a tick at the top would else be drawn over it.
+const LABELLED_TOP = 28;
 function drawVerticalAxis(area, low, high, percent, label) {
   const y = (value) => area.bottom - ((value - low) / (high - low || 1)) * (area.bottom - area.top);
   const { step, values } = ticksBetween(low, high, Math.max(2, (area.bottom - area.top) / 42));
@@ -98,12 +100,21 @@ function drawLabels(area, names, count, from, to, direction) {
   }
 }
 function drawLegend(plot, entries) {
+  if (!entries.length) return;
   const legend = html("div", { class: "legend" }, plot);
-  for (const [name, colour] of entries) {
+  for (const [name, colour, dashes] of entries) {
     const entry = html("span", {}, legend);
-    html("i", { style: `background:${colour}` }, entry);
+    if (dashes === undefined) html("i", { style: `background:${colour}` }, entry);
+    else drawSample(entry, colour, dashes);
     entry.append(name);
   }
+}
+
+// A piece of a curve, as in the chart.
+function drawSample(parent, colour, dashes) {
+  const sample = svg("svg", { width: 24, height: 8, "aria-hidden": "true" }, parent);
+  const stroke = { stroke: colour, "stroke-dasharray": dashes, "stroke-width": 3 };
+  svg("line", { x1: 0, x2: 24, y1: 4, y2: 4, ...stroke }, sample);
 }
 
 function createTooltip(plot) {
@@ -123,18 +134,42 @@ function createTooltip(plot) {
       box.style.top = `${Math.max(0, Math.min(y - 10, plot.clientHeight - box.offsetHeight))}px`;
     },
     hide() { box.hidden = true; },
+    text() { return [...box.children].map((line) => line.textContent.replace("● ", "")).join("; "); },
   };
 }
-// Calls onMove(x, y, tooltip, guide) while the pointer is over the figure; the guide is a vertical line.
-function onPointer(plot, area, onMove) {
+// Calls onMove(x, y, tooltip, guide) for a place of the figure: under the pointer, or chosen with the arrow keys among
+// columns × rows places, of which placeOf(column, row) is the position. The guide is a vertical line.
+function onReading(plot, area, columns, rows, placeOf, onMove) {
   const tooltip = createTooltip(plot);
+  const spoken = html("div", { class: "spoken", "aria-live": "polite" }, plot);
   const guide = svg("line", { class: "axis", y1: area.top, y2: area.bottom, visibility: "hidden" }, area.canvas);
+  const hide = () => {
+    tooltip.hide();
+    guide.setAttribute("visibility", "hidden");
+  };
   area.canvas.addEventListener("pointermove", (event) => {
     const box = area.canvas.getBoundingClientRect();
     onMove(event.clientX - box.left, event.clientY - box.top, tooltip, guide);
   });
-  area.canvas.addEventListener("pointerleave", () => {
-    tooltip.hide();
-    guide.setAttribute("visibility", "hidden");
+  area.canvas.addEventListener("pointerleave", hide);
+  if (!columns || !rows) return;
+  let column = -1, row = 0;
+  const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+  const within = (value, count) => Math.max(0, Math.min(count - 1, value));
+  const keys = rows > 1 ? "arrow keys" : "left and right arrow keys";
+  area.canvas.setAttribute("tabindex", "0");
+  area.canvas.setAttribute("aria-label", `${area.canvas.getAttribute("aria-label")}. The ${keys} read its values.`);
+  area.canvas.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") { hide(); return; }
+    if (event.key === "Home") column = 0;
+    else if (event.key === "End") column = columns - 1;
+    else if (event.key in STEPS && (rows > 1 || STEPS[event.key][0])) {
+      column = within(column + STEPS[event.key][0], columns);
+      row = within(row + STEPS[event.key][1], rows);
+    } else return;
+    event.preventDefault();
+    onMove(...placeOf(column, row), tooltip, guide);
+    spoken.textContent = tooltip.text();
   });
+  area.canvas.addEventListener("blur", hide);
 }

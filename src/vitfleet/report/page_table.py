@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitfleet.report.metric_format import is_fraction, metric_title, shown_numbers
-from vitfleet.report.runs import RunGroup, eval_splits
+from vitfleet.report.runs import RunData, RunGroup, all_finished, eval_splits
 from vitfleet.report.units import format_bytes, format_seconds
+from vitfleet.run.compare import cost_to_target
+from vitfleet.run.summary import summary_so_far
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,22 @@ _METRICS = (
 )
 
 
-def summary_columns(groups: Sequence[RunGroup]) -> list[SummaryColumn]:
-    """Return the columns for which at least one configuration has a value."""
-    columns = []
-    for metric in (*_accuracy_metrics(eval_splits(groups)), *_METRICS, *_configured_metrics(groups)):
-        values_by_group = [_values(group, metric.path) for group in groups]
+def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> list[SummaryColumn]:
+    """Return the columns for which at least one configuration has a value.
+
+    Unfinished runs are counted with the values of their rounds so far.
+
+    Parameters
+    ----------
+    target
+        An accuracy: adds the rounds and the traffic after which it was reached.
+    """
+    columns = [] if all_finished(groups) else [_rounds_column(groups)]
+    accuracies, costs = _accuracy_metrics(eval_splits(groups)), _METRICS
+    to_target = () if target is None else _target_metrics(target)
+    summaries = [[_summary(run, target) for run in group.runs if run.summary or run.records] for group in groups]
+    for metric in (*accuracies, *to_target, *costs, *_configured_metrics(groups)):
+        values_by_group = [_values(group, metric.path) for group in summaries]
         if not any(values_by_group):
             continue
         means = {index: statistics.mean(values) for index, values in enumerate(values_by_group) if values}
@@ -114,21 +127,49 @@ def _configured_metric(metric: str, key: str) -> _SummaryMetric:
     return _SummaryMetric(heading, "after the last round", ("metrics", metric, key), format, None)
 
 
-def _values(group: RunGroup, path: tuple[str, ...]) -> list[float]:
-    """Return a number of each finished run; an empty list unless every finished run has it."""
+def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
+    done = [sum(len(run.records) for run in group.runs) for group in groups]
+    planned = [sum(int(run.config["rounds"]) for run in group.runs) for group in groups]
+    cells = [f"{count} of {total}" for count, total in zip(done, planned, strict=True)]
+    return SummaryColumn("rounds", "finished so far, of all seeds", cells, None)
+
+
+def _target_metrics(target: float) -> tuple[_SummaryMetric, ...]:
+    reached = f"until {target:.0%} accuracy on the common images; no value where a seed did not reach it"
+    return (
+        _SummaryMetric(f"rounds to {target:.0%}", reached, ("to_target", "rounds"), "{:.1f}".format, False),
+        _SummaryMetric(
+            f"bytes to {target:.0%}", f"of all clients, {reached}", ("to_target", "bytes"), format_bytes, False
+        ),
+    )
+
+
+def _summary(run: RunData, target: float | None) -> dict[str, Any]:
+    """Return a run's summary, or that of its rounds so far, with what it took to reach a target."""
+    summary = summary_so_far(run.records) if run.summary is None else run.summary
+    return {**summary, "finished": run.summary is not None, "to_target": cost_to_target(run.path, target)}
+
+
+def _values(summaries: Sequence[dict[str, Any]], path: tuple[str, ...]) -> list[float]:
+    """Return a number of each run; an empty list unless every run, or at least every finished one, has it."""
     *tables, key = path
-    summaries: list[dict[str, Any]] = [run.summary for run in group.runs if run.summary is not None]
-    for table in tables:
-        summaries = [summary.get(table) or {} for summary in summaries]
-    values = [summary.get(key) for summary in summaries]
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else []
+    found: list[float] = []
+    for summary in summaries:
+        table: dict[str, Any] = summary
+        for name in tables:
+            table = table.get(name) or {}
+        value = table.get(key)
+        if value is not None:
+            found.append(value)
+        elif summary["finished"] or path[0] == "to_target":
+            return []
+    return found
 
 
 def _cell(values: list[float], metric: _SummaryMetric) -> str:
     if not values:
         return "–"
     mean = metric.format(statistics.mean(values))
-    if len(values) < 2 or metric.path[0] not in {"accuracy", "continual", "metrics"}:
+    if len(values) < 2 or metric.path[0] not in {"accuracy", "continual", "metrics", "to_target"}:
         return mean
     return f"{mean} ± {metric.format(statistics.stdev(values))}"

@@ -20,10 +20,19 @@ _MAX_MARKED_POINTS = 12
 _NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs write equal files
 
 
-def draw_files(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "pdf", "png")) -> list[Path]:
-    """Draw a figure into a folder and return its files: one per ending and horizontal axis."""
+def draw_files(
+    figure: Figure, folder: Path, names: str = "", endings: Sequence[str] = ("svg", "pdf", "png")
+) -> list[Path]:
+    """Draw a figure into a folder and return its files: one per ending and horizontal axis.
+
+    Parameters
+    ----------
+    names
+        Appended to the files' names: the configurations that the figure shows, where its id does not name them.
+    """
+    suffix = f"-{names}" if names else ""
     if isinstance(figure, ImageFigure):
-        path = folder / f"{figure.id}.png"
+        path = folder / f"{figure.id}{suffix}.png"
         path.write_bytes(base64.b64decode(figure.png))
         return [path]
     written = []
@@ -32,7 +41,7 @@ def draw_files(figure: Figure, folder: Path, endings: Sequence[str] = ("svg", "p
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")  # the layout is computed once for all files
         for ending in endings:
-            written.append(folder / f"{name}.{ending}")
+            written.append(folder / f"{name}{suffix}.{ending}")
             canvas.savefig(written[-1], metadata=_NO_DATE.get(ending))
     return written
 

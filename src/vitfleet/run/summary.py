@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,15 @@ from typing import Any
 from vitfleet.config.schema import Config
 from vitfleet.files import write_atomically
 from vitfleet.methods import method_class, reduce_client_metrics
-from vitfleet.run.records import Accuracy, ClientCosts, MetricValues, RoundRecord, read_records, read_seconds
+from vitfleet.run.records import (
+    Accuracy,
+    ClientCosts,
+    MetricValues,
+    RoundRecord,
+    TaskRecord,
+    read_records,
+    read_seconds,
+)
 
 
 @dataclass
@@ -87,10 +95,7 @@ def write_summary(
             "train": totals.train_loss,
             config.data.eval_split: totals.accuracy.loss if totals.accuracy else None,
         },
-        "message": {
-            "up_bytes": totals.up_bytes / max(1, totals.participations),
-            "down_bytes": totals.down_bytes / max(1, totals.participations),
-        },
+        "message": _message(totals),
         "total": _total(totals, folder),
         "client": asdict(costs),
         "client_metrics": client_metrics(folder, config),
@@ -99,6 +104,35 @@ def write_summary(
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2).encode())
     return summary
+
+
+def summary_so_far(records: Iterable[RoundRecord]) -> dict[str, Any]:
+    """Return the parts of a summary that follow from the rounds so far of an unfinished run."""
+    totals, metrics = _Totals(), dict[str, MetricValues]()
+    task: TaskRecord | None = None
+    for record in records:
+        totals.add(record)
+        metrics |= record.metrics
+        task = record.task or task
+    return {
+        "accuracy": _accuracy(totals),
+        "continual": None if task is None else _percent_of_tasks(task),
+        "message": _message(totals),
+        "total": {"virtual_seconds": totals.virtual_seconds},
+        "metrics": metrics,
+    }
+
+
+def _percent_of_tasks(task: TaskRecord) -> dict[str, float | None]:
+    """Return accuracy and forgetting after a task, in percent as in a finished run's summary."""
+    shown = {"average_accuracy": task.average_accuracy, "forgetting": task.forgetting}
+    return {name: None if value is None else 100 * value for name, value in shown.items()}
+
+
+def _message(totals: _Totals) -> dict[str, float]:
+    """Return the bytes per client and round."""
+    participations = max(1, totals.participations)
+    return {"up_bytes": totals.up_bytes / participations, "down_bytes": totals.down_bytes / participations}
 
 
 def last_metrics(folder: Path) -> dict[str, MetricValues]:
