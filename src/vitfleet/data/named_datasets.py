@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from vitfleet.data.sources import DataRequest, DatasetInfo, read_dataset
 from vitfleet.errors import DataError
 
 DIGITS = "digits"
+DIGITS_SIDE = 8
 CORE50_DOWNLOAD = "download core50_128x128.zip from CORe50's home page and unpack it"
 SUPERCLASS_COLUMN = "coarse_label"
 
@@ -81,13 +83,17 @@ def digits(params: NoParams, request: DataRequest) -> DataSet:
 
 
 def _read_digits() -> RawDataset:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError("digits come with scikit-learn, which the extras `sim` and `flower` install") from error
-    digits = load_digits()
-    pixels: NDArray[np.uint8] = np.round(digits.images * (255 / 16)).astype(np.uint8)
-    labels: NDArray[np.int64] = digits.target.astype(np.int64)
+    # The file that scikit-learn's `load_digits` reads; importing scikit-learn takes seconds, with scipy and pandas.
+    package = find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise DataError("digits come with scikit-learn, which the extras `sim` and `flower` install")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not file.exists():
+        raise DataError(f"digits come with scikit-learn, but {file} is missing; reinstall scikit-learn")
+    table = np.loadtxt(file, delimiter=",")
+    images = table[:, :-1].reshape(-1, DIGITS_SIDE, DIGITS_SIDE)
+    pixels: NDArray[np.uint8] = np.round(images * (255 / 16)).astype(np.uint8)
+    labels: NDArray[np.int64] = table[:, -1].astype(np.int64)
     names = [f"{DIGITS}:{i}" for i in range(len(pixels))]
     # Encoded without loss, so that digits are read like every other data set.
     items = [encode_png(image[None]) for image in pixels]

@@ -78,7 +78,8 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
     if config.deterministic:
         # cuBLAS reads it when it is initialised, which is always after this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # setting it imports torch's compiler
+        torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
     if device.index is not None:
         torch.cuda.set_device(device)  # streams and captures use the current device
