@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfleet.torchvision_operators import install_finder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 install_finder()  # before anybody imports timm
 
