@@ -34,9 +34,13 @@ NOT_EXECUTED = {
     r"^vitfleet predict ": "needs images of the reader's own",
     r"\.toml": "needs a configuration file of the reader's own",
     r"^vitfleet (server|client) ": "waits for other machines",
+    r"^vitfleet export .*--to onnx": "needs the extra export, which only the long tests install; they write ONNX files",
+    r"^vitfleet export .*runs/fleet": "needs the run of a real fleet, which the server wrote",
     r"^vitfleet compare .*--jobs": "starts one process per run",
     r"^vitfleet cost \S*cifar100$": "takes half a minute: sixteen methods with a ViT-B/16",
 }
+# Pages with many training commands, executed by the long tests.
+LONG_PAGES = {"researcher", "lecturer"}
 # What makes a run on digits take about a second.
 SMALL = ("data.limit=200", "rounds=1", "train.epochs=1", "model.dim=16", "model.patch_size=4")
 SMALL_TASKS = ("data.tasks.rounds_per_task=1", "train.epochs=2", "model.dim=16", "model.patch_size=4")
@@ -149,7 +153,11 @@ def test_documented_command_parses(command: DocumentedCommand) -> None:
         parse(command.arguments)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=identify)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(page, marks=pytest.mark.long) if page.stem in LONG_PAGES else page for page in DOCUMENTS],
+    ids=identify,
+)
 def test_documented_commands_execute(
     document: Path, vitfleet: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

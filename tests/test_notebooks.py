@@ -27,7 +27,7 @@ def test_notebook_executes(path: Path, tmp_path: Path) -> None:
 
 
 def test_notebooks_are_stored_without_outputs() -> None:
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 3
     for path in NOTEBOOKS:
         notebook = nbformat.read(path, as_version=4)
         assert not any(cell.get("outputs") for cell in notebook.cells), path.name
