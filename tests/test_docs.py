@@ -49,6 +49,7 @@ SMALL_TASKS = ("data.tasks.rounds_per_task=1", "train.epochs=2", "model.dim=16",
 FOREIGN_OPTIONS = {
     "--enable-supernode-auth": "flower-superlink",
     "--bandwidth": "benchmarks/network.py",
+    "--no-compile": "pip",
 }
 # Attributes in the text that look like keys.
 NOT_KEYS = {"data.rng": "of PartitionInput"}
@@ -173,8 +174,11 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
     """Return the overrides that make a training command short."""
     if arguments[0] not in {"run", "compare"}:
         return []
-    on_tasks = any(config.data.tasks for config in parse(arguments))
-    return [part for override in (SMALL_TASKS if on_tasks else SMALL) for part in ("-o", override)]
+    configs = parse(arguments)
+    overrides = SMALL_TASKS if any(config.data.tasks for config in configs) else SMALL
+    if any(config.model.weights for config in configs):  # which fit one model only
+        overrides = tuple(override for override in overrides if not override.startswith("model."))
+    return [part for override in overrides for part in ("-o", override)]
 
 
 def test_python_code_of_the_readme_executes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

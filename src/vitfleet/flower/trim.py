@@ -11,12 +11,15 @@ import shutil
 import sys
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
 #: Folders of torch, and the files in them that are used: its helper process for memory that processes share.
 UNUSED_FOLDERS = {"test": (), "include": (), "share": (), "bin": ("torch_shm_manager",)}
 CLIENT_MODULES = ("vitfleet.flower.client_handler", "vitfleet.flower.client_app", "vitfleet.cli.fleet")
+#: Started for a client. A service may not write bytecode: without it, each start would compile them anew.
+CLIENT_COMMANDS = ("flower-supernode", "flwr-clientapp")
 
 
 def trim_torch(package: Path) -> int:
@@ -60,6 +63,9 @@ def main() -> None:
     freed = trim_torch(Path(torch.origin).parent)
     for module in CLIENT_MODULES:  # writes their bytecode
         import_module(module)
+    for command in entry_points(group="console_scripts"):
+        if command.name in CLIENT_COMMANDS:
+            command.load()
     print(f"removed {freed / 1e6:.0f} MB; {sys.prefix} now has {size_of(Path(sys.prefix)) / 1e6:.0f} MB")
 
 
