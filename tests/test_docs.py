@@ -175,7 +175,7 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
     if arguments[0] not in {"run", "compare"}:
         return []
     configs = parse(arguments)
-    overrides = SMALL_TASKS if any(config.data.tasks for config in configs) else SMALL
+    overrides: tuple[str, ...] = SMALL_TASKS if any(config.data.tasks for config in configs) else SMALL
     if any(config.model.weights for config in configs):  # which fit one model only
         overrides = tuple(override for override in overrides if not override.startswith("model."))
     return [part for override in overrides for part in ("-o", override)]
