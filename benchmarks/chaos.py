@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/chaos.py --method transfl --out /tmp/chaos
 
 Six clients, ten rounds. Clients are killed, are stopped for longer than a round, and send false updates (NaN, wrong
-shapes, values a million times too large). The server is killed once and restarted. In the end the run must be complete,
-every fault must be in its records, and the server's state must equal, bit for bit, that of the same run in one process
-with only the replies that were used. ``tests/flower/test_fault_injection.py`` is a small form of it.
+shapes, values a million times too large). A second client connects with a stolen key, and 200 half-open connections
+flood the server. The server is killed once and restarted. In the end the run must be complete, every fault must be in
+its records, and the server's state must equal, bit for bit, that of the same run in one process with only the replies
+that were used. ``tests/flower/test_fault_injection.py`` is a small form of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from flood import described, flood, probed
 from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
 from vitfleet.data.assignment import assign_images
@@ -53,6 +55,11 @@ class FaultPlan:
         By round, the client that is killed after it has trained but before it has replied, and then restarted.
     server_killed
         The round in which the server is killed and restarted.
+    stolen
+        By round, the client whose key a second client uses from then on for three rounds, with images and a state of
+        its own. It must not take part.
+    flooded
+        The rounds during which 200 half-open connections are held.
     """
 
     names: tuple[str, ...]
@@ -63,6 +70,8 @@ class FaultPlan:
     killed: Mapping[int, int]
     server_killed: int
     deadline: float
+    stolen: Mapping[int, int] = field(default_factory=dict)
+    flooded: frozenset[int] = frozenset()
 
     @property
     def faults(self) -> set[RoundClient]:
@@ -84,6 +93,8 @@ METHODS = {
         "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2",
     ),
 }  # fmt: skip
+THIEF_ROUNDS = 3
+PROBE_S = 5.0  # how long honest requests are timed, at least
 KILL_DELAY_S = 3.0  # after the start of a round
 # Parts of the recorded failures. On a busy machine a slow client is late before its update can be rejected.
 LATE = ("no reply within", "not connected", "Flower: ")
@@ -104,6 +115,8 @@ def long_plan(method: str, deadline: float) -> FaultPlan:
         killed={6: 5},
         server_killed=7,
         deadline=deadline,
+        stolen={2: 0},
+        flooded=frozenset({4}),
     )
 
 
@@ -198,17 +211,26 @@ class FleetProcesses:
         options = [argument for override in overrides for argument in ("-o", override)]
         return self._start("server", self.vitfleet("server", "digits", *address, "--out", run, *options))
 
+    def start_thief(self, client: int) -> None:
+        """Start a second client with a client's key, but with another's images."""
+        victim, other = self.plan.names[client], self.plan.names[client - 1]
+        command = self._client_command(victim, self.out / "data" / other, self.out / "state" / "thief")
+        self._start(thief_of(victim), command)
+
     def start_client(self, client: int) -> None:
         """Start a client, with its faults."""
         name = self.plan.names[client]
         all_faults = {**self.plan.false_updates, **dict.fromkeys(self.plan.killed.items(), "wait")}
         faults = ",".join(f"{round}={fault}" for (round, faulty), fault in all_faults.items() if faulty == client)
         python_path = os.pathsep.join([str(self.out / "injection"), os.environ.get("PYTHONPATH", "")])
-        command = self.vitfleet(
-            "client", "--server", f"127.0.0.1:{self.port}", "--name", name, "--data", self.out / "data" / name,
-            "--certs", self.out / "fleet", "--state", self.out / "state" / name, "--device", "cpu", "--threads", "1",
-        )  # fmt: skip
+        command = self._client_command(name, self.out / "data" / name, self.out / "state" / name)
         self._start(name, command, {"CHAOS_FAULTS": faults, "PYTHONPATH": python_path} if faults else {})
+
+    def _client_command(self, name: str, data: Path, state: Path) -> list[str]:
+        return self.vitfleet(
+            "client", "--server", f"127.0.0.1:{self.port}", "--name", name, "--data", data,
+            "--certs", self.out / "fleet", "--state", state, "--device", "cpu", "--threads", "1",
+        )  # fmt: skip
 
     def signal(self, name: str, signal_number: signal.Signals) -> None:
         os.killpg(self.processes[name].pid, signal_number)
@@ -236,6 +258,10 @@ class FleetProcesses:
             self.processes[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
+def thief_of(name: str) -> str:
+    return f"thief of {name}"
+
+
 def run_plan(plan: FaultPlan, out: Path) -> None:
     """Run a plan with all its faults to its end."""
     fleet = FleetProcesses(out, plan)
@@ -258,6 +284,12 @@ def inject_faults(fleet: FleetProcesses) -> None:
     for round in range(1, plan.rounds + 1):
         fleet.wait_for_round(round)
         print(f"{time.strftime('%X')} round {round}", flush=True)
+        if round in plan.stolen:
+            fleet.start_thief(plan.stolen[round])
+        if round - THIEF_ROUNDS in plan.stolen:
+            fleet.kill(thief_of(plan.names[plan.stolen[round - THIEF_ROUNDS]]))
+        if round in plan.flooded:
+            flood_round(fleet, round)
         if round in plan.stopped:
             name = plan.names[plan.stopped[round]]
             fleet.signal(name, signal.SIGSTOP)
@@ -271,6 +303,17 @@ def inject_faults(fleet: FleetProcesses) -> None:
             time.sleep(KILL_DELAY_S)
             fleet.kill("server")
             fleet.start_server()
+
+
+def flood_round(fleet: FleetProcesses, round: int) -> None:
+    """Hold half-open connections until a round is over, and print how long honest requests took then and before."""
+    ca = fleet.out / "fleet" / "ca.crt"
+    with probed(fleet.port, ca) as calm:
+        time.sleep(PROBE_S)
+    with flood(fleet.port), probed(fleet.port, ca) as flooded:
+        fleet.wait_for_round(round + 1)
+        time.sleep(PROBE_S)
+    print(f"honest requests before the flood: {described(calm)}; during it: {described(flooded)}")
 
 
 def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
@@ -298,6 +341,10 @@ def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
         assert used_part(record) == used_part(expected), f"the records of round {record.round} differ"
         assert_same_evaluations(record.task, expected.task)
     assert server_state(run) == server_state(inline), "the server states differ"
+    for client in plan.stolen.values():
+        log = (out / f"{thief_of(plan.names[client])}.log").read_text()
+        assert "Failed to activate SuperNode" in log, "a stolen key was not refused"
+        assert not list((out / "state" / "thief").rglob("*.safetensors")), "the second client took part"
     return failures
 
 

@@ -60,6 +60,7 @@ MakeFleet: TypeAlias = Callable[..., InlineFleet]
 MakeShard: TypeAlias = Callable[[int, int], Shard]
 MakeConfig: TypeAlias = Callable[..., Config]
 Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
+RecordProperty: TypeAlias = Callable[[str, object], None]
 
 
 class InterruptAfter(Callback):
@@ -93,6 +94,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     ranks = {tests / name: rank for rank, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests counted (`record_property`): with several processes their own output is not shown."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, value in report.user_properties:
+                terminalreporter.write_line(f"{name}: {value}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import pytest
 
 from conftest import Command, MakeConfig
@@ -341,6 +342,13 @@ def test_compare_names_a_run_that_fails_and_finishes_the_others(vitfleet: Comman
     assert (tmp_path / "both" / "fedavg-s0" / "summary.json").exists(), "the other run finishes"
 
 
+def processes_naming(folder: Path) -> list[list[str]]:
+    """Return the command lines that name a folder, absolutely or from its parent."""
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    names = f"{folder.name}/", str(folder)
+    return [command for command in commands if any(name in word for word in command for name in names)]
+
+
 @pytest.mark.long
 def test_parallel_runs_that_are_interrupted_and_resumed_equal_sequential_ones(
     launch: Launch, vitfleet: Command, tmp_path: Path
@@ -354,6 +362,8 @@ def test_parallel_runs_that_are_interrupted_and_resumed_equal_sequential_ones(
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "vitfleet resume together --jobs 2" in stderr
+    assert not processes_naming(tmp_path / "together"), "no process is left"
+    assert not list((tmp_path / "together").rglob("*.tmp"))
     unfinished = [name for name, folder in zip(names, folders, strict=True) if rounds_done(folder) < 30]
     assert unfinished, "both had finished before they were interrupted"
     resumed = vitfleet(tmp_path, "resume", "together", "--jobs", "2")  # rejected if another process still held a run

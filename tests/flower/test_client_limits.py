@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import MakeConfig
 from vitfleet.config.schema import MachineConfig
@@ -17,9 +18,11 @@ from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.client_limits import ClientLimits
+from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.fleet import make_run_spec
 from vitfleet.flower.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
+from vitfleet.run.setup import open_run
 
 
 @pytest.fixture
@@ -102,3 +105,46 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
     for wrong in ("epochs", "epoch=3", "epochs=x", "epochs=0", "stored_share=2"):
         with pytest.raises(UserError, match="--limit"):
             ClientLimits.parse([wrong])
+
+
+def test_a_base_message_larger_than_the_disk_limit_is_refused_and_not_stored(spec: RunSpec, tmp_path: Path) -> None:
+    client = FlowerClient(lambda *_: pytest.fail("it trains"), tmp_path, MachineConfig(), ClientLimits(disk_mb=1))
+    base = Message({"weight": torch.zeros(300_000)})
+    reply = client.train(TrainPayload(Request(1, 0, Message()), spec, base))
+    assert reply.failure is not None
+    assert "would take 1.2 MB; its owner allows 1 (vitfleet client --limit disk_mb=…)" in reply.failure
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_the_files_of_all_runs_count(tmp_path: Path) -> None:
+    message = Message({"weight": torch.zeros(150_000)})
+    for run in ("first", "second"):
+        storage = ClientStorage.of_run(tmp_path, run)
+        storage.check_room(600_000, limit_mb=2)
+        storage.save_base(message)
+    with pytest.raises(UserError, match=r"would take 2\.2 MB"):
+        ClientStorage.of_run(tmp_path, "third").check_room(1_000_000, limit_mb=2)
+    ClientStorage.of_run(tmp_path, "third").check_room(700_000, limit_mb=2)
+
+
+def test_a_state_larger_than_the_disk_limit_is_not_stored(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    data = load_dataset(config.data)
+    sizes: list[int] = []
+
+    def check_room(storage: ClientStorage, new_bytes: int, limit_mb: int) -> None:
+        sizes.append(new_bytes)
+        if len(sizes) == 2:
+            raise UserError("no room")
+
+    monkeypatch.setattr(ClientStorage, "check_room", check_room)
+    context = open_run(config, tmp_path / "run")
+    client = FlowerClient(lambda *_: data, tmp_path / "state", MachineConfig(device="cpu", threads=1))
+    weights = context.components.net.initial_weights()
+    request = Request(1, 0, Message(weights))
+    reply = client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
+    assert reply.failure == "no room"
+    assert sizes[1] > sum(tensor.nbytes for tensor in weights.values()), "the client's own model counts"
+    assert [path.name for path in (tmp_path / "state").rglob("*.safetensors")] == ["base.safetensors"]

@@ -116,6 +116,7 @@ def test_one_worker_handles_all_messages(
     parent.kill()
     parent.wait()
     wait_until(lambda: not workers())
+    assert not socket.exists(), "nothing is left of a worker"
 
 
 def test_killed_worker_is_replaced(tiny_config: MakeConfig, tmp_path: Path, parent: subprocess.Popen[bytes]) -> None:

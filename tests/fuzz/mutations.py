@@ -15,7 +15,7 @@ from vitfleet.fleet.base import Reply
 from vitfleet.flower.codec import pack_reply
 from vitfleet.flower.record_keys import HEADER
 from vitfleet.message import Message
-from vitfleet.wire import encode, safetensors_chunks
+from vitfleet.wire import safetensors_chunks
 
 SCALES = (1e-30, 0.0, -1.0, 3.0, 1e3, 1e6, 1e30, float("nan"), float("inf"))
 SCALARS: tuple[Any, ...] = (
@@ -97,6 +97,7 @@ def _mutate_numbers(numbers: dict[str, Any], rng: random.Random) -> None:
         numbers[name] = changed + changed if action == "longer" else changed[:-1] if action == "shorter" else changed
 
 
-def honest_bytes(message: Message) -> int:
-    """Return the size of an unchanged message."""
-    return len(encode(message))
+def content_bytes(content: RecordDict) -> int:
+    """Return the number of bytes that a client sent."""
+    values = [value for record in content.config_records.values() for value in record.values()]
+    return sum(len(value) if isinstance(value, bytes) else len(str(value)) for value in values)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from case_limits import case_limits
 from generated_values import accepted_values, as_text, keys_by_variant, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from conftest import RecordProperty
 from vitfleet import register_method
 from vitfleet.config import load_config
 from vitfleet.config.base import MAX_FLOAT, MethodParams
@@ -99,7 +101,9 @@ def check_configurations(examples: int) -> Counter[str]:
 
     def check(drawn: list[str] | dict[str, Any]) -> None:
         form = "texts" if isinstance(drawn, list) else "values"
-        counts[f"{form} {'rejected' if outcome(drawn) is None else 'accepted'}"] += 1
+        with case_limits(len(repr(drawn))):
+            config = outcome(drawn)
+        counts[f"{form} {'rejected' if config is None else 'accepted'}"] += 1
 
     for as_texts in (True, False):
         settings(max_examples=examples // 2, database=None, derandomize=True)(given(overrides(as_texts))(check))()
@@ -117,10 +121,9 @@ def test_configurations() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("plugin")
-def test_ten_thousand_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_configurations(record_property: RecordProperty) -> None:
     counts = check_configurations(10_000)
-    with capsys.disabled():
-        print(f"\nconfigurations: {dict(sorted(counts.items()))}")
+    record_property("configurations", dict(sorted(counts.items())))
     assert min(counts["texts accepted"], counts["values accepted"]) > 100
 
 
@@ -192,8 +195,7 @@ def test_what_is_accepted_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("plugin")
-def test_many_that_are_accepted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_that_are_accepted_run(tmp_path: Path, record_property: RecordProperty) -> None:
     counts = check_runs(600, tmp_path)
-    with capsys.disabled():
-        print(f"\nruns: {dict(sorted(counts.items()))}")
+    record_property("runs of configurations at their limits", dict(sorted(counts.items())))
     assert counts["finished"] > 50

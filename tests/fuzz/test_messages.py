@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from mutations import mutated_reply
+from case_limits import case_limits
+from mutations import content_bytes, mutated_reply
 
+from conftest import RecordProperty
 from vitfleet.config import load_config
 from vitfleet.config.registry import METHODS
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
@@ -84,9 +86,11 @@ def check_method(name: str, folder: Path, examples: int, counts: Counter[str]) -
     rng, costed = random.Random(name), 0
     honest_numbers = next(reply.message for reply in honest if reply.client == MUTATED and reply.message).numbers
     for _ in range(examples):
-        changed = unpack_reply(mutated_reply(honest[MUTATED], rng), MUTATED, 10**7)
-        replies = [changed if reply.client == MUTATED else reply for reply in honest]
-        after, record = run_round(replace(context, fleet=GivenReplies(context.fleet, replies)), state, ROUND)
+        content = mutated_reply(honest[MUTATED], rng)
+        with case_limits(content_bytes(content)):
+            changed = unpack_reply(content, MUTATED, 10**7)
+            replies = [changed if reply.client == MUTATED else reply for reply in honest]
+            after, record = run_round(replace(context, fleet=GivenReplies(context.fleet, replies)), state, ROUND)
         failures = {entry.client: entry.failure for entry in record.clients if entry.failure is not None}
         assert set(failures) <= {MUTATED}, f"{name}: honest replies were refused: {failures}"
         assert all(failure.strip() for failure in failures.values())
@@ -110,11 +114,10 @@ def test_mutated_messages(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_ten_thousand_mutated_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_thousand_mutated_messages(tmp_path: Path, record_property: RecordProperty) -> None:
     counts: Counter[str] = Counter()
     methods = all_methods()
     for name in methods:
         check_method(name, tmp_path / name, -(-10_000 // len(methods)), counts)
-    with capsys.disabled():
-        print(f"\nmessages: {dict(counts)}, over {len(methods)} methods")
+    record_property("mutated messages", f"{dict(counts)}, of {len(methods)} methods")
     assert sum(counts.values()) >= 10_000

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from case_limits import case_limits
 
-from conftest import InterruptAfter
+from conftest import InterruptAfter, RecordProperty
 from vitfleet.api import load_run
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
@@ -59,6 +60,16 @@ def mutate(path: Path, rng: random.Random) -> None:
         path.write_bytes({"empty": b"", "garbage": rng.randbytes(100)}.get(kind, data + b"x"))
 
 
+def resume(folder: Path) -> None:
+    """Resume a run as the command does, and read its summary."""
+    run_folder = open_run_folder(folder)
+    try:
+        run_rounds(open_run(run_folder.config(), folder))
+    finally:
+        run_folder.release()
+    _ = load_run(folder).summary
+
+
 def check_folders(
     interrupted: tuple[Path, dict[str, torch.Tensor]], out: Path, examples: int, seed: int
 ) -> Counter[str]:
@@ -71,13 +82,10 @@ def check_folders(
         shutil.copytree(original, folder)
         name = rng.choice(checkpoint_files if rng.random() < 0.6 else names)
         mutate(folder / name, rng)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         try:
-            run_folder = open_run_folder(folder)
-            try:
-                run_rounds(open_run(run_folder.config(), folder))
-            finally:
-                run_folder.release()
-            _ = load_run(folder).summary
+            with case_limits(size):
+                resume(folder)
         except UserError:
             counts["ended with a sentence"] += 1
         except (IsADirectoryError, FileExistsError, NotADirectoryError):  # the command prints these as a sentence
@@ -99,9 +107,8 @@ def test_mutated_run_folders(interrupted: tuple[Path, dict[str, torch.Tensor]], 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_thousand_mutated_run_folders(
-    interrupted: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    interrupted: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, record_property: RecordProperty
 ) -> None:
     counts = check_folders(interrupted, tmp_path, 1000, seed=1)
-    with capsys.disabled():
-        print(f"\nrun folders: {dict(counts)}")
+    record_property("mutated run folders", dict(counts))
     assert counts["finished"] > 100

@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from conftest import MakeConfig
+from conftest import MakeConfig, RecordProperty
 from vitfleet.cli import main
+from vitfleet.config.registry import METHODS
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 
@@ -308,3 +309,43 @@ def test_a_run_killed_twenty_times_during_writes_ends_with_the_same_bytes(
     assert mid_write >= 5  # with writes this slow, nearly all of them
     killed.finish()
     assert_equal_runs(killed, undisturbed(*settings))
+
+
+TASKS = "data.tasks={count = 3, classes = 3, rounds_per_task = 4, per_client = [2, 3], share = [0.3, 0.5]}"
+ROUNDS = 12
+METHOD_KEYS = {
+    "transfl": ["method.k=1"],
+    "fedbfpt": ["method.local_layers=2", "model.depth=4"],
+    "eftvit": ["method.local_layers=1"],
+}
+
+
+def after_round(runner: Runner, round: int, seconds: float) -> Moment:
+    """Return the moment this many seconds after the checkpoint of a round."""
+    due: list[Moment] = []
+
+    def moment() -> bool:
+        if not due and runner.round() >= round:
+            due.append(after(seconds))
+        return bool(due) and due[0]()
+
+    return moment
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", [entry.name for entry in METHODS if entry.origin.built_in])
+def test_every_method_killed_twice_ends_with_the_same_bytes(
+    method: str, runner: MakeRunner, undisturbed: Undisturbed, record_property: RecordProperty
+) -> None:
+    keys = [f"method.name={method}", f"rounds={ROUNDS}", "train.epochs=2", *METHOD_KEYS.get(method, [])]
+    keys += [TASKS] if METHODS[method].target.needs_tasks else []
+    killed, chance = runner("killed", *keys, pause=0.02), random.Random(method)
+    reached = []
+    for earliest, latest in ((0, 3), (5, 8)):  # before the last task, and inside of it
+        moment = after_round(killed, chance.randint(earliest, latest), chance.uniform(0, 0.5))
+        assert killed.kill_at(moment), f"killed too late\n{killed.log()}"
+        reached.append(killed.round())
+    killed.finish()
+    assert_equal_runs(killed, undisturbed(*keys))
+    record_property(f"{method}, killed after the checkpoints of rounds", reached)

@@ -25,6 +25,7 @@ from vitfleet.cli.base import (
     reserve_stdout,
     with_data_dir,
 )
+from vitfleet.cli.estimate import Yes, require_consent
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
@@ -65,6 +66,7 @@ def compare(
     ] = None,
     out: Out = None,
     data_dir: DataDir = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run several configurations on the same partition, one after the other or several at a time, and show one table.
@@ -95,7 +97,20 @@ def compare(
         out=out,
         command=["vitfleet", *sys.argv[1:]],
     )
-    run_comparison(comparison, as_json, jobs)
+    run_new_comparison(comparison, yes, as_json, jobs)
+
+
+def run_new_comparison(comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1) -> None:
+    """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
+    from vitfleet.run.compare import MANIFEST
+
+    try:
+        clock = _show_plan(comparison, jobs, yes)
+    except (UserError, typer.Abort):
+        (comparison.path / MANIFEST).unlink()
+        comparison.path.rmdir()
+        raise
+    _run_and_show(comparison, clock, as_json, jobs)
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
@@ -112,14 +127,19 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
     return sweep
 
 
-def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1) -> None:
+def resume_comparison(comparison: Comparison, jobs: int = 1) -> None:
+    """Run the remaining runs of a comparison, whose start was wanted."""
+    _run_and_show(comparison, _show_plan(comparison, jobs, yes=True), as_json=False, jobs=jobs)
+
+
+def _run_and_show(comparison: Comparison, clock: ComparisonClock | None, as_json: bool, jobs: int) -> None:
     """Run the remaining runs of a comparison, show its table and write its report."""
     from vitfleet.cli.display import TerminalRun
     from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_tables
     from vitfleet.run.compare import partitions_differ
 
     path = comparison.path
-    display = TerminalRun(_show_plan(comparison, jobs))
+    display = TerminalRun(clock)
     with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
         comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_JobLines(comparison.left, path))
     result = comparison.result
@@ -137,10 +157,16 @@ def run_comparison(comparison: Comparison, as_json: bool = False, jobs: int = 1)
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))
 
 
-def _show_plan(comparison: Comparison, jobs: int) -> ComparisonClock | None:
-    """Print what the runs that are left will take; return the clock of runs that are made one after the other."""
-    from vitfleet.costs.estimate import available, combine
-    from vitfleet.report.estimate_text import estimate_line, shortage
+def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock | None:
+    """Print what the runs that are left will take; return the clock of runs that are made one after the other.
+
+    Raises
+    ------
+    UserError
+        They take too much, and nobody consented: see :func:`vitfleet.cli.estimate.require_consent`.
+    """
+    from vitfleet.costs.estimate import combine
+    from vitfleet.report.estimate_text import estimate_line
     from vitfleet.report.terminal import ComparisonClock
 
     left = comparison.left
@@ -153,8 +179,7 @@ def _show_plan(comparison: Comparison, jobs: int) -> ComparisonClock | None:
         return None if jobs > 1 else ComparisonClock([float(member.config.rounds) for member in left], _seeds(left))
     total = combine(estimates, jobs)
     print_text(console, f"{count}, estimated: {estimate_line(total)}")
-    if missing := shortage(total, available(total.device, comparison.path)):
-        print_text(error_console, f"warning: {missing}")
+    require_consent(total, comparison.path, yes)
     return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], _seeds(left))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitfleet.cli.base import console, print_text, reserve_stdout, with_data_dir
-from vitfleet.cli.compare import check_single_process, run_comparison
+from vitfleet.cli.compare import check_single_process, run_new_comparison
 
 PRESETS = ("start-fedavg", "start-transfl", "start-eftvit")
 TASK_PRESETS = ("start-fedavg-tasks", "start-fedvit")
@@ -21,6 +21,7 @@ def first_run(
     seed: int | None,
     out: Path | None,
     data_dir: str | None,
+    yes: bool,
     as_json: bool,
     command: Sequence[str],
 ) -> None:
@@ -35,7 +36,7 @@ def first_run(
     presets = PRESETS if has_changed else (*PRESETS, *TASK_PRESETS)
     comparison, _ = create(presets, seeds=[seed or 0], overrides=keys, plugins=plugins, out=out, command=command)
     # Each run is on one core: so small a model gains nothing from more.
-    run_comparison(comparison, as_json, jobs=min(MAX_JOBS, os.cpu_count() or 1))
+    run_new_comparison(comparison, yes, as_json, jobs=min(MAX_JOBS, os.cpu_count() or 1))
     print_text(console, "")
     for sentence in gain_sentences(comparison.result.rows):
         print_text(console, sentence)

@@ -29,6 +29,7 @@ from vitfleet.cli.base import (
     reserve_stdout,
     with_data_dir,
 )
+from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def run(
     out: Out = None,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Train one configuration. Without one, compare FedAvg, TransFL, EFTViT and FedViT in a minute.
@@ -62,7 +64,7 @@ def run(
     if source is None:
         from vitfleet.cli.first_run import first_run
 
-        first_run(override, plugin, seed, out, data_dir, as_json, ["vitfleet", *sys.argv[1:]])
+        first_run(override, plugin, seed, out, data_dir, yes, as_json, ["vitfleet", *sys.argv[1:]])
         return
     if process_rank() > 0:
         _follow()
@@ -72,6 +74,11 @@ def run(
     reserve_stdout(as_json)
     overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
     run_folder, _ = create_run(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
+    try:
+        confirm_run(run_folder.config(), run_folder.path, yes)
+    except (UserError, typer.Abort):
+        run_folder.discard()
+        raise
     summary = train(run_folder, is_new=True)
     if as_json:
         print(json.dumps({"folder": str(run_folder.path), **summary}))
@@ -100,10 +107,10 @@ def resume(
         if rounds is not None:
             raise UserError(f"--rounds {rounds}: is for one run; name the folder of a run in {folder}")
         from vitfleet.api.comparison import Comparison
-        from vitfleet.cli.compare import check_single_process, run_comparison
+        from vitfleet.cli.compare import check_single_process, resume_comparison
 
         check_single_process()
-        run_comparison(Comparison(folder), jobs=jobs)
+        resume_comparison(Comparison(folder), jobs)
         return
     if process_rank() > 0:
         _follow()

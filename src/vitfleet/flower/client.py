@@ -27,6 +27,7 @@ from vitfleet.message import State, Tensors, to_device
 from vitfleet.run.data_info import DataInfo
 from vitfleet.run.model_file import MODEL_FILE, model_info, write_model
 from vitfleet.training.cohort_driver import run_cohort
+from vitfleet.wire import encoded_size, tensors_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
 
@@ -81,6 +82,7 @@ class FlowerClient:
         request, config = payload.request, self._checked_config(payload.run_spec)
         storage = ClientStorage.of_run(self.root, payload.run_spec.run_id)
         if payload.base is not None:
+            storage.check_room(encoded_size(payload.base), self.limits.disk_mb)
             storage.save_base(payload.base)
         base, state = storage.load_base(), _load_state(storage, request.last_round)
         if base is None or state is None:
@@ -95,6 +97,9 @@ class FlowerClient:
         (update,) = run_cohort([participant], setup.runtime.trainer)
         reply = setup.runtime.reply(request, update)
         if reply.message is not None:
+            state_bytes = encoded_size(update.client_state or State())
+            model_bytes = 0 if storage.model_path.exists() else tensors_size(State(update.model_weights))
+            storage.check_room(state_bytes + model_bytes, self.limits.disk_mb)
             storage.save_state(request.round, update.client_state, request.last_round)
             self._save_model(storage, setup, payload, update.model_weights)
         return reply

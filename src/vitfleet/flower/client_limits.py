@@ -31,6 +31,7 @@ class ClientLimits(Table):
     epochs: int = Field(1000, ge=1, description="epochs per round")
     batch_size: int = Field(4096, ge=1, description="images per step")
     tasks: int = Field(1000, ge=1, description="tasks")
+    disk_mb: int = Field(20_000, ge=1, description="megabytes of all runs' files on the client")
     stored_share: float = Field(1.0, gt=0, le=1, description="share of the images that may be stored as samples")
 
     @classmethod

@@ -16,6 +16,8 @@ from vitfleet.message import Message, State
 from vitfleet.run.model_file import MODEL_FILE
 from vitfleet.wire import PayloadType, read_payload, write_payload
 
+MEGABYTE = 1_000_000
+
 
 class ClientStorage:
     """Reads and writes a client's files of one run."""
@@ -28,6 +30,23 @@ class ClientStorage:
     def of_run(cls, root: Path, run_id: str) -> ClientStorage:
         """Return the storage of a run. The server chooses the run id, so the id itself is never used as a path."""
         return cls(root / sha256(run_id.encode()).hexdigest()[:16])
+
+    def check_room(self, new_bytes: int, limit_mb: int) -> None:
+        """Check that a file of this size may be added to those of this client's runs, before it is written.
+
+        Raises
+        ------
+        UserError
+            The owner's limit would be exceeded, by what this server asks for or by what earlier runs left.
+        """
+        files = [path for path in self.folder.parent.glob("*/*.safetensors") if path.is_file()]
+        used = sum(path.stat().st_size for path in files)
+        if used + new_bytes > limit_mb * MEGABYTE:
+            raise UserError(
+                f"the files of this client's runs would take {(used + new_bytes) / MEGABYTE:,.1f} MB; its owner allows "
+                f"{limit_mb:,} (vitfleet client --limit disk_mb=…); runs that are over can be deleted from "
+                f"{self.folder.parent}"
+            )
 
     def load_base(self) -> Message | None:
         """Return the base message; ``None`` if it is missing."""

@@ -130,7 +130,11 @@ def run_forever(command: list[str], home: Path, activity: Path, report: Callable
             code = _wait_and_report(process, lines, report)
         except KeyboardInterrupt:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # it waits for a server that is gone
+                process.kill()
+                process.wait()
             raise
         report(
             f"Flower's SuperNode ended with code {code} (see {home / SUPERNODE_LOG}); restarting in "

@@ -79,7 +79,8 @@ def _start_worker(folder: Path, name: str, parent: int) -> None:
         finally:
             os.umask(umask)
         listener.listen()
-        command = [sys.executable, "-m", "vitfleet.flower.worker", str(listener.fileno()), str(parent)]
+        path = str((folder / name).resolve())
+        command = [sys.executable, "-m", "vitfleet.flower.worker", str(listener.fileno()), str(parent), path]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
 
 
@@ -128,15 +129,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Handle a client's messages; Flower's ClientApp starts this process.")
     parser.add_argument("listener", type=int, help="file descriptor of the listening socket")
     parser.add_argument("parent", type=int, help="id of the process with which this one ends")
+    parser.add_argument("path", type=Path, help="the socket's file, removed in the end")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and thereby this process
-    threading.Thread(target=_exit_with_parent, args=(arguments.parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(arguments.parent, arguments.path), daemon=True).start()
     listener = socket.socket(fileno=arguments.listener)
     listener.settimeout(IDLE_TIMEOUT_S)
     while True:
         try:
             connection, _ = listener.accept()
         except TimeoutError:
+            arguments.path.unlink(missing_ok=True)  # before the socket is closed: the next caller may make a new one
             return
         connection.settimeout(None)
         with connection, connection.makefile("rwb") as file, suppress(ConnectionError, EOFError):
@@ -158,8 +161,8 @@ def _serve(file: SocketFile) -> None:
     _write_records(file, reply)
 
 
-def _exit_with_parent(parent: int) -> None:
-    """Exit this process, whatever it is doing, when its parent has ended."""
+def _exit_with_parent(parent: int, path: Path) -> None:
+    """Remove the socket's file and exit this process, whatever it is doing, when its parent has ended."""
     try:
         select.select([os.pidfd_open(parent)], [], [])
     except ProcessLookupError:
@@ -167,6 +170,8 @@ def _exit_with_parent(parent: int) -> None:
     except (AttributeError, OSError):  # not on Linux
         while _is_running(parent):
             time.sleep(PARENT_POLL_S)
+    with suppress(OSError):  # the folder may be gone
+        path.unlink(missing_ok=True)
     os._exit(0)
 
 

@@ -1,0 +1,75 @@
+"""What a run will take, shown before it starts; one that would take days or does not fit needs consent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitfleet.cli.base import console, error_console, print_text
+from vitfleet.errors import UserError
+
+if TYPE_CHECKING:
+    from vitfleet.config.schema import Config
+    from vitfleet.costs.estimate import Available, RunEstimate
+
+DAY = 86_400.0
+MANY_DAYS = 2.0
+
+Yes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Start it even if it would take days, or more memory or disk than is free.")
+]
+
+
+def confirm_run(config: Config, folder: Path, yes: bool) -> None:
+    """Show what a run will take on this machine, and see that it is wanted: see :func:`require_consent`.
+
+    The sizes of data that must be decoded or downloaded first are not known: then nothing is shown.
+    """
+    from vitfleet.costs.estimate import estimate_run
+    from vitfleet.report.estimate_text import estimate_line
+
+    estimate = estimate_run(config)
+    if estimate is not None:
+        print_text(console, f"estimated: {estimate_line(estimate)}")
+        require_consent(estimate, folder, yes)
+
+
+def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
+    """If runs take too much, ask, or refuse them where nobody can answer.
+
+    Parameters
+    ----------
+    folder
+        Where the runs are stored.
+    yes
+        Whether the user has consented already.
+
+    Raises
+    ------
+    UserError
+        The runs would take days or do not fit, and nobody consented.
+    """
+    from vitfleet.costs.estimate import available
+
+    problem = too_much(estimate, available(estimate.device, folder))
+    if problem is None or yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"not started: {problem}; make it smaller, or start it with --yes")
+    print_text(error_console, f"This is much: {problem}.")
+    if not typer.confirm("Start it anyway?", err=True):
+        raise UserError("not started")
+
+
+def too_much(estimate: RunEstimate, free: Available) -> str | None:
+    """Return why runs should not be started without consent; ``None`` in most cases."""
+    from vitfleet.report.estimate_text import shortage
+
+    days = estimate.seconds / DAY
+    problems = [f"would take about {days:,.3g} days"] if days > MANY_DAYS else []
+    if missing := shortage(estimate, free):
+        problems.append(missing)
+    return f"it {' and '.join(problems)}" if problems else None

@@ -1,0 +1,142 @@
+"""The connections of a proxy, and which of them have to go: a stranger must not keep registered clients out.
+
+Anyone can open connections and then say nothing, or very little. Each state of a connection has a time limit, and the
+number of connections is limited. When it is reached, a new connection takes the place of one that never had a request
+accepted, from the address that has most of these.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+#: Address and port of the other side.
+Peer: TypeAlias = tuple[str, int]
+
+
+class Phase(Enum):
+    """What a connection is doing."""
+
+    HANDSHAKE = "TLS handshake"
+    WAITING = "waiting for a request's headers"
+    REQUEST = "request and reply"
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of a proxy's connections.
+
+    Attributes
+    ----------
+    total
+        Number of connections.
+    handshake_s, waiting_s, request_s
+        How long a connection may be in each phase. The slowest client that is supported sends 5 MiB at 70 kB/s.
+    """
+
+    total: int = 1000
+    handshake_s: float = 10.0
+    waiting_s: float = 15.0
+    request_s: float = 120.0
+
+    def seconds(self, phase: Phase) -> float:
+        """Return the time limit of a phase."""
+        return {Phase.HANDSHAKE: self.handshake_s, Phase.WAITING: self.waiting_s, Phase.REQUEST: self.request_s}[phase]
+
+
+@dataclass
+class Connection:
+    """One connection.
+
+    Attributes
+    ----------
+    close
+        Ends it at once.
+    is_closed
+        Whether it has ended.
+    known
+        Whether a request on it was accepted, so that its other side has a registered key.
+    """
+
+    peer: Peer
+    close: Callable[[], object]
+    is_closed: Callable[[], bool]
+    since: float
+    phase: Phase = Phase.HANDSHAKE
+    known: bool = False
+
+
+@dataclass
+class ConnectionTable:
+    """All connections of a proxy."""
+
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    clock: Callable[[], float] = time.monotonic
+    _connections: dict[Peer, Connection] = field(default_factory=dict, init=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, peer: Peer, close: Callable[[], object], is_closed: Callable[[], bool]) -> bool:
+        """Add a new connection; ``False`` if there is no room for it, which only accepted clients can cause."""
+        if len(self) >= self.limits.total and not self.make_room():
+            return False
+        self._connections[peer] = Connection(peer, close, is_closed, self.clock())
+        return True
+
+    def opened(self, peer: Peer, close: Callable[[], object], is_closed: Callable[[], bool]) -> None:
+        """Note that a connection's handshake is over, and how it is closed from now on."""
+        if (connection := self._connections.get(peer)) is not None:
+            connection.close, connection.is_closed = close, is_closed
+            self._enter(connection, Phase.WAITING)
+
+    def begin_request(self, peer: Peer) -> None:
+        """Note that a request's headers have arrived."""
+        if (connection := self._connections.get(peer)) is not None:
+            self._enter(connection, Phase.REQUEST)
+
+    def end_request(self, peer: Peer, accepted: bool) -> None:
+        """Note that a reply was sent."""
+        if (connection := self._connections.get(peer)) is not None:
+            connection.known |= accepted
+            self._enter(connection, Phase.WAITING)
+
+    def remove(self, peer: Peer) -> None:
+        """Forget a connection that has ended."""
+        self._connections.pop(peer, None)
+
+    def sweep(self) -> None:
+        """Forget the connections that have ended, and close those that have been in one phase for too long."""
+        now = self.clock()
+        for connection in list(self._connections.values()):
+            if connection.is_closed():
+                self.remove(connection.peer)
+            elif now - connection.since > self.limits.seconds(connection.phase):
+                self._close(connection)
+
+    def make_room(self) -> bool:
+        """Close one connection; ``False`` if all belong to clients in the middle of a request."""
+        self.sweep()
+        if len(self) < self.limits.total:
+            return True
+        strangers = [connection for connection in self._connections.values() if not connection.known]
+        per_address = Counter(connection.peer[0] for connection in strangers)
+        idle = [connection for connection in self._connections.values() if connection.phase is not Phase.REQUEST]
+        if strangers:
+            self._close(max(strangers, key=lambda connection: (per_address[connection.peer[0]], -connection.since)))
+        elif idle:  # its client connects again
+            self._close(min(idle, key=lambda connection: connection.since))
+        else:
+            return False
+        return True
+
+    def _enter(self, connection: Connection, phase: Phase) -> None:
+        connection.phase, connection.since = phase, self.clock()
+
+    def _close(self, connection: Connection) -> None:
+        self.remove(connection.peer)
+        connection.close()
