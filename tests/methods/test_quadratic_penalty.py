@@ -11,6 +11,7 @@ import pytest
 import torch
 from by_hand import PLAIN_SGD, Hand, Samples, close
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
@@ -18,11 +19,11 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientJob, ClientUpdate, weight_importance
 from vitfleet.methods.ewc import Ewc, EwcParams, drawn_label_loss
 from vitfleet.methods.mas import Mas, MasParams
 from vitfleet.methods.quadratic_penalty import PenalizedLoss, Penalty, read_learned
-from vitfleet.methods.weight_importance import measured_importance
+from vitfleet.methods.weight_importance import images_per_step, measured_importance
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.cohort_driver import run_participant
@@ -82,18 +83,25 @@ class ByHand:
         return logits.log_softmax(0)[drawn if self.kind == "ewc, model" else label]
 
 
+@pytest.mark.parametrize("images", [1, 4])
 @pytest.mark.parametrize("execution", ["alone", "stacked", "captured", "stacked and captured"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_importance_is_the_mean_over_single_images(
     kind: str,
     execution: str,
+    images: int,
     captured: list[object],
     tiny_net: Net,
     make_context: MakeContext,
     make_trainer: MakeTrainer,
     make_shard: MakeShard,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the settings of the training are: images are whole, gradients are not clipped, weights stay."""
+    """Whatever the settings of the training are: images are whole, gradients are not clipped, weights stay.
+
+    A GPU computes the gradients of several images in a step, with padding in the last one.
+    """
+    monkeypatch.setattr(weight_importance, "images_per_step", lambda gradients: images)
     train = {"mask_ratio": 0.5, "clip": 1e-3, "weight_decay": 0.5, "batch_size": 8}
     method = of_kind(kind, make_context, **train)
     trainer = replace(make_trainer(AugmentConfig(crop=0.25, flip=True, brightness=0.4), **train), class_tasks=TASKS)
@@ -113,7 +121,8 @@ def test_importance_is_the_mean_over_single_images(
     for client_fit, result in zip(group, results, strict=True):
         start = client_fit.fit.weights
         assert all(torch.equal(tensor, start[name]) for name, tensor in result.weights.items())
-        assert result.steps == result.samples == len(client_fit.shard)
+        assert result.samples == len(client_fit.shard)
+        assert result.steps == -(-len(client_fit.shard) // images)
         expected = ByHand(kind, tiny_net, ROUND, client_fit.rng.client).importance(start, client_fit.shard)
         found = measured_importance(result, torch.device("cpu"))
         assert found.keys() == expected.keys()
@@ -122,6 +131,14 @@ def test_importance_is_the_mean_over_single_images(
             assert float((found[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()) + 1e-9, name
         assert float(max(tensor.max() for tensor in found.values())) > 1e-3
     assert bool(captured) == ("captured" in execution)
+
+
+def test_images_per_step_follow_the_device_and_the_model() -> None:
+    """Without a GPU one image at a time; on a GPU at most 16, and the gradients of a step stay below 256 MiB."""
+    assert images_per_step({"w": torch.empty(10)}) == images_per_step({"w": torch.empty(10, device="meta")}) == 1
+    with FakeTensorMode():
+        counts = {size: images_per_step({"w": torch.empty(size, device="cuda")}) for size in (10, 2**23, 2**30)}
+    assert counts == {10: 16, 2**23: 8, 2**30: 1}
 
 
 def test_drawn_labels_follow_the_models_prediction() -> None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
-from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, Tensors
 from vitfleet.methods.base import ClientJob
@@ -44,7 +44,7 @@ from vitfleet.methods.episodic_memory import StoredTasks, replay_buffer
 from vitfleet.methods.memory_method import MEMORY_METRICS, MemoryMethod, reported_counts
 from vitfleet.methods.replay_method import ReplayParams
 from vitfleet.methods.shared_body import LocalTraining
-from vitfleet.methods.weight_importance import one_image_per_step
+from vitfleet.methods.weight_importance import whole_images
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.external_keys import add_external_keys, external_keys
 from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
@@ -124,11 +124,6 @@ class GradientOfSum:
         return {name: total.add_(samples * gradients[name]) for name, total in observer_state.items()}
 
 
-def whole_images(train: TrainConfig) -> TrainConfig:
-    """Return settings under which the steps change no weight, on whole images."""
-    return one_image_per_step(train).model_copy(update={"batch_size": train.batch_size})
-
-
 @register_method("lvt", LvtParams, title="LVT")
 class Lvt(MemoryMethod[LvtParams]):
     """Lifelong vision transformer."""
@@ -185,7 +180,7 @@ class Lvt(MemoryMethod[LvtParams]):
             Objective(self.keys, injection_loss, observer=GradientOfSum(), augment=False),
             1,
             observer_state={name: torch.zeros_like(trained[name]) for name in self.keys},
-            train=whole_images(self.context.train),
+            train=whole_images(self.context.train, self.context.train.batch_size),
         )
         kept = {} if job.client_state is None else job.client_state.tensors
         latest = {name: tensor for name, tensor in kept.items() if name.startswith(_LATEST)}

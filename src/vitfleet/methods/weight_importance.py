@@ -1,9 +1,9 @@
 """How important each weight is for a client's task: the mean over its samples of a function of per-sample gradients.
 
-A gradient of a batch's mean does not tell the gradients of its samples, so this is a pass over the client's images in
-steps of one image with learning rate 0. It goes through the trainer as any training does: clients are stacked, steps
-are captured. Images are whole and not augmented. It costs as many floating-point operations as one epoch of training,
-in as many steps as the client has images.
+A gradient of a batch's mean does not tell the gradients of its samples, so this is a pass over the client's images that
+computes a gradient per image. It goes through the trainer as any training does: clients are stacked, steps are
+captured. Images are whole and not augmented. It costs as many floating-point operations as one epoch of training, in
+steps of one image on a CPU and of several on a GPU, which one image would leave idle.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from torch import Tensor
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Tensors
 from vitfleet.models.anatomy import Selection
-from vitfleet.training.objective import Fit, FitResult, Loss, Objective, Step
+from vitfleet.training.objective import Fit, FitResult, Loss, Objective, SampleObserver, Step
 
 Statistic: TypeAlias = Literal["square", "absolute"]
 
+MAX_IMAGES = 16  # per step and client
+MAX_NUMBERS = 2**26  # of the gradients of a step and client: 256 MiB
+
 
 @dataclass(frozen=True)
-class GradientSum:
-    """Observer that sums the squares or the absolute values of the gradients of all steps.
+class GradientSum(SampleObserver):
+    """Observer that sums the squares or the absolute values of the gradients of all samples.
 
     Padding needs no care: its gradient is zero.
     """
@@ -32,9 +35,9 @@ class GradientSum:
     statistic: Statistic
 
     def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        """Add the gradients of one step."""
+        """Add the gradients of one step, a row per sample."""
         function = torch.square if self.statistic == "square" else torch.abs
-        return {name: total.add_(function(gradients[name])) for name, total in observer_state.items()}
+        return {name: total.add_(function(gradients[name]).sum(dim=0)) for name, total in observer_state.items()}
 
 
 def importance_fit(
@@ -64,14 +67,21 @@ def importance_fit(
     """
     objective = Objective(trainable, loss, observer=GradientSum(statistic), augment=False)
     zeros = {name: torch.zeros_like(weights[name]) for name in trainable}
-    settings = one_image_per_step(train)
+    settings = whole_images(train, images_per_step(zeros))
     return Fit(weights, objective, 1, constants or {}, observer_state=zeros, train=settings)
 
 
-def one_image_per_step(train: TrainConfig) -> TrainConfig:
-    """Return settings under which every step has one whole image and changes no weight."""
+def images_per_step(gradients: Tensors) -> int:
+    """Return how many images' gradients, of these shapes and on this device, are computed at once."""
+    if next(iter(gradients.values())).device.type != "cuda":
+        return 1
+    return min(MAX_IMAGES, max(1, MAX_NUMBERS // sum(gradient.numel() for gradient in gradients.values())))
+
+
+def whole_images(train: TrainConfig, batch_size: int) -> TrainConfig:
+    """Return settings under which steps have whole images and change no weight."""
     changes = {
-        "batch_size": 1,
+        "batch_size": batch_size,
         "optimizer": "sgd",
         "lr": 0.0,
         "weight_decay": 0.0,

@@ -23,8 +23,9 @@ from vitfleet.training.engine import StepEngine
 from vitfleet.training.game import SequentialGame, game_gradients
 from vitfleet.training.gradients import client_gradients, clip_gradients
 from vitfleet.training.memory_gradients import MemoryGradients, concatenate
-from vitfleet.training.objective import ReferenceGradients, ReplayedSamples, Step, mask_other_tasks
+from vitfleet.training.objective import ReferenceGradients, ReplayedSamples, SampleObserver, Step, mask_other_tasks
 from vitfleet.training.optim import Optimizer
+from vitfleet.training.sample_gradients import SampleGradients, sample_gradients
 from vitfleet.training.stack import lift
 
 
@@ -124,6 +125,9 @@ class Cohort:
         all_active
             Whether all clients are known to have this step. If not, the batch says which have it, on the device.
         """
+        if isinstance(self.objective.observer, SampleObserver):
+            self._observe_samples(batch, epoch)
+            return
         step, losses, gradients = self._step_gradients(batch, epoch)
         of_memory = self.memory_gradients.compute(gradients, refresh, restore, self.images, batch)
         references = self._reference_gradients(of_memory, batch, epoch)
@@ -137,6 +141,22 @@ class Cohort:
                 self.companion_optimizer.step(self._clip(companion_gradients), active)
             self.loss_sum += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
             # A sum that is not finite stays so: what is counted are the steps before the first such loss.
+            self.finite_steps += batch.active * self.loss_sum.isfinite()
+
+    def _observe_samples(self, batch: Batch, epoch: Tensor) -> None:
+        """Show the gradient of each sample to the observer; the weights stay as they are."""
+        inputs, axis = self.inputs, 1 if self.stacked else 0
+        if batch.sample_weight.shape[-1] > 1:
+            of_samples = sample_gradients(
+                self.engine, self.objective, inputs, self.leaves, self.stacked, self.images, batch, epoch
+            )
+        else:  # nothing to repeat
+            step, losses, gradients = self._step_gradients(batch, epoch)
+            rows = {name: gradient.unsqueeze(axis) for name, gradient in gradients.items()}
+            of_samples = SampleGradients(step, losses.detach().unsqueeze(-1), rows)
+        with torch.no_grad():
+            self._observe(of_samples.gradients, of_samples.step)
+            self.loss_sum += (of_samples.losses * (batch.sample_weight > 0)).sum(dim=-1)
             self.finite_steps += batch.active * self.loss_sum.isfinite()
 
     def _step_gradients(self, batch: Batch, epoch: Tensor) -> tuple[Step, Tensor, dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from vitfleet.training.distillation import distillation_gradients
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.gradients import client_gradients
 from vitfleet.training.objective import Objective, ReferenceGradients
+from vitfleet.training.repeated_weights import by_part, repeat_weights
 
 
 @dataclass(frozen=True)
@@ -169,48 +170,18 @@ class MemoryGradients:
 
     def _of_chunk(self, memory: Tensors) -> dict[str, Tensor]:
         """Return the gradients of parts of one width: several parts become clients of the same forward pass."""
-        axis, stacked, weights, net = self.part_axis, self.stacked, self.inputs.weights, self.engine.net
+        axis, stacked, weights = self.part_axis, self.stacked, self.inputs.weights
         parts = memory["sample_weight"].shape[axis]
         if parts == 1:
             part = {name: tensor.select(axis, 0) for name, tensor in memory.items()}
             gradients = self._of_part(weights.tensors, self.leaves, part)
             return {name: gradient.unsqueeze(axis) for name, gradient in gradients.items()}
 
-        def repeat(name: str, tensor: Tensor) -> Tensor:
-            """Give every part the weights of its client. A weight that is shared by all clients stays shared."""
-            if stacked and name not in weights.stacked_names:
-                return tensor
-            repeated = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
-            return repeated.flatten(0, 1) if stacked else repeated
-
-        def repeat_leaf(name: str, leaf: Tensor) -> Tensor:
-            """Repeat a weight that trains. A matrix is not copied: see :func:`vitfleet.models.stacked_ops.linear`."""
-            if leaf.dim() - axis == 2 and net.stacking == "tensor operations" and not self.engine.compiled:
-                matrices = leaf if stacked else leaf.unsqueeze(0)
-                return self._matrices(matrices).unsqueeze(1).expand(-1, parts, -1, -1)
-            return repeat(name, leaf).contiguous()
-
-        leaves = {name: repeat_leaf(name, leaf.detach()).requires_grad_() for name, leaf in self.leaves.items()}
-        frozen = {
-            name: repeat(name, tensor) if stacked else tensor
-            for name, tensor in weights.tensors.items()
-            if name not in leaves
-        }
+        everything, leaves = repeat_weights(
+            self.engine, weights, self.leaves, parts, stacked, self.objective.reference_dtype
+        )
         flat_memory = {name: tensor.flatten(0, 1) if stacked else tensor for name, tensor in memory.items()}
-        gradients = self._of_part({**frozen, **leaves}, leaves, flat_memory)
-        return {
-            name: gradient.reshape(*leaf.shape[:axis], parts, *leaf.shape[axis:])
-            for (name, leaf), gradient in zip(self.leaves.items(), gradients.values(), strict=True)
-        }
-
-    def _matrices(self, leaf: Tensor) -> Tensor:
-        """Return matrices in the type in which their products are computed, if their gradients are stored in it.
-
-        Products convert them to it anyway, and then the gradients need no conversion.
-        """
-        dtype = self.objective.reference_dtype
-        computed_in_it = dtype == torch.bfloat16 and self.engine.machine.bf16 and leaf.dtype == torch.float32
-        return leaf.to(dtype) if computed_in_it else leaf
+        return by_part(self._of_part(everything, leaves, flat_memory), self.leaves, parts, stacked)
 
     def _of_part(self, weights: Tensors, leaves: Mapping[str, Tensor], memory: Tensors) -> dict[str, Tensor]:
         outputs, _ = self.engine.forward(

@@ -8,6 +8,7 @@ together, so what differs between clients belongs in the tensors of a :class:`Fi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
@@ -146,6 +147,17 @@ class Observer(Protocol):
         A sample of weight 0 is padding, and so is a step in which all weights are 0: it must not change the state.
         """
         ...
+
+
+class SampleObserver(ABC):
+    """An observer of the gradient of each sample: there is one row per sample, of whole images.
+
+    A training with it changes no weight.
+    """
+
+    @abstractmethod
+    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
+        """Return the state after one more step: see :class:`Observer`."""
 
 
 class CompanionRule(Protocol):
