@@ -302,6 +302,8 @@ def test_run_without_a_configuration_compares_three_methods_on_one_partition(vit
     assert len(partitions) == 1
     assert f"report: {Path('both') / 'report.html'}" in result.stdout
     assert (tmp_path / "both" / "report.html").exists()
+    assert "figures as files: vitfleet report both" in result.stdout
+    assert not (tmp_path / "both" / "figures").exists()
     assert "3 runs, estimated: about" in result.stdout
     rows = (tmp_path / "both" / "compare.csv").read_text().splitlines()
     assert len(rows) == 4

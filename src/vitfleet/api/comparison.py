@@ -171,11 +171,11 @@ class Comparison:
             return open_run_folder(folder)
         return create_run_folder(member.config, folder, member.name, shlex.split(read_command(self.path)))
 
-    def report(self, progress: Progress = NO_PROGRESS) -> Path:
-        """Write the comparison's report, an HTML page with its figures, and return its path."""
+    def report(self, progress: Progress = NO_PROGRESS, figure_files: bool = True) -> Path:
+        """Write the comparison's report, an HTML page, and its figures as files too; return the page's path."""
         from vitfleet.report.write import write_report
 
-        return write_report([self.path], progress=progress).page
+        return write_report([self.path], progress=progress, figure_files=figure_files).page
 
 
 def compare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,9 @@ def compare(
     run_new_comparison(comparison, yes, as_json, jobs)
 
 
-def run_new_comparison(comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1) -> None:
+def run_new_comparison(
+    comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1, figure_files: bool = True
+) -> None:
     """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
     from vitfleet.run.compare import MANIFEST
 
@@ -110,7 +113,7 @@ def run_new_comparison(comparison: Comparison, yes: bool, as_json: bool = False,
         (comparison.path / MANIFEST).unlink()
         comparison.path.rmdir()
         raise
-    _run_and_show(comparison, clock, as_json, jobs)
+    _run_and_show(comparison, clock, as_json, jobs, figure_files)
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
@@ -132,8 +135,16 @@ def resume_comparison(comparison: Comparison, jobs: int = 1) -> None:
     _run_and_show(comparison, _show_plan(comparison, jobs, yes=True), as_json=False, jobs=jobs)
 
 
-def _run_and_show(comparison: Comparison, clock: ComparisonClock | None, as_json: bool, jobs: int) -> None:
-    """Run the remaining runs of a comparison, show its table and write its report."""
+def _run_and_show(
+    comparison: Comparison, clock: ComparisonClock | None, as_json: bool, jobs: int, figure_files: bool = True
+) -> None:
+    """Run the remaining runs of a comparison, show its table and write its report.
+
+    Parameters
+    ----------
+    figure_files
+        Whether the report's figures are written as files too.
+    """
     from vitfleet.cli.display import TerminalRun
     from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_tables
     from vitfleet.run.compare import partitions_differ
@@ -150,8 +161,10 @@ def _run_and_show(comparison: Comparison, clock: ComparisonClock | None, as_json
     if partitions_differ(path):
         print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
     print_text(console, f"comparison folder: {path}")
-    page = comparison.report(display)
+    page = comparison.report(display, figure_files)
     print_text(console, f"report: {page}")
+    if not figure_files:
+        print_text(console, f"figures as files: vitfleet report {shlex.quote(str(path))}")
     if as_json:
         tree = {"folder": str(path), "report": str(page), "target": result.target}
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))

@@ -36,7 +36,8 @@ def first_run(
     presets = PRESETS if has_changed else (*PRESETS, *TASK_PRESETS)
     comparison, _ = create(presets, seeds=[seed or 0], overrides=keys, plugins=plugins, out=out, command=command)
     # Each run is on one core: so small a model gains nothing from more.
-    run_new_comparison(comparison, yes, as_json, jobs=min(MAX_JOBS, os.cpu_count() or 1))
+    jobs = min(MAX_JOBS, os.cpu_count() or 1)
+    run_new_comparison(comparison, yes, as_json, jobs, figure_files=False)
     print_text(console, "")
     for sentence in gain_sentences(comparison.result.rows):
         print_text(console, sentence)

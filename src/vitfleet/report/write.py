@@ -41,6 +41,7 @@ def write_report(
     out: Path | None = None,
     progress: Progress = NO_PROGRESS,
     target: float | None = None,
+    figure_files: bool = True,
 ) -> WrittenReport:
     """Write the report of runs and comparisons: the page, and every figure as SVG, PDF and PNG.
 
@@ -48,13 +49,15 @@ def write_report(
     ----------
     target
         An accuracy: the page has the rounds and the traffic to it; default: the comparison's own.
+    figure_files
+        Whether figures are written as files too, which takes longer than the page. The page does not need them.
     """
     groups = read_groups(paths)
     figures = report_figures(groups)
     folder = _make_folder(report_folder(paths, out))
     write_atomically(folder / PAGE, render(groups, figures, target=_target(paths, target)).encode())
     files: list[Path] = []
-    if can_draw():
+    if figure_files and can_draw():
         (folder / FIGURES).mkdir(exist_ok=True)
         shared = compared_names(groups)  # figures of one configuration have its name already
         drawn = [(figure, shared if name == "curves" else "") for name in figures for figure in figures[name]]
