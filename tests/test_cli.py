@@ -113,7 +113,7 @@ def test_run_prints_a_summary_and_writes_its_folder(finished: tuple[Path, Result
     folder, result = finished
     assert result.returncode == 0, result.stderr
     assert "accuracy" in result.stdout
-    assert "fedavg" in result.stdout
+    assert "FedAvg on digits" in result.stdout
     assert "│" in result.stdout
     assert result.stdout.strip().endswith("run folder: done")
     summary = json.loads((folder / "summary.json").read_text())
