@@ -49,7 +49,7 @@ def test_image_dropped_on_the_page_is_predicted_by_three_models(
     with chromium(tmp_path / "profile") as browser:
         for width, dark in ((400, True), (1200, False)):
             browser.open(server.address, width, dark=dark)
-            browser.wait_for("document.querySelector('#title').textContent.startsWith('eftvit on')")
+            browser.wait_for("document.querySelector('#title').textContent.startsWith('EFTViT on')")
             browser.drop_file("#drop", photo)
             browser.wait_for("document.querySelectorAll('.card').length === 3")
             assert browser.value("document.documentElement.scrollWidth") == width  # nothing overflows
