@@ -40,6 +40,8 @@ FAMILIES = {
     "deit": ("model.name=deit_tiny_patch16_224", "model.image_size=32", "model.patch_size=4", "model.depth=2"),
     "swin": ("model.name=swin_tiny_patch4_window7_224", "model.image_size=56"),
 }
+# The plain ViT is what most runs train: its graphs are always tested, the others with the long tests.
+FAMILY_CASES = ["vit", *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES if family != "vit")]
 
 
 def untrained(*overrides: str, side: int = 16, channels: int = 3) -> Classifier:
@@ -92,8 +94,7 @@ def onnx_outputs(path: Path, images: torch.Tensor) -> tuple[np.ndarray, dict[str
 
 
 @needs_onnx
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_onnxruntime_computes_the_same_for_any_number_of_images(family: str, tmp_path: Path) -> None:
     model = untrained(*FAMILIES[family])
     written = write_export(model, "onnx", tmp_path, int8=True)
@@ -113,8 +114,7 @@ def test_onnxruntime_computes_the_same_for_any_number_of_images(family: str, tmp
     assert written.quantised.bytes < written.quantised.original_bytes
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_program_of_torch_export_computes_the_same(family: str, tmp_path: Path) -> None:
     model = untrained(*FAMILIES[family])
     assert write_export(model, "torch-export", tmp_path).max_difference < 1e-4

@@ -143,7 +143,8 @@ class PlainViT(nn.Module):
     def embed(self, images: Tensor) -> Tensor:
         """Return the tokens that enter the first block."""
         patches = self.patch_embed(images)
-        tokens: Tensor = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1) + self.pos_embed
+        # shape[0], not len(): an exported graph takes any number of images, and len() would make it a constant.
+        tokens: Tensor = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
         return tokens
 
     def forward_features(self, images: Tensor) -> Tensor:

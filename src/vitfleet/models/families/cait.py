@@ -77,7 +77,7 @@ def forward_kept(vit: Any, images: Tensor, keep: Tensor) -> Tensor:
     kept = kept_patches(images, kernel.shape[-1], keep)
     embedded = linear(kept, kernel.flatten(1), vit.patch_embed.proj.bias)
     tokens = vit.blocks(vit.patch_embed.norm(embedded) + vit.pos_embed[0][keep])
-    class_token = vit.cls_token.expand(len(tokens), -1, -1)
+    class_token = vit.cls_token.expand(tokens.shape[0], -1, -1)
     for block in vit.blocks_token_only:
         class_token = block(tokens, class_token)
     logits: Tensor = vit.forward_head(vit.norm(torch.cat([class_token, tokens], dim=1)))
