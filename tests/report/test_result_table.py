@@ -10,7 +10,7 @@ import pytest
 
 from made_runs import MakeRun
 from vitfleet.errors import UserError
-from vitfleet.report.result_table import COLUMNS, result_table
+from vitfleet.report.result_table import COLUMNS, Cell, ResultTable, result_table
 from vitfleet.report.significance import paired_t_test
 
 
@@ -42,6 +42,15 @@ def test_latex_and_markdown_mark_the_best(make_run: MakeRun) -> None:
     assert latex.count(r"\\") == 3
     # Both send the same: both are the best.
     assert table.to_markdown().count("**") == 2 + 4
+
+
+def test_small_costs_keep_two_digits_and_large_ones_their_own() -> None:
+    cells = {"A": [Cell({0: 96.04}), Cell({0: 0.0055})], "B": [Cell({0: 0.004}), Cell({0: 0.0021})]}
+    table = ResultTable([COLUMNS["accuracy"], COLUMNS["gflops"]], cells, {}, "")
+    assert "| A | **96.0** | 0.0055 |" in table.to_markdown()
+    assert "| B | 0.0 | **0.0021** |" in table.to_markdown()
+    large = ResultTable([COLUMNS["gflops"]], {"A": [Cell({0: 7.5})], "B": [Cell({0: 0.57})]}, {}, "")
+    assert "| A | 7.50 |" in large.to_markdown()
 
 
 def test_target_columns(make_run: MakeRun) -> None:

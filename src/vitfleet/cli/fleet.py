@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -82,6 +83,7 @@ def certs(
 
     Copy two files to each client: `DIR/ca.crt` and `DIR/nodes/NAME`.
     """
+    _require("flower", "cryptography", "flwr")
     from vitfleet.flower.certificates import make_certs
 
     fleet_certs = make_certs(folder, host, _split_names(names))
@@ -117,6 +119,7 @@ def server(
     * `vitfleet server eftvit-digits --certs fleet`
     * `vitfleet server runs/eftvit-digits-eftvit-001` resumes a run that was stopped
     """
+    _require("flower", "cryptography", "flwr")
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.commands import ServerSettings
     from vitfleet.run.folder import create_run_folder, open_run_folder
@@ -161,6 +164,7 @@ def client(
 
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
+    _require("client", "cryptography", "flwr")
     from vitfleet.flower.activity import ACTIVITY_FILE
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.client_limits import ClientLimits
@@ -250,3 +254,12 @@ def _fleet_size(names: list[str]) -> dict[str, Any]:
 def _warn_insecure() -> None:
     text = "warning: --insecure: no encryption; anyone who reaches the port can join, read messages, or send false ones"
     error_console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _require(extra: str, *packages: str) -> None:
+    """Raise an error that names the extra of the installation, if one of its packages is missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise UserError(
+            f"this command needs {', '.join(missing)}, which the extra `{extra}` installs: "
+            f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]'"
+        )

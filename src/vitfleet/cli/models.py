@@ -240,7 +240,14 @@ def _client(text: str | None) -> Any:
 
 
 def _print_notes(notes: Iterable[str]) -> None:
-    lines = list(notes)
+    """Print remarks on images: a conversion of colours once with the number of images, all others one by one."""
+    from vitfleet.inference.image_files import COLOUR_NOTE, GREY_NOTE
+
+    alike: dict[str, list[str]] = {}
+    for note in notes:
+        conversion = next((text for text in (COLOUR_NOTE, GREY_NOTE) if note.endswith(text)), note)
+        alike.setdefault(conversion, []).append(note)
+    lines = [same[0] + (f" (and {len(same) - 1} more)" if len(same) > 1 else "") for same in alike.values()]
     for line in lines[:MAX_NOTES]:
         print_text(error_console, line)
     if len(lines) > MAX_NOTES:

@@ -16,6 +16,9 @@ from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 
+GREY_NOTE = "is greyscale; its grey is used for all three colours"
+COLOUR_NOTE = "is in colour; converted to grey"
+
 
 @dataclass(frozen=True)
 class DecodedImage:
@@ -126,8 +129,8 @@ def _file_note(path: Path, channels: int) -> str | None:
 def _colour_note(mode: str, channels: int) -> str | None:
     is_grey = mode.split(";")[0] in GREYSCALE_MODES or mode == "LA"
     if channels == 3 and is_grey:
-        return "is greyscale; its grey is used for all three colours"
-    return "is in colour; converted to grey" if channels == 1 and not is_grey else None
+        return GREY_NOTE
+    return COLOUR_NOTE if channels == 1 and not is_grey else None
 
 
 def _reason(error: BaseException) -> str:

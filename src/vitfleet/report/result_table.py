@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +32,15 @@ class Column:
         Digits after the decimal point.
     best
         Whether the highest or the lowest value is the best one.
+    significant
+        Costs of small models are far below one: more digits are shown until the smallest mean has this many.
     """
 
     title: str
     read: Callable[[RunData, float | None], float | None]
     digits: int
     best: Literal["highest", "lowest"]
+    significant: int = 0
 
 
 def _summary(*path: str, scale: float = 1.0) -> Callable[[RunData, float | None], float | None]:
@@ -65,11 +69,11 @@ COLUMNS: Mapping[str, Column] = {
     "forgetting": Column("forgetting, points", _summary("continual", "forgetting"), 1, "lowest"),
     "rounds": Column("rounds to target", _to_target("rounds"), 0, "lowest"),
     "traffic": Column("MiB to target", _to_target("bytes", scale=1 / MEBIBYTE), 1, "lowest"),
-    "upload": Column("upload, MiB", _summary("message", "up_bytes", scale=1 / MEBIBYTE), 2, "lowest"),
-    "download": Column("download, MiB", _summary("message", "down_bytes", scale=1 / MEBIBYTE), 2, "lowest"),
-    "gflops": Column("GFLOPs per sample", _summary("client", "train_gflops"), 2, "lowest"),
-    "memory": Column("memory, MiB", _summary("client", "peak_memory_bytes", scale=1 / MEBIBYTE), 0, "lowest"),
-    "trained": Column("trained, M", _summary("client", "trainable_params", scale=1e-6), 2, "lowest"),
+    "upload": Column("upload, MiB", _summary("message", "up_bytes", scale=1 / MEBIBYTE), 2, "lowest", 2),
+    "download": Column("download, MiB", _summary("message", "down_bytes", scale=1 / MEBIBYTE), 2, "lowest", 2),
+    "gflops": Column("GFLOPs per sample", _summary("client", "train_gflops"), 2, "lowest", 2),
+    "memory": Column("memory, MiB", _summary("client", "peak_memory_bytes", scale=1 / MEBIBYTE), 0, "lowest", 2),
+    "trained": Column("trained, M", _summary("client", "trainable_params", scale=1e-6), 2, "lowest", 2),
 }
 _CONTINUAL = ("average", "forgetting", "upload", "gflops")
 _USUAL = ("accuracy", "local", "upload", "gflops")
@@ -155,11 +159,13 @@ class ResultTable:
 
     def _texts(self, bold: str, plus_minus: str) -> list[list[str]]:
         """Return the header and the rows as texts."""
-        best = [_best(column, [row[i].mean for row in self.cells.values()]) for i, column in enumerate(self.columns)]
+        means = [[row[i].mean for row in self.cells.values()] for i in range(len(self.columns))]
+        columns = [_with_digits(column, values) for column, values in zip(self.columns, means, strict=True)]
+        best = [_best(column, values) for column, values in zip(columns, means, strict=True)]
         texts = [["", *(column.title for column in self.columns), *(["p"] if self.tests else [])]]
         for name, row in self.cells.items():
             line = [name]
-            for column, cell, winner in zip(self.columns, row, best, strict=True):
+            for column, cell, winner in zip(columns, row, best, strict=True):
                 text = _number(cell, column, plus_minus)
                 line.append(bold % text if winner is not None and _rounded(cell.mean, column) == winner else text)
             if self.tests:
@@ -242,6 +248,14 @@ def _note(groups: Sequence[RunGroup], columns: Sequence[Column], target: float |
             "normally distributed differences and is not corrected for several comparisons."
         )
     return "\n".join(lines)
+
+
+def _with_digits(column: Column, means: Sequence[float | None]) -> Column:
+    """Return the column with as many digits as its smallest mean needs."""
+    if not column.significant:
+        return column
+    smallest = min((abs(mean) for mean in means if mean), default=1.0)
+    return replace(column, digits=max(column.digits, column.significant - 1 - math.floor(math.log10(smallest))))
 
 
 def _best(column: Column, means: Sequence[float | None]) -> str | None:
