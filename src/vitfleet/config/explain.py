@@ -35,6 +35,8 @@ def explain(error: ErrorDetails) -> UserError:
         return UserError(f"{key}: is missing")
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return ConfigError(key, value, "is a table of keys, not a value")
+    if kind in {"int_type", "int_from_float"} and isinstance(value, float):
+        return ConfigError(key, value, "must be a whole number, written without a point or an exponent: 1000, not 1e3")
     message = error["msg"].removeprefix("Input ").replace("should", "must")
     return ConfigError(key, value, message)
 

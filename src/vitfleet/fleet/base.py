@@ -58,6 +58,8 @@ class Reply:
     ----------
     state_lost
         The client has lost its state. The server treats it as a new client from now on.
+    sent
+        Whether the request was sent: to a client that is not connected nothing is.
     """
 
     client: int
@@ -65,6 +67,7 @@ class Reply:
     evaluation: EvalResult | None = None
     failure: str | None = None
     state_lost: bool = False
+    sent: bool = True
 
 
 @dataclass(frozen=True)

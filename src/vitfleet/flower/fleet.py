@@ -72,6 +72,7 @@ class _ReplyFactory(Generic[AnyReply]):
 
     unpack: Callable[[int, RecordDict], AnyReply]
     failed: Callable[[int, str], AnyReply]
+    unsent: Callable[[int, str], AnyReply]
 
 
 class FlowerFleet:
@@ -105,6 +106,7 @@ class FlowerFleet:
         replies = _ReplyFactory(
             lambda client, content: unpack_reply(content, client, max_bytes),
             lambda client, reason: Reply(client, None, failure=reason),
+            lambda client, reason: Reply(client, None, failure=reason, sent=False),
         )
         yield from self._exchange(payloads, pack_train_request, MessageType.TRAIN, replies, self.config.per_round)
 
@@ -121,6 +123,7 @@ class FlowerFleet:
         )
         replies = _ReplyFactory(
             lambda client, content: unpack_eval_reply(content, client, num_tasks),
+            lambda client, reason: EvalReply(client, failure=reason),
             lambda client, reason: EvalReply(client, failure=reason),
         )
         yield from self._exchange(payloads, pack_eval_request, MessageType.EVALUATE, replies)
@@ -150,11 +153,11 @@ class FlowerFleet:
         sent: dict[int, str] = {}
         for client, payload in payloads:
             if client not in nodes:
-                yield replies.failed(client, "not connected")
+                yield replies.unsent(client, "not connected")
                 continue
             message_id = self._push(pack(payload), nodes[client], message_type, deadline)
             if message_id is None:
-                yield replies.failed(client, "Flower did not accept the message")
+                yield replies.unsent(client, "Flower did not accept the message")
             else:
                 sent[client] = message_id
         yield from self._collect(sent, deadline, replies, required)

@@ -148,7 +148,7 @@ def _take_reply(
 ) -> ClientRecord:
     """Add a client's update to the aggregator and return the client's record."""
     if reply.message is None:
-        return _entry(plan, failure=reply.failure or "no reply")
+        return _entry(plan if reply.sent else replace(plan, down_bytes=0), failure=reply.failure or "no reply")
     up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
