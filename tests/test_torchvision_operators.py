@@ -31,9 +31,8 @@ def import_made(folder: Path, source: str, code: str) -> subprocess.CompletedPro
     (package / "__init__.py").write_text(source)
     (package / "first.py").write_text("count = 1")
     path = [str(folder), *sys.path]
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}\n{code}"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"]  # -S: without .pth files
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 IMPORT = """

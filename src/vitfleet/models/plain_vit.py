@@ -152,10 +152,10 @@ class PlainViT(nn.Module):
         features: Tensor = self.norm(self.blocks(self.norm_pre(self.embed(images))))
         return features
 
-    def forward_head(self, tokens: Tensor) -> Tensor:
-        """Return logits of the tokens after the last norm."""
-        logits: Tensor = self.head(self.fc_norm(tokens[:, 0]))
-        return logits
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits of the tokens after the last norm, or with ``pre_logits`` the input of the classifier."""
+        pooled: Tensor = self.fc_norm(tokens[:, 0])
+        return pooled if pre_logits else self.head(pooled)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits."""
