@@ -90,8 +90,8 @@ def join_process_group() -> Iterator[ProcessGroup]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    # This module's default arguments keep the group that exists when it is first imported, which torch.compile does. The
-    # group's threads would then outlive `destroy_process_group` and, now and then, abort the process while Python ends.
+    # This module's default arguments keep the group that exists when it is first imported, which torch.compile does.
+    # The group's threads would then outlive it and, now and then, abort the process while Python ends.
     importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
