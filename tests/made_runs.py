@@ -25,7 +25,7 @@ CLASSES = 4
 def make_run(tmp_path: Path) -> MakeRun:
     """Return a function that writes a run folder, with ``finished_rounds`` of ``rounds`` rounds.
 
-    ``metrics`` returns the metrics of a round.
+    ``metrics`` returns the metrics of a round, ``data`` has keys of the configuration's table.
     """
 
     def make(
@@ -37,11 +37,15 @@ def make_run(tmp_path: Path) -> MakeRun:
         devices: bool = True,
         tasks: int = 0,
         metrics: Callable[[int], Mapping[str, MetricValues]] = lambda round: {},
+        data: Mapping[str, Any] | None = None,
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "title": f"{method} & <made>"})
-        (folder / "config.json").write_text(config.model_dump_json())
+        title = f"{method} & <made>"
+        config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "title": title})
+        tree = json.loads(config.model_dump_json())
+        tree["data"] |= {**(data or {}), "tasks": {"count": tasks} if tasks else None}
+        (folder / "config.json").write_text(json.dumps(tree))
         (folder / "about.json").write_text(json.dumps({"command": "vitfleet run made", "versions": {"torch": "2"}}))
         rng = np.random.default_rng(seed)
         counts = rng.integers(0, 30, (CLIENTS, CLASSES))

@@ -42,6 +42,16 @@ def test_summary_table_marks_best_and_omits_unknown_columns(make_run: MakeRun) -
     assert "forgetting, %" not in page
 
 
+def test_best_is_among_comparable_configurations(make_run: MakeRun) -> None:
+    runs = [make_run("a", seed=0), make_run("b", method="transfl", seed=2)]
+    on_tasks = make_run("c", method="fed-head", seed=9, tasks=2)
+    page = page_of(*runs, on_tasks)
+    assert '<td class="best">52.0</td>' in page
+    assert "<td>59.0</td>" in page  # higher, but of a run on tasks
+    assert "bold: the best of the rows that have the same data" in page
+    assert "bold:" not in page_of(*runs)
+
+
 def test_page_contains_command_and_configuration(make_run: MakeRun) -> None:
     page = page_of(make_run("a"))
     assert "<pre>vitfleet run made</pre>" in page

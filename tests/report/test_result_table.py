@@ -40,16 +40,41 @@ def test_latex_and_markdown_mark_the_best(make_run: MakeRun) -> None:
     assert r"Fed-Head & \textbf{54.0}" in latex
     assert r"accuracy, \%" in latex
     assert latex.count(r"\\") == 3
-    # Both send the same: both are the best.
-    assert table.to_markdown().count("**") == 2 + 4
+    # Both send the same: none is the best.
+    assert table.to_markdown().count("**") == 2
+
+
+def test_best_is_among_comparable_rows(make_run: MakeRun) -> None:
+    """Runs on tasks and runs on other data have a best of their own, or none where nothing is comparable with them."""
+    runs = [
+        make_run("weak", method="fedavg", seed=0),
+        make_run("strong", method="fed-head", seed=4),
+        make_run("photos", method="fedprox", seed=9, data={"name": "photos", "path": "photos"}),
+        make_run("tasks", method="apfl", seed=8, tasks=2),
+        make_run("tasks-too", method="fedper", seed=7, tasks=2, data={"augment": {"flip": True}}),
+        make_run("validated", method="fedbfpt", seed=6, data={"validation": 0.1}),
+    ]
+    table = result_table(runs, ["accuracy"], versus="fed-head")
+    bold = {line.split(" | ")[0].removeprefix("| ") for line in table.to_markdown().splitlines() if "**" in line}
+    assert bold == {"Fed-Head", "APFL"}
+    assert "Bold: the best of the rows that have the same data" in table.note
+    assert "Bold" not in result_table(runs[:2], ["accuracy"]).note
+
+
+def test_rows_on_other_data_are_not_tested_against_each_other(make_run: MakeRun) -> None:
+    photos = [str(make_run(f"p{seed}", method="fedprox", seed=seed, data={"name": "photos"})) for seed in range(3)]
+    runs = [*three_seeds(make_run, "fedavg"), *three_seeds(make_run, "fed-head"), *photos]
+    table = result_table(runs, ["accuracy"], versus="fedavg")
+    assert table.tests["Fed-Head"] is not None
+    assert table.tests["FedProx"] is None
 
 
 def test_small_costs_keep_two_digits_and_large_ones_their_own() -> None:
     cells = {"A": [Cell({0: 96.04}), Cell({0: 0.0055})], "B": [Cell({0: 0.004}), Cell({0: 0.0021})]}
-    table = ResultTable([COLUMNS["accuracy"], COLUMNS["gflops"]], cells, {}, "")
+    table = ResultTable([COLUMNS["accuracy"], COLUMNS["gflops"]], cells, {}, [0, 0], "")
     assert "| A | **96.0** | 0.0055 |" in table.to_markdown()
     assert "| B | 0.0 | **0.0021** |" in table.to_markdown()
-    large = ResultTable([COLUMNS["gflops"]], {"A": [Cell({0: 7.5})], "B": [Cell({0: 0.57})]}, {}, "")
+    large = ResultTable([COLUMNS["gflops"]], {"A": [Cell({0: 7.5})], "B": [Cell({0: 0.57})]}, {}, [0, 0], "")
     assert "| A | 7.50 |" in large.to_markdown()
 
 

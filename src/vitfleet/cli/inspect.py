@@ -182,7 +182,8 @@ def table(
 ) -> None:
     """Print the results of runs and comparisons as a table for a paper: mean ± standard deviation over the seeds.
 
-    The best mean of each column is bold. Runs that differ only in their seed are one row.
+    The best mean of each column is bold, among rows on the same data and tasks. Runs that differ only in their seed
+    are one row.
 
     Examples
     --------

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 from vitfleet import __version__
 from vitfleet.config.run_title import run_title
+from vitfleet.report.comparable import COMPARABLE_NOTE, comparable_rows
 from vitfleet.report.curves import comparison_figures
 from vitfleet.report.figure_types import Figure, to_json
 from vitfleet.report.page_table import SummaryColumn, summary_columns
@@ -115,14 +116,15 @@ def _table(groups: Sequence[RunGroup], target: float | None) -> str:
         cells = "".join(_cell(column, index) for column in columns)
         link = f'<a href="#{section_id(index)}-runs">{escape(group.label)}</a>'
         rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
+    note = f"<p><small>{COMPARABLE_NOTE}</small></p>" if len(set(comparable_rows(groups))) > 1 else ""
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="summary"><table>'
-        f"<thead><tr><th></th>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<thead><tr><th></th>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}"
     )
 
 
 def _cell(column: SummaryColumn, index: int) -> str:
-    best = ' class="best"' if index == column.best else ""
+    best = ' class="best"' if index in column.best else ""
     return f"<td{best}>{escape(column.cells[index])}</td>"
 
 

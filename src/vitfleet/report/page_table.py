@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vitfleet.report.comparable import best_rows, comparable_rows
 from vitfleet.report.metric_format import is_fraction, metric_title, shown_numbers
 from vitfleet.report.runs import RunData, RunGroup, all_finished, eval_splits
 from vitfleet.report.units import format_bytes, format_seconds
@@ -23,13 +24,13 @@ class SummaryColumn:
     description
         The tooltip of the heading.
     best
-        Index of the best configuration; ``None`` if all are equal.
+        Indices of the best configurations, among those comparable with them.
     """
 
     heading: str
     description: str
     cells: list[str]
-    best: int | None
+    best: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,16 @@ def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> 
     columns = [] if all_finished(groups) else [_rounds_column(groups)]
     accuracies, costs = _accuracy_metrics(eval_splits(groups)), _METRICS
     to_target = () if target is None else _target_metrics(target)
+    comparable = comparable_rows(groups)
     summaries = [[_summary(run, target) for run in group.runs if run.summary or run.records] for group in groups]
     for metric in (*accuracies, *to_target, *costs, *_configured_metrics(groups)):
         values_by_group = [_values(group, metric.path) for group in summaries]
         if not any(values_by_group):
             continue
-        means = {index: statistics.mean(values) for index, values in enumerate(values_by_group) if values}
-        best: int | None = None
-        if metric.larger_is_better is not None and len(set(means.values())) > 1:
-            best = (max if metric.larger_is_better else min)(means, key=means.__getitem__)
+        means = [statistics.mean(values) if values else None for values in values_by_group]
+        best = frozenset[int]()
+        if metric.larger_is_better is not None:
+            best = best_rows(means, comparable, metric.larger_is_better)
         cells = [_cell(values, metric) for values in values_by_group]
         columns.append(SummaryColumn(metric.heading, metric.description, cells, best))
     return columns
@@ -131,7 +133,7 @@ def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
     done = [sum(len(run.records) for run in group.runs) for group in groups]
     planned = [sum(int(run.config["rounds"]) for run in group.runs) for group in groups]
     cells = [f"{count} of {total}" for count, total in zip(done, planned, strict=True)]
-    return SummaryColumn("rounds", "finished so far, of all seeds", cells, None)
+    return SummaryColumn("rounds", "finished so far, of all seeds", cells, frozenset())
 
 
 def _target_metrics(target: float) -> tuple[_SummaryMetric, ...]:

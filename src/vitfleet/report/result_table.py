@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
+from vitfleet.report.comparable import COMPARABLE_NOTE, best_rows, comparable_rows
 from vitfleet.report.runs import RunData, RunGroup, eval_splits, read_groups
 from vitfleet.report.significance import PairedTest, paired_t_test
 from vitfleet.run.compare import cost_to_target
@@ -106,6 +107,8 @@ class ResultTable:
         For each row the cells in the order of the columns.
     tests
         For each row its test against the row ``versus``, on the first column; empty without ``versus``.
+    comparable
+        A number for each row: a best mean is one among the rows of the same number.
     note
         What the numbers are: for the caption.
     """
@@ -113,6 +116,7 @@ class ResultTable:
     columns: Sequence[Column]
     cells: Mapping[str, Sequence[Cell]]
     tests: Mapping[str, PairedTest | None]
+    comparable: Sequence[int]
     note: str
 
     def to_latex(self) -> str:
@@ -161,18 +165,23 @@ class ResultTable:
         """Return the header and the rows as texts."""
         means = [[row[i].mean for row in self.cells.values()] for i in range(len(self.columns))]
         columns = [_with_digits(column, values) for column, values in zip(self.columns, means, strict=True)]
-        best = [_best(column, values) for column, values in zip(columns, means, strict=True)]
+        best = [self._best(column, values) for column, values in zip(columns, means, strict=True)]
         texts = [["", *(column.title for column in self.columns), *(["p"] if self.tests else [])]]
-        for name, row in self.cells.items():
+        for index, (name, row) in enumerate(self.cells.items()):
             line = [name]
-            for column, cell, winner in zip(columns, row, best, strict=True):
+            for column, cell, winners in zip(columns, row, best, strict=True):
                 text = _number(cell, column, plus_minus)
-                line.append(bold % text if winner is not None and _rounded(cell.mean, column) == winner else text)
+                line.append(bold % text if index in winners else text)
             if self.tests:
                 test = self.tests.get(name)
                 line.append("–" if test is None else f"{test.p:.3f}")
             texts.append(line)
         return texts
+
+    def _best(self, column: Column, means: Sequence[float | None]) -> frozenset[int]:
+        """Return the rows with a best mean as it is printed: values that print the same are equal."""
+        printed = [None if mean is None else float(_rounded(mean, column)) for mean in means]
+        return best_rows(printed, self.comparable, highest=column.best == "highest")
 
 
 def result_table(
@@ -199,8 +208,9 @@ def result_table(
     chosen = _choose_columns(groups, columns, target)
     cells = {group.label: [_cell(group, column, target) for column in chosen] for group in groups}
     reference = None if versus is None else _row(cells, versus)
-    tests = {} if reference is None else _tests(cells, reference)
-    return ResultTable(chosen, cells, tests, _note(groups, chosen, target, reference))
+    comparable = comparable_rows(groups)
+    tests = {} if reference is None else _tests(cells, reference, dict(zip(cells, comparable, strict=True)))
+    return ResultTable(chosen, cells, tests, comparable, _note(groups, chosen, target, reference))
 
 
 def _row(cells: Mapping[str, object], name: str) -> str:
@@ -229,9 +239,13 @@ def _cell(group: RunGroup, column: Column, target: float | None) -> Cell:
     return Cell(known if len(known) == len(group.runs) else {})
 
 
-def _tests(cells: Mapping[str, Sequence[Cell]], versus: str) -> dict[str, PairedTest | None]:
+def _tests(
+    cells: Mapping[str, Sequence[Cell]], versus: str, comparable: Mapping[str, int]
+) -> dict[str, PairedTest | None]:
     other = cells[versus][0].values
-    return {name: None if name == versus else paired_t_test(row[0].values, other) for name, row in cells.items()}
+    # Runs of the same seed are pairs only if they share the images and the partition.
+    paired = {name for name in cells if name != versus and comparable[name] == comparable[versus]}
+    return {name: paired_t_test(row[0].values, other) if name in paired else None for name, row in cells.items()}
 
 
 def _note(groups: Sequence[RunGroup], columns: Sequence[Column], target: float | None, versus: str | None) -> str:
@@ -239,6 +253,8 @@ def _note(groups: Sequence[RunGroup], columns: Sequence[Column], target: float |
     seeds = " or ".join(map(str, counts))
     spread = "Mean ± standard deviation (divided by n − 1)" if max(counts) > 1 else "Single runs"
     lines = [f"{spread}, n = {seeds} seed{'s' if max(counts) > 1 else ''}; measured on {eval_splits(groups)} images."]
+    if len(set(comparable_rows(groups))) > 1:
+        lines.append(f"{COMPARABLE_NOTE[0].upper()}{COMPARABLE_NOTE[1:]}.")
     if target is not None:
         lines.append(f"Target: {target:.0%} accuracy; without an entry where a seed did not reach it.")
     if versus is not None:
@@ -256,14 +272,6 @@ def _with_digits(column: Column, means: Sequence[float | None]) -> Column:
         return column
     smallest = min((abs(mean) for mean in means if mean), default=1.0)
     return replace(column, digits=max(column.digits, column.significant - 1 - math.floor(math.log10(smallest))))
-
-
-def _best(column: Column, means: Sequence[float | None]) -> str | None:
-    """Return the best mean as it is printed: values that print the same are all the best. ``None`` for one row."""
-    known = [mean for mean in means if mean is not None]
-    if len(known) < 2:
-        return None
-    return _rounded(max(known) if column.best == "highest" else min(known), column)
 
 
 def _rounded(value: float | None, column: Column) -> str:
