@@ -23,13 +23,13 @@ def make_run(folder: Path, *overrides: str) -> vitfleet.Run:
     return vitfleet.load_run(folder)
 
 
-def draw_photos(folder: Path, classes: tuple[str, ...], per_class: int = 6) -> None:
-    """Write colour photos of 20 x 16 pixels, one subfolder per class: each class has a colour of its own."""
+def draw_photos(folder: Path, classes: tuple[str, ...], per_class: int = 6, size: tuple[int, int] = (20, 16)) -> None:
+    """Write colour photos, one subfolder per class: each class has a colour of its own."""
     random = torch.Generator().manual_seed(0)
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
-            pixels = torch.randint(0, 60, (16, 20, 3), generator=random, dtype=torch.uint8)
+            pixels = torch.randint(0, 60, (size[1], size[0], 3), generator=random, dtype=torch.uint8)
             pixels[..., label % 3] += 190
             Image.fromarray(pixels.numpy()).save(folder / name / f"{number}.png")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,26 @@ def test_sizes_are_unknown_where_images_would_have_to_be_decoded(tmp_path: Path)
     assert known_size(DataConfig(name="hf:owner/name")) is None
     assert known_size(DataConfig(name="mine", path=str(tmp_path / "absent"))) is None
     assert estimate_run(load_config("digits", ["data.name=hf:owner/name"])) is None
+
+
+def test_many_patches_of_large_images_are_remarked_on_with_the_keys(tmp_path: Path) -> None:
+    draw_photos(tmp_path, ("sea", "grass"), size=(130, 100))
+    photos = ["fleet.clients=2", "fleet.per_round=2", f"data.path={tmp_path}"]
+
+    def remark(*overrides: str) -> str:
+        estimate = estimate_run(load_config("digits", [*photos, *overrides]), speed=lambda _: 1e9)
+        assert estimate is not None
+        assert combine([RunEstimate(1, 1, 1), estimate]).remark == estimate.remark
+        return estimate.remark
+
+    slow = remark()
+    assert "100 x 100 pixels in 2,500 patches" in slow  # (100 / 2)²
+    advised = re.findall(r"-o (\S+)", slow)
+    assert advised == ["model.image_size=64", "model.patch_size=8"]
+    assert remark(*advised) == ""
+    assert remark("model.image_size=100") == ""  # chosen, so it is known
+    assert remark("model.patch_size=10") == ""
+    assert f"makes {(64 // 8) ** 2} patches" in slow
 
 
 def test_runs_at_a_time_need_memory_together_and_disk_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from vitfleet.cli.base import (
     reserve_stdout,
     with_data_dir,
 )
-from vitfleet.cli.estimate import Yes, require_consent
+from vitfleet.cli.estimate import Yes, require_consent, show_estimate
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
@@ -179,7 +179,6 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
         They take too much, and nobody consented: see :func:`vitfleet.cli.estimate.require_consent`.
     """
     from vitfleet.costs.estimate import combine
-    from vitfleet.report.estimate_text import estimate_line
     from vitfleet.report.terminal import ComparisonClock
 
     left = comparison.left
@@ -191,7 +190,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
         print_text(console, f"{count}; how long they take is known after the first rounds")
         return None if jobs > 1 else ComparisonClock([float(member.config.rounds) for member in left], _seeds(left))
     total = combine(estimates, jobs)
-    print_text(console, f"{count}, estimated: {estimate_line(total)}")
+    show_estimate(f"{count}, estimated", total)
     require_consent(total, comparison.path, yes)
     return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], _seeds(left))
 

@@ -29,12 +29,20 @@ def confirm_run(config: Config, folder: Path, yes: bool) -> None:
     The sizes of data that must be decoded or downloaded first are not known: then nothing is shown.
     """
     from vitfleet.costs.estimate import estimate_run
-    from vitfleet.report.estimate_text import estimate_line
 
     estimate = estimate_run(config)
     if estimate is not None:
-        print_text(console, f"estimated: {estimate_line(estimate)}")
+        show_estimate("estimated", estimate)
         require_consent(estimate, folder, yes)
+
+
+def show_estimate(heading: str, estimate: RunEstimate) -> None:
+    """Print what runs will take, and what would change it."""
+    from vitfleet.report.estimate_text import estimate_line
+
+    print_text(console, f"{heading}: {estimate_line(estimate)}")
+    if estimate.remark:
+        print_text(console, f"note: {estimate.remark}")
 
 
 def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:

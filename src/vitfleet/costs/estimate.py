@@ -28,6 +28,7 @@ from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
+from vitfleet.models.request import USUAL_GRID, fewer_patches
 from vitfleet.training.machine import Machine, set_up_machine, thread_limit
 from vitfleet.training.memory_budget import estimate_client_bytes
 from vitfleet.training.objective import Fit
@@ -40,6 +41,7 @@ PROCESS_BYTES = 500 * 2**20  # Python with torch
 FOLDER_BYTES = 300 * 2**10  # figures, curves, configuration
 RECORD_BYTES = 600  # per client and round: records and curves
 MEASURED_FLOPS = 5e9  # a step with more operations is not tried out
+MANY_PATCHES = 256  # more than the usual 196 of 224 x 224 pixels are remarked on
 PRODUCT_SIDE = 1024  # of the matrices whose product is timed instead
 PRODUCT_EFFICIENCY = 0.5  # operations per second in a whole training step, as a share of those in a matrix product
 
@@ -58,12 +60,15 @@ class RunEstimate:
         Size of the run's folder at the end.
     device
         ``cpu`` or ``cuda``: what ``seconds`` and ``memory_bytes`` are about.
+    remark
+        What makes it slow and which keys would change that, in a sentence; empty if there is nothing to remark.
     """
 
     seconds: float
     memory_bytes: int
     disk_bytes: int
     device: str = "cpu"
+    remark: str = ""
 
     @property
     def memory_kind(self) -> str:
@@ -120,6 +125,18 @@ def estimate_run(
         + work.server_bytes,
         disk_bytes=FOLDER_BYTES + config.rounds * config.fleet.asked * RECORD_BYTES + work.stored_bytes,
         device=machine.device.type,
+        remark=_patches_remark(config, size, net),
+    )
+
+
+def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
+    """Return that images are cut into many patches because the model's input size was left to the data."""
+    if config.model.image_size is not None or net.image_size != size.side or net.num_patches <= MANY_PATCHES:
+        return ""
+    return (
+        f"model.image_size is not set: the model takes the images at {size.side} x {size.side} pixels in "
+        f"{net.num_patches:,} patches, and attention costs their square; {fewer_patches(size.side)} makes "
+        f"{USUAL_GRID**2} patches"
     )
 
 
@@ -135,6 +152,7 @@ def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
         memory_bytes=sum(at_a_time),
         disk_bytes=sum(estimate.disk_bytes for estimate in estimates),
         device=estimates[0].device,
+        remark=_first_remark(estimates),
     )
 
 
@@ -146,7 +164,12 @@ def mean_estimate(estimates: Sequence[RunEstimate]) -> RunEstimate:
         sum(estimate.memory_bytes for estimate in estimates) // count,
         sum(estimate.disk_bytes for estimate in estimates) // count,
         estimates[0].device,
+        _first_remark(estimates),
     )
+
+
+def _first_remark(estimates: Sequence[RunEstimate]) -> str:
+    return next((estimate.remark for estimate in estimates if estimate.remark), "")
 
 
 def available(device: str, folder: Path) -> Available:

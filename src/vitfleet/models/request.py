@@ -11,6 +11,7 @@ from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError
 
 MAX_PATCHES = 4096  # attention costs their square: more is a mistake
+USUAL_GRID = 8  # patches along each side of an image that small models train on in reasonable time
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,22 @@ def check_patch_size(image_size: int, patch_size: int) -> None:
             "model.patch_size",
             patch_size,
             f"cuts an image of {image_size} x {image_size} pixels into {num_patches:,} patches, more than "
-            f"{MAX_PATCHES:,}; choose larger patches or a smaller model.image_size",
+            f"{MAX_PATCHES:,}; choose larger patches or a smaller model.image_size, such as "
+            f"{fewer_patches(image_size)}",
         )
     if image_size % patch_size:
-        raise ConfigError("model.patch_size", patch_size, f"must divide the image size, {image_size} pixels")
+        raise ConfigError(
+            "model.patch_size",
+            patch_size,
+            f"must divide the image size, {image_size} pixels; model.image_size may be another one, such as "
+            f"{fewer_patches(image_size)}",
+        )
+
+
+def fewer_patches(image_size: int) -> str:
+    """Return options with which an image of this size is cut into 8 x 8 patches: at most 64 pixels wide."""
+    size = next((side for side in (64, 32, 16) if side <= image_size), USUAL_GRID)
+    return f"-o model.image_size={size} -o model.patch_size={size // USUAL_GRID}"
 
 
 @contextmanager
