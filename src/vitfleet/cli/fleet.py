@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -171,6 +172,7 @@ def client(
     from vitfleet.flower.client_name import check_client_name
     from vitfleet.flower.commands import client_command
     from vitfleet.flower.processes import SUPERNODE_LOG, run_forever
+    from vitfleet.flower.supernode_log import ending_cause
     from vitfleet.flower.tls import check_authority
 
     fleet_certs = Certs(certs.resolve())
@@ -196,9 +198,9 @@ def client(
             check_authority(address, fleet_certs.ca)
         log = home / "flower" / SUPERNODE_LOG
         print_text(error_console, f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
-        run_forever(
-            command, home / "flower", home / "runs" / ACTIVITY_FILE, lambda text: print_text(error_console, text)
-        )
+        explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
+        report = partial(print_text, error_console)
+        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, report, explain)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

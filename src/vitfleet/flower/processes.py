@@ -26,6 +26,7 @@ from vitfleet.flower.commands import (
     superlink_command,
 )
 from vitfleet.flower.flwr_cli import register_clients
+from vitfleet.flower.supernode_log import read_log_from
 from vitfleet.system import die_with_parent
 
 START_TIMEOUT_S = 60.0
@@ -106,7 +107,13 @@ def _running(command: list[str], home: Path, log_name: str) -> Iterator[subproce
             stop_process_group(process)
 
 
-def run_forever(command: list[str], home: Path, activity: Path, report: Callable[[str], None]) -> NoReturn:
+def run_forever(
+    command: list[str],
+    home: Path,
+    activity: Path,
+    report: Callable[[str], None],
+    explain: Callable[[str], str | None] = lambda log: None,
+) -> NoReturn:
     """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
 
     Flower's own output goes to ``supernode.log`` in ``home``.
@@ -118,11 +125,14 @@ def run_forever(command: list[str], home: Path, activity: Path, report: Callable
     ----------
     activity
         The file with the client's own lines, which are passed to ``report``.
+    explain
+        Returns why a SuperNode ended, from what it wrote to its log; see :mod:`vitfleet.flower.supernode_log`.
     """
     home.mkdir(parents=True, exist_ok=True)
-    lines = ActivityReader(activity)
+    lines, log_path = ActivityReader(activity), home / SUPERNODE_LOG
     while True:
-        with (home / SUPERNODE_LOG).open("ab") as log:
+        with log_path.open("ab") as log:
+            began = log.tell()
             process = subprocess.Popen(
                 command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
             )
@@ -136,10 +146,8 @@ def run_forever(command: list[str], home: Path, activity: Path, report: Callable
                 process.kill()
                 process.wait()
             raise
-        report(
-            f"Flower's SuperNode ended with code {code} (see {home / SUPERNODE_LOG}); restarting in "
-            f"{RESTART_DELAY_S:g} seconds"
-        )
+        cause = explain(read_log_from(log_path, began)) or f"Flower's SuperNode ended with code {code}"
+        report(f"{cause} (see {log_path}); trying again in {RESTART_DELAY_S:g} seconds")
         time.sleep(RESTART_DELAY_S)
 
 

@@ -1,0 +1,86 @@
+"""Causes are read from logs that SuperNodes of flwr 1.41 wrote in a fleet on loopback (``supernode_logs/``)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from vitfleet.flower import processes
+from vitfleet.flower.supernode_log import HEAD_BYTES, TAIL_BYTES, ending_cause, read_log_from
+
+LOGS = Path(__file__).parent / "supernode_logs"
+KEY = Path("/srv/fleet/nodes/kitchen")
+
+
+def cause_of(log: str, key: Path | None = KEY) -> str | None:
+    return ending_cause((LOGS / f"{log}.txt").read_text(), "kitchen", key)
+
+
+@pytest.mark.parametrize("log", ["unknown-key", "already-connected"])
+def test_refused_key_is_named_with_its_remedy(log: str) -> None:
+    cause = cause_of(log)
+    assert cause is not None
+    assert f"does not accept the key {KEY} of client kitchen" in cause
+    assert "`vitfleet certs DIR --names kitchen`" in cause
+    assert "copy DIR/ca.crt and DIR/nodes/kitchen" in cause
+    assert "a client with the same key is connected" in cause
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [("server-restarted", "the server was started again"), ("no-tls", "does not use TLS"), ("wrong-clock", "clock")],
+)
+def test_other_causes(log: str, cause: str) -> None:
+    assert cause in (cause_of(log) or "")
+
+
+def test_a_log_without_a_known_cause_is_not_explained() -> None:
+    assert cause_of("stopped-while-waiting") is None
+    assert cause_of("wrong-clock", key=None) is None  # without keys there are no signatures
+    assert ending_cause("", "kitchen", KEY) is None
+
+
+def test_of_much_text_beginning_and_end_are_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"old" + b"a" * HEAD_BYTES + b"b" * 10 + b"c" * TAIL_BYTES)
+    assert read_log_from(log, 3) == "a" * HEAD_BYTES + "\n" + "c" * TAIL_BYTES
+    log.write_bytes(b"oldnew")
+    assert read_log_from(log, 3) == "new"
+
+
+def test_client_reports_the_cause_of_this_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SuperNode that is refused at its first start, and ends for another reason at the second."""
+    script = f"""
+import sys
+from pathlib import Path
+seen = Path({str(tmp_path / "seen")!r})
+if seen.exists():
+    sys.exit(7)
+seen.touch()
+print(Path({str(LOGS / "unknown-key.txt")!r}).read_text())
+sys.exit(1)
+"""
+    starts: list[float] = []
+
+    def stop_at_second(seconds: float) -> None:
+        starts.extend([seconds] if seconds == processes.RESTART_DELAY_S else [])
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", stop_at_second)
+    reported: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        processes.run_forever(
+            [sys.executable, "-S", "-c", script],
+            tmp_path / "flower",
+            tmp_path / "activity.log",
+            reported.append,
+            partial(ending_cause, name="kitchen", key=KEY),
+        )
+    first, second = reported
+    assert first.startswith(f"the server does not accept the key {KEY}")
+    assert str(tmp_path / "flower" / "supernode.log") in first
+    assert second.startswith("Flower's SuperNode ended with code 7")
