@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Command
+from vitfleet.costs.estimate import Available
 from vitfleet.data.local_dataset import DataSpec, load_local
 
 DIGITS = tuple(str(digit) for digit in range(10))
@@ -77,3 +78,19 @@ def test_server_counts_all_images_of_its_folder(
     assert result.returncode == 0, result.stderr
     assert configs[0].data.test_only
     assert configs[0].fleet.names == ("a", "b")
+
+
+def test_server_shows_its_estimate_and_refuses_what_does_not_fit(
+    vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+    monkeypatch.setattr("vitfleet.cli.fleet._serve", lambda run_folder, settings: served.append(run_folder.path))
+    arguments = ("server", "digits", "--insecure", "--names", "a,b", "--out", "run")
+    monkeypatch.setattr("vitfleet.costs.estimate.available", lambda device, folder: Available(1000, None))
+    refused = vitfleet(tmp_path, *arguments)
+    assert refused.returncode == 2
+    assert "estimated for this machine, without the clients: about" in refused.stdout
+    assert "MiB of memory, and 1000 B are free; make it smaller, or start it with --yes" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    assert vitfleet(tmp_path, *arguments, "--yes").returncode == 0
+    assert [path.name for path in served] == ["run"]

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from conftest import TINY
 from vitfleet.cli.base import app
-from vitfleet.cli.estimate import confirm_run, too_much
+from vitfleet.cli.estimate import confirm_run
 from vitfleet.config import load_config
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.errors import UserError
+from vitfleet.report.estimate_text import too_much
 
 GIB = 2**30
 DAY = 86_400

@@ -35,6 +35,30 @@ def test_operations_of_fedavg_are_those_of_its_epochs_and_evaluations() -> None:
     assert flops_of(config) == pytest.approx(training + evaluation, rel=1e-6)
 
 
+def test_all_images_of_a_servers_folder_are_test_images(tmp_path: Path) -> None:
+    for common in ("photos", "held/test"):
+        draw_photos(tmp_path / common, ("sea", "grass"), 5)
+        config = DataConfig(name="mine", path=str(tmp_path / common.partition("/")[0]), test_only=True)
+        size, loaded = known_size(config), DatasetSize.of(load_dataset(config))
+        assert size is not None
+        assert (size.side, size.test_samples) == (loaded.side, loaded.test_samples) == (16, 10)
+
+
+def test_a_server_of_remote_clients_only_evaluates_its_model() -> None:
+    remote = ["rounds=4", "eval.every=2", "fleet.kind=flower"]
+    size = DATASET_SIZES["digits"]
+    config = load_config("digits", remote)
+    forward = full_flops(cost_net(config, size)).forward
+    assert flops_of(config) == pytest.approx(4 / 2 * size.test_samples * forward, rel=1e-6)
+    assert flops_of(load_config("digits", [*remote, "method.name=standalone"])) == 0
+    here = estimate_run(load_config("digits", ["rounds=4", "method.name=standalone"]), speed=lambda _: 1e9)
+    there = estimate_run(load_config("digits", [*remote, "method.name=standalone"]), speed=lambda _: 1e9)
+    assert here is not None
+    assert there is not None
+    assert there.disk_bytes < here.disk_bytes  # clients keep their own models
+    assert there.memory_bytes < here.memory_bytes
+
+
 def test_training_of_eftvits_server_grows_with_its_epochs_and_views() -> None:
     base = ["method.server_epochs=2", "train.epochs=4"]
     one, twice, more = (

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.api.configuration import ConfigSource, as_data_set, make_config, source_name
+from vitfleet.api.consent import check_estimate
 from vitfleet.api.frames import Row, as_frame, flatten
 from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
 from vitfleet.config.schema import Config
 from vitfleet.costs.dataset_size import DatasetSize
-from vitfleet.costs.estimate import RunEstimate, estimate_run, mean_estimate
+from vitfleet.costs.estimate import RunEstimate, combine, estimate_run, mean_estimate
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -27,6 +28,7 @@ from vitfleet.run.compare import (
     ComparedRun,
     ComparisonResult,
     create_comparison,
+    discard_comparison,
     read_command,
     read_comparison,
     read_members,
@@ -192,6 +194,7 @@ def compare(
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = NO_PROGRESS,
+    force: bool = False,
     command: Sequence[str] = (),
 ) -> Comparison:
     """Train several configurations, one after the other or several at a time, and return the comparison.
@@ -215,6 +218,8 @@ def compare(
         An accuracy, 0…1: when was it reached? Default: the best that all of the runs reach, if well above chance.
     out
         The comparison's folder; by default the next free one in ``runs/``.
+    force
+        As for :func:`vitfleet.train`, for all runs together.
 
     Examples
     --------
@@ -225,6 +230,12 @@ def compare(
         configs, methods=methods, seeds=seeds, sweep=sweep, data=data, overrides=overrides, plugins=plugins,
         target=target, out=out, command=command,
     )  # fmt: skip
+    try:
+        estimates = comparison.estimate(images)
+        check_estimate(combine(estimates, jobs) if estimates else None, comparison.path, force)
+    except UserError:
+        discard_comparison(comparison.path)
+        raise
     return comparison.resume(jobs=jobs, data=images, callbacks=callbacks, progress=progress)
 
 

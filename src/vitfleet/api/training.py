@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitfleet.api.configuration import ConfigSource, MethodSource, make_config, source_name
+from vitfleet.api.consent import check_estimate
 from vitfleet.config.load import Overrides
+from vitfleet.costs.dataset_size import DatasetSize
+from vitfleet.costs.estimate import estimate_run
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.fleet.distributed import join_process_group
@@ -35,6 +38,7 @@ def train(
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = NO_PROGRESS,
+    force: bool = False,
     command: Sequence[str] = (),
 ) -> Run:
     """Train one configuration and return the finished run.
@@ -61,6 +65,9 @@ def train(
         Called every round; they may stop the run. See :class:`vitfleet.run.callbacks.Callback`.
     progress
         Shows the progress of long work.
+    force
+        Start it even if it would take days, or more memory or disk than is free. What it is estimated to take is
+        logged at the level INFO.
     command
         What is recorded as the command that started the run.
 
@@ -74,14 +81,23 @@ def train(
     folder, images = create_run(
         config, method=method, data=data, seed=seed, overrides=overrides, plugins=plugins, out=out, command=command
     )
+    _run_new(folder, images, callbacks, progress, force)
+    return Run(folder.path)
+
+
+def _run_new(
+    folder: RunFolder, data: DataSet | None, callbacks: Sequence[Callback], progress: Progress, force: bool
+) -> None:
+    """Run what was just created, if it fits; remove its folder if it could not be set up."""
     try:
-        run_in(folder, images, callbacks, progress)
+        estimate = estimate_run(folder.config(), None if data is None else DatasetSize.of(data))
+        check_estimate(estimate, folder.path, force)
+        run_in(folder, data, callbacks, progress)
     except UserError:
         discard_unstarted(folder)
         raise
     finally:
         folder.release()
-    return Run(folder.path)
 
 
 def create_run(

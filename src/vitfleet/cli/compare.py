@@ -105,13 +105,12 @@ def run_new_comparison(
     comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1, figure_files: bool = True
 ) -> None:
     """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
-    from vitfleet.run.compare import MANIFEST
+    from vitfleet.run.compare import discard_comparison
 
     try:
         clock = _show_plan(comparison, jobs, yes)
     except (UserError, typer.Abort):
-        (comparison.path / MANIFEST).unlink()
-        comparison.path.rmdir()
+        discard_comparison(comparison.path)
         raise
     _run_and_show(comparison, clock, as_json, jobs, figure_files)
 

@@ -13,10 +13,7 @@ from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
     from vitfleet.config.schema import Config
-    from vitfleet.costs.estimate import Available, RunEstimate
-
-DAY = 86_400.0
-MANY_DAYS = 2.0
+    from vitfleet.costs.estimate import RunEstimate
 
 Yes = Annotated[
     bool, typer.Option("--yes", "-y", help="Start it even if it would take days, or more memory or disk than is free.")
@@ -26,13 +23,15 @@ Yes = Annotated[
 def confirm_run(config: Config, folder: Path, yes: bool) -> None:
     """Show what a run will take on this machine, and see that it is wanted: see :func:`require_consent`.
 
-    The sizes of data that must be decoded or downloaded first are not known: then nothing is shown.
+    The sizes of data that must be decoded or downloaded first are not known: then nothing is shown. What clients on
+    other machines take is not part of it.
     """
     from vitfleet.costs.estimate import estimate_run
 
     estimate = estimate_run(config)
     if estimate is not None:
-        show_estimate("estimated", estimate)
+        remote = config.fleet.kind == "flower"
+        show_estimate("estimated for this machine, without the clients" if remote else "estimated", estimate)
         require_consent(estimate, folder, yes)
 
 
@@ -61,6 +60,7 @@ def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
         The runs would take days or do not fit, and nobody consented.
     """
     from vitfleet.costs.estimate import available
+    from vitfleet.report.estimate_text import too_much
 
     problem = too_much(estimate, available(estimate.device, folder))
     if problem is None or yes:
@@ -70,14 +70,3 @@ def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
     print_text(error_console, f"This is much: {problem}.")
     if not typer.confirm("Start it anyway?", err=True):
         raise UserError("not started")
-
-
-def too_much(estimate: RunEstimate, free: Available) -> str | None:
-    """Return why runs should not be started without consent; ``None`` in most cases."""
-    from vitfleet.report.estimate_text import shortage
-
-    days = estimate.seconds / DAY
-    problems = [f"would take about {days:,.3g} days"] if days > MANY_DAYS else []
-    if missing := shortage(estimate, free):
-        problems.append(missing)
-    return f"it {' and '.join(problems)}" if problems else None

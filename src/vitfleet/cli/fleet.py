@@ -24,6 +24,7 @@ from vitfleet.cli.base import (
     print_text,
     raise_interrupt,
 )
+from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 
@@ -112,6 +113,7 @@ def server(
     port: Annotated[int, typer.Option(help="Port that clients connect to.")] = PORT,
     names: Annotated[str, typer.Option(help="The clients, as a,b,c; default: all that have a key.")] = "",
     insecure: Insecure = False,
+    yes: Yes = False,
 ) -> None:
     """Run a configuration on clients on other machines: start the server, run all rounds, stop the server.
 
@@ -140,6 +142,11 @@ def server(
             fleet_keys["fleet.names"] = client_names
         config = configure(source, override, seed, data_dir, fleet_keys, plugin)
         run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
+        try:
+            confirm_run(config, run_folder.path, yes)
+        except (UserError, typer.Abort):
+            run_folder.discard()
+            raise
     _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
 
 

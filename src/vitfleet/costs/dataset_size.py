@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import probe_images, split_off_test
-from vitfleet.data.image_folder import read_image_folder
+from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
 from vitfleet.data.parquet import has_parquet
 from vitfleet.errors import DataError
@@ -73,12 +73,13 @@ def _folder_size(root: Path, config: DataConfig) -> DatasetSize | None:
     if not root.is_dir() or has_parquet(root):
         return None
     try:
-        raw = read_image_folder(root)
+        raw = read_image_folder(find_test_folder(root) if config.test_only else root)
         train, test = split_off_test(raw, config.test_share)
         probe = probe_images(train)
     except (DataError, OSError):
         return None
-    return DatasetSize(len(raw.classes), probe.channels, probe.size, len(train), len(test))
+    tested = len(raw.train) if config.test_only and raw.test is None else len(test)
+    return DatasetSize(len(raw.classes), probe.channels, probe.size, len(train), tested)
 
 
 def _subset(size: DatasetSize, config: DataConfig) -> DatasetSize:

@@ -89,6 +89,8 @@ def estimate_run(
 ) -> RunEstimate | None:
     """Estimate a run on this machine in about a second; ``None`` if the sizes of its data set are not known.
 
+    Where clients are on machines of their own, it is an estimate of the server alone.
+
     Parameters
     ----------
     size
@@ -111,8 +113,9 @@ def estimate_run(
     work = _RunWork.of(config, size, method, net)
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
         machine = set_up_machine(config.machine, net.embed_dim, client_bytes)
-        at_once = min(config.fleet.asked, max(machine.workers, machine.cohort))
-        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, at_once)
+        trained_here = 0 if _remote(config) else config.fleet.asked
+        at_once = min(trained_here, max(machine.workers, machine.cohort))
+        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, max(1, at_once))
         flops_per_second = (speed or measure_speed)(request)
     return RunEstimate(
         seconds=START_SECONDS
@@ -220,10 +223,11 @@ class _RunWork:
         images = size.samples / config.fleet.clients / (1 if method.accumulates_tasks else config.num_tasks)
         client = sum(cost_model.round_flops(run, max(1, round(images))) for run in (first, late)) / 2
         forward_flops = cost_model.flops(first.fits[0], masked=False).forward
-        per_round = config.fleet.asked * client + _evaluation_passes(config, size, method) * forward_flops
+        trained = 0 if _remote(config) else config.fleet.asked
+        per_round = trained * client + _evaluation_passes(config, size, method) * forward_flops
         weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
         # The checkpoint before the last has the states that its successor replaced.
-        kept = (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
+        kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
         return cls(
             first.fits[0],
@@ -235,8 +239,16 @@ class _RunWork:
         )
 
 
+def _remote(config: Config) -> bool:
+    """Whether clients train, evaluate and keep their states on machines of their own."""
+    return config.fleet.kind == "flower"
+
+
 def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any]) -> float:
     """Return the images per round on which accuracy is measured, counted once per model."""
+    if _remote(config):
+        has_model = method.has_global_model and config.data.tasks is None
+        return size.test_samples / config.eval.every if has_model else 0.0
     local = config.fleet.asked * size.test_samples / config.fleet.clients / config.num_tasks
     if (tasks := config.data.tasks) is not None:  # after each task, all clients on their tasks so far
         return local + size.test_samples * (tasks.count + 1) / (2 * tasks.count) / tasks.rounds_per_task

@@ -5,6 +5,9 @@ from __future__ import annotations
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.report.units import format_bytes, format_seconds
 
+DAY = 86_400.0
+MANY_DAYS = 2.0
+
 
 def estimate_line(estimate: RunEstimate) -> str:
     """Return what runs will take, in a line: ``about 2.5 min, 540 MiB of memory, 12 MiB on disk``."""
@@ -25,3 +28,12 @@ def shortage(estimate: RunEstimate, free: Available) -> str | None:
         if found is not None and needed > found
     ]
     return f"needs about {'; '.join(missing)}" if missing else None
+
+
+def too_much(estimate: RunEstimate, free: Available) -> str | None:
+    """Return why runs should not be started without consent; ``None`` in most cases."""
+    days = estimate.seconds / DAY
+    problems = [f"would take about {days:,.3g} days"] if days > MANY_DAYS else []
+    if missing := shortage(estimate, free):
+        problems.append(missing)
+    return f"it {' and '.join(problems)}" if problems else None

@@ -66,6 +66,12 @@ def create_comparison(
     return path
 
 
+def discard_comparison(path: Path) -> None:
+    """Remove the folder of a comparison none of whose runs has been created."""
+    (path / MANIFEST).unlink()
+    path.rmdir()
+
+
 def read_members(path: Path) -> list[ComparedRun]:
     """Return the runs of a comparison."""
     return [ComparedRun(member["name"], validate(member["config"])) for member in _read_manifest(path)["members"]]
