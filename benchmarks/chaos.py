@@ -98,7 +98,7 @@ THIEF_ROUNDS = 3
 PROBE_S = 5.0  # how long honest requests are timed, at least
 KILL_DELAY_S = 3.0  # after the start of a round
 # Parts of the recorded failures. On a busy machine a slow client is late before its update can be rejected.
-LATE = ("no reply within", "not connected", "Flower: ")
+LATE = ("no reply within", "not connected", "disconnected", "Flower: ")
 REJECTED = {
     "nan": ("not finite",),
     "shape": ("have the shape", "expected: torch."),

@@ -3,10 +3,9 @@
     .venv/bin/python benchmarks/kills.py --method fedvit --out /tmp/kills
 
 The moments are drawn from a seed: in most rounds either the server or one client is killed, with all processes that it
-started, and restarted at once. A round that the server did not finish is repeated. The reply of a client that was
-killed during its round is lost, which is in the records: server state and records must equal those of the same run in
-one process without exactly these replies. ``tests/run/test_kill.py`` does the same to runs in one process, with every
-method.
+started, and restarted at once. A round that the server did not finish is repeated, and a client that was killed during
+its round receives its request again. No reply may be lost: server state and records must equal those of the same run in
+one process. ``tests/run/test_kill.py`` does the same to runs in one process, with every method.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import shutil
 import time
 from pathlib import Path
 
-from chaos import METHODS, TINY, FaultPlan, FleetProcesses, RoundClient, check
+from chaos import METHODS, TINY, FaultPlan, FleetProcesses, check
 
 NAMES = ("ada", "bob", "cid")
 ROUNDS = 10
 LATEST_S = 6.0  # after the beginning of a round
+DEADLINE_S = 600.0  # Flower takes up to a minute to notice that a client is gone, and only then accepts it again
 
 
 def drawn_kills(kills: int, seed: int) -> list[tuple[int, str, float]]:
@@ -32,9 +32,9 @@ def drawn_kills(kills: int, seed: int) -> list[tuple[int, str, float]]:
     return [(round, name, draws.uniform(0, LATEST_S)) for round, name in zip(rounds, names, strict=True)]
 
 
-def run_with_kills(method: str, kills: int, seed: int, out: Path) -> dict[RoundClient, str]:
-    """Run a fleet, kill its processes, compare; return the replies that were lost."""
-    plan = FaultPlan(NAMES, ROUNDS, (*TINY, *METHODS[method]), {}, {}, {}, 0, deadline=90.0)
+def run_with_kills(method: str, kills: int, seed: int, out: Path) -> None:
+    """Run a fleet, kill its processes, and compare the result with a run in one process."""
+    plan = FaultPlan(NAMES, ROUNDS, (*TINY, *METHODS[method]), {}, {}, {}, 0, deadline=DEADLINE_S)
     fleet = FleetProcesses(out, plan)
     fleet.prepare()
     try:
@@ -55,7 +55,9 @@ def run_with_kills(method: str, kills: int, seed: int, out: Path) -> dict[RoundC
     finally:
         for name in fleet.processes:
             fleet.kill(name)
-    return check(plan, out)
+    lost = check(plan, out)
+    if lost:
+        raise RuntimeError(f"replies were lost: {lost}")
 
 
 def main() -> None:
@@ -67,10 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
-    lost = run_with_kills(arguments.method, arguments.kills, arguments.seed, out)
-    for (round, client), failure in lost.items():
-        print(f"round {round}, {NAMES[client]}: {failure}")
-    print(f"{arguments.kills} kills, {len(lost)} replies lost; everything else is the same, bit for bit")
+    run_with_kills(arguments.method, arguments.kills, arguments.seed, out)
+    print(f"{arguments.kills} kills, no reply lost; server state and records are the same, bit for bit")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,10 +58,11 @@ class LoopbackGrid(Grid):
     replies: dict[str, Message] = field(default_factory=dict)
     pushed: list[Message] = field(default_factory=list)
     disconnected: set[str] = field(default_factory=set)
+    restarts: Counter[str] = field(default_factory=Counter)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         return [
-            NodeInfo(node_id=FIRST_NODE + client, name=name)
+            NodeInfo(node_id=FIRST_NODE + client, name=name, last_activated_at=f"start {self.restarts[name]}")
             for client, name in enumerate(self.names)
             if name not in self.disconnected
         ]

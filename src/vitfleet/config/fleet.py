@@ -58,6 +58,9 @@ class RemoteClients(Table):
     )
     spare: int = Field(0, ge=0, description="flower: clients asked beyond per_round; the slowest are not waited for")
     deadline_s: float = Field(600.0, gt=0, description="flower: seconds that a round waits for its replies")
+    rejoin_s: float = Field(
+        60.0, ge=0, description="flower: seconds that a round waits for a client that was lost; back, it is asked again"
+    )
     join_s: float = Field(60.0, ge=0, description="flower: seconds that a server waits for all clients at its start")
     max_message_mb: float = Field(2048.0, gt=0, description="flower: largest message accepted from a client")
 
