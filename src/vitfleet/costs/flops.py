@@ -54,7 +54,7 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         logits = forward(net, objective, {**blank, **leaves}, images, keep)
         forward_flops = counter.get_total_flops()
-        # Not torch.autograd.grad: the counter's hooks fail in it where a module is called with a weight, as in timm's TNT.
+        # Not torch.autograd.grad: in it the counter fails where a module is called with a weight, as in timm's TNT.
         logits.sum().backward()  # type: ignore[no-untyped-call]
         return Flops(forward_flops, counter.get_total_flops())
 
