@@ -22,6 +22,7 @@ from vitfleet.message import Message, Number, Payload, State
 from vitfleet.wire import (
     decode,
     decode_chunks,
+    decode_received,
     encode,
     encode_chunks,
     encoded_size,
@@ -310,6 +311,27 @@ INVALID_ENTRIES: list[object] = [
 def test_decode_rejects_invalid_headers(header: object) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         decode(Message, file_with_header(header))
+
+
+@pytest.mark.parametrize(("header_bytes", "accepted"), [(10**5, True), (3 * 10**5, False)])
+def test_the_header_of_a_received_message_is_limited(header_bytes: int, accepted: bool) -> None:
+    message = Message({"weight": torch.zeros(100)}, {"list": [1] * (header_bytes // 2)})
+    assert decode(Message, encode(message)) is not None  # what this machine wrote itself has no such limit
+    with contextlib.nullcontext() if accepted else pytest.raises(UserError, match="header is too long"):
+        decode_received(Message, encode_chunks(message), encoded_size(message))
+
+
+def test_a_long_header_is_accepted_in_a_large_message() -> None:
+    message = Message({"weight": torch.zeros(2 * 10**6)}, {"list": [1] * 150_000})
+    assert decode_received(Message, encode_chunks(message), encoded_size(message)).numbers == message.numbers
+
+
+def test_decode_rejects_a_shape_of_many_dimensions() -> None:
+    """The product of many sizes is a number that takes minutes to compute."""
+    entry = {"dtype": "U8", "shape": [999_999] * 10**5 + [0], "data_offsets": [0, 0]}
+    header = json.dumps({"__metadata__": {"numbers": "{}"}, "a": entry}).encode()
+    with pytest.raises(UserError, match="the shape or the offsets of 'a' are not valid"):
+        decode(Message, struct.pack("<Q", len(header)) + header)
 
 
 def test_encode_and_decode_do_not_use_pickle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,15 @@ def describe_os_error(error: OSError) -> str | None:
     return f"{where}{error.strerror}{remedy}"
 
 
+def shown(value: object, length: int = 200) -> str:
+    """Return the beginning of a value as it is written in Python: in a message a long one hides the rest."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        return "an integer of too many digits"
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
 class UserError(Exception):
     """An error outside the program. The message says what is wrong, where, and how to fix it."""
 
@@ -36,7 +45,7 @@ class ConfigError(UserError):
     """
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {remedy}")
+        super().__init__(f"{key} = {shown(value)}: {remedy}")
         self.key = key
 
 

@@ -36,9 +36,23 @@ def read_json(path: Path) -> Any:
         It is damaged.
     """
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path}: is damaged ({error}); restore it from a copy") from None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return what a JSON text says that somebody else may have written.
+
+    Raises
+    ------
+    ValueError
+        It is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_durably(path: Path, data: Data) -> None:

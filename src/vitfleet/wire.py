@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, shown
 from vitfleet.files import Data, write_atomically
 from vitfleet.message import Numbers, Payload, Tensors
 
@@ -25,6 +25,12 @@ METADATA = "__metadata__"
 ALIGNMENT = 8
 LENGTH_FIELD = 8  # bytes of the header's length, before the header
 MAX_HEADER = 10**8  # bytes; the limit of the format
+# The header of a message from elsewhere: once parsed, its JSON takes up to 30 times its bytes. Messages of large models
+# have headers of some 50 kB, below a thousandth of their bytes.
+MIN_RECEIVED_HEADER = 2**18  # bytes; a header up to this is never too long
+RECEIVED_HEADER_SHARE = 1 / 16  # of a message's bytes
+MAX_DIMENSIONS = 32
+SHOWN_NAME = 80  # characters of a tensor's name in a message
 MAX_CACHED_NAMES = 10**5  # characters
 CHUNK = 2**20  # bytes; a slow connection has to send a chunk within Flower's timeout of 30 seconds
 
@@ -97,13 +103,21 @@ def read_payload(payload_type: type[PayloadType], path: Path) -> PayloadType:
         return decode_chunks(payload_type, iter(lambda: file.read(CHUNK), b""), path.stat().st_size)
 
 
-def decode_chunks(payload_type: type[PayloadType], chunks: Iterable[bytes], size: int) -> PayloadType:
+def decode_received(payload_type: type[PayloadType], chunks: Iterable[bytes], size: int) -> PayloadType:
+    """Deserialise what another machine sent, as :func:`decode_chunks` does, within memory that its size bounds."""
+    max_header = max(MIN_RECEIVED_HEADER, int(size * RECEIVED_HEADER_SHARE))
+    return decode_chunks(payload_type, chunks, size, max_header)
+
+
+def decode_chunks(
+    payload_type: type[PayloadType], chunks: Iterable[bytes], size: int, max_header: int = MAX_HEADER
+) -> PayloadType:
     """Deserialise what :func:`encode_chunks` yielded, ``size`` bytes in total; raises as :func:`decode` does."""
     reader = _ChunkReader(iter(chunks))
     try:
         length = int.from_bytes(reader.read(LENGTH_FIELD), "little")
-        if length > min(MAX_HEADER, size - LENGTH_FIELD):
-            raise ValueError(f"its header is too long ({length} bytes)")
+        if length > (limit := min(max_header, size - LENGTH_FIELD)):
+            raise ValueError(f"its header is too long ({length} bytes; at most {limit})")
         header = json.loads(reader.read(length))
         numbers = parse_numbers(header.pop(METADATA))
         tensors = {}
@@ -194,11 +208,11 @@ def _parse_tensor_entries(header: dict[str, Any], size: int) -> Iterator[tuple[s
     specs, end = [], 0
     for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         dtype, shape, offsets = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
-            raise ValueError(f"the shape or the offsets of {name!r} are not valid")
+        if len(shape) > MAX_DIMENSIONS or not all(type(number) is int and number >= 0 for number in (*shape, *offsets)):
+            raise ValueError(f"the shape or the offsets of {shown(name, SHOWN_NAME)} are not valid")
         start, previous_end, end = offsets[0], end, offsets[1]
         if start != previous_end or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"the offsets of {name!r} do not match its shape and the other tensors")
+            raise ValueError(f"the offsets of {shown(name, SHOWN_NAME)} do not match its shape and the other tensors")
         specs.append((name, dtype, shape))
     if end != size:
         raise ValueError(f"its tensors take {end} bytes, but it has {size}")

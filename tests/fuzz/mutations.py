@@ -71,7 +71,7 @@ def _mutate_tensors(tensors: dict[str, Tensor], rng: random.Random) -> None:
     elif action == "shape":
         tensors[name] = rng.choice([tensor.flatten(), tensor[None], tensor[..., :0], tensor.flatten()[:1]])
     elif action == "random":
-        data = bytes(rng.randrange(256) for _ in range(tensor.numel() * tensor.element_size()))
+        data = rng.randbytes(tensor.numel() * tensor.element_size())
         if data:
             tensors[name] = torch.frombuffer(bytearray(data), dtype=tensor.dtype).reshape(tensor.shape)
     elif action == "copy":

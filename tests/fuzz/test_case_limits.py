@@ -28,11 +28,43 @@ def test_a_case_that_waits_without_end_is_stopped(monkeypatch: pytest.MonkeyPatc
 
 @needs_proc
 def test_memory_is_limited_relative_to_the_input() -> None:
-    size = 32 * 2**20
+    size = 32 * case_limits.MIB
     with pytest.raises(CaseLimitError, match="for an input of 1000 bytes"), case_limits.case_limits(1000, size // 2):
         _ = b"x" * size
-    with case_limits.case_limits(size, size // 2):
+    with case_limits.case_limits(1000, 2 * size):
         _ = b"x" * size
+
+
+@needs_proc
+def test_ten_times_a_large_input_is_all_that_is_allowed() -> None:
+    size, use = case_limits.LARGE_INPUT, case_limits.MemoryUse()
+    with case_limits.case_limits(size, use=use):
+        _ = b"x" * (9 * size)
+    assert 8.9 < use.ratio < 10
+    assert str(use).startswith("1 inputs from 2 MiB at most 9")
+    with pytest.raises(CaseLimitError, match="and 0"), case_limits.case_limits(size, 100 * size):
+        _ = b"x" * (11 * size)
+
+
+@needs_proc
+def test_what_was_freed_before_cannot_hide_what_a_case_takes() -> None:
+    """A quarter of a gigabyte in small pieces: the allocator keeps them for later when they are freed."""
+    use = case_limits.MemoryUse()
+    pieces = [bytes(1000) for _ in range(2**18)]
+    kept = pieces[::1000]
+    del pieces
+    with case_limits.case_limits(1000, 2**30, use):
+        _ = [bytes(1000) for _ in range(2**17)]
+    assert use.small > 100 * case_limits.MIB
+    assert kept
+
+
+@needs_proc
+def test_a_case_that_ends_with_an_error_is_measured_too() -> None:
+    use = case_limits.MemoryUse()
+    with pytest.raises(UnicodeDecodeError), case_limits.case_limits(1000, 2**30, use):
+        (b"x" * (32 * case_limits.MIB) + b"\xff").decode()
+    assert use.last > 31 * case_limits.MIB
 
 
 def test_timers_of_others_are_restored() -> None:

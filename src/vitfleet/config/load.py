@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -16,12 +15,13 @@ from pydantic import ValidationError
 
 from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
+from vitfleet.config.limits import MAX_SAVED_TEXT, check_key, check_text, check_tree
 from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
 from vitfleet.config.train import NAMED_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.files import read_json
+from vitfleet.files import parse_json, read_json
 
 Tree = dict[str, Any]
 #: Keys to set: ``{"train.lr": 1e-3}``, or texts as given to ``-o``: ``["train.lr=1e-3"]``.
@@ -70,12 +70,13 @@ def from_tree(
     plugins: Iterable[str | Path] = (),
 ) -> Config:
     """Apply overrides to a tree of plain values and validate it: see :func:`load_config`."""
+    given = list(parse_overrides(overrides).items())
+    check_tree([tree, *(value for _, value in given)])
     tree = copy.deepcopy(tree)
-    tree["plugins"] = [*tree.get("plugins", ()), *map(str, plugins)]
+    tree["plugins"] = [*_listed_plugins(tree), *map(str, plugins)]
     meant = copy.deepcopy(titled_parts(tree))
     for key, value in (base or {}).items():
         _put(tree, key, value)
-    given = list(parse_overrides(overrides).items())
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
     for key, value in given:
@@ -88,6 +89,7 @@ def from_tree(
 
 def read_config(path: Path) -> Config:
     """Read back the configuration that a run saved."""
+    check_text(str(path), path.stat().st_size, MAX_SAVED_TEXT)
     tree = read_json(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: is damaged (it holds no table); restore it from a copy")
@@ -108,6 +110,7 @@ def validate(tree: Tree, load_plugins: bool = True) -> Config:
     UserError
         Describes the first wrong key.
     """
+    check_tree([tree])
     if load_plugins:
         tree = _with_plugins(tree)
     else:
@@ -121,17 +124,23 @@ def validate(tree: Tree, load_plugins: bool = True) -> Config:
 
 def _with_plugins(tree: Tree) -> Tree:
     """Load a tree's plug-ins, and resolve names such as ``mine.py:Mine``."""
-    listed = tree.get("plugins", ())
-    if not isinstance(listed, list | tuple) or not all(isinstance(path, str) for path in listed):
-        raise ConfigError("plugins", listed, "must be a list of paths of .py files")
+    listed = _listed_plugins(tree)
     plugin_loader.load_plugins(listed)
     tree = copy.deepcopy(tree)
-    paths = list(listed)
+    paths = listed
     for registry in ALL:
         if reference := _reference(tree, registry):
             paths.append(reference)
     tree["plugins"] = list(dict.fromkeys(os.path.abspath(os.path.expanduser(path)) for path in paths))
     return tree
+
+
+def _listed_plugins(tree: Tree) -> list[str]:
+    """Return the plug-ins that a tree names."""
+    listed = tree.get("plugins", ())
+    if not isinstance(listed, list | tuple) or not all(isinstance(path, str) for path in listed):
+        raise ConfigError("plugins", listed, "must be a list of paths of .py files")
+    return list(listed)
 
 
 def _reference(tree: Tree, registry: Registry[Any]) -> str | None:
@@ -175,10 +184,11 @@ def _read_source(source: str) -> Tree:
         raise _unknown_preset(source)
     if not path.is_file():
         raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
+    check_text(source, path.stat().st_size)
     try:
         text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        tree = _parse_toml(text) if path.suffix == ".toml" else parse_json(text)
+    except ValueError as error:
         raise UserError(f"{source}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source}: must hold a table of keys, not a {type(tree).__name__}.")
@@ -201,8 +211,14 @@ def _resolve_beside(tree: Tree, folder: Path) -> None:
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:
     """Return overrides as values by dotted key; of a key that is given twice, the last value."""
     if isinstance(overrides, Mapping):
-        return dict(overrides)
-    return dict(_parse_override(text) for text in overrides)
+        parsed = dict(overrides)
+    else:
+        texts = list(overrides)
+        check_text("-o", sum(map(len, texts)))
+        parsed = dict(map(_parse_override, texts))
+    for key in parsed:
+        check_key(key)
+    return parsed
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
@@ -214,9 +230,17 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if raw in {"null", "none", "None"}:  # TOML has no word for it
         return key, None
     try:
-        return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key, _parse_toml(f"value = {raw}")["value"]
+    except ValueError:
         return key, raw
+
+
+def _parse_toml(text: str) -> Tree:
+    """Return what a TOML text says; a ``ValueError`` if it is not TOML, or nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _table_of(tree: Tree, key: str) -> tuple[Tree, str]:

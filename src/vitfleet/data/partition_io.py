@@ -18,7 +18,7 @@ from safetensors.numpy import save as to_bytes
 from vitfleet.config.base import PartitionParams
 from vitfleet.data.client_indices import ClientIndices, Ints, Partition, hash_labels
 from vitfleet.errors import ConfigError, DataError
-from vitfleet.files import write_atomically
+from vitfleet.files import parse_json, write_atomically
 
 ARRAYS_FILE = "partition.safetensors"
 SUMMARY_FILE = "partition.json"
@@ -103,7 +103,7 @@ def _read(file: Path) -> tuple[Partition, str]:
     damaged = f"{file}: damaged, or not a saved partition; save it again from the run that made it"
     try:
         with safe_open(file, framework="numpy") as stored:
-            identity = json.loads((stored.metadata() or {})["vitfleet"])
+            identity = parse_json((stored.metadata() or {})["vitfleet"])
             arrays = [stored.get_tensor(name) for name in _ARRAY_NAMES]
             expected, labels_sha256 = str(identity["sha256"]), str(identity["labels_sha256"])
     except OSError as error:

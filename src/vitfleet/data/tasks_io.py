@@ -17,7 +17,7 @@ from vitfleet.config.schema import TasksConfig
 from vitfleet.data.client_indices import ClientIndices, Ints, hash_labels
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import DataError
-from vitfleet.files import write_atomically
+from vitfleet.files import parse_json, write_atomically
 
 ARRAYS_FILE = "tasks.safetensors"
 SUMMARY_FILE = "tasks.json"
@@ -51,7 +51,7 @@ def load_task_streams(folder: Path, train_labels: Ints, test_labels: Ints) -> Ta
     damaged = f"{file}: damaged, or not a saved stream of tasks; the run cannot be resumed"
     try:
         with safe_open(file, framework="numpy") as stored:
-            identity = json.loads((stored.metadata() or {})["vitfleet"])
+            identity = parse_json((stored.metadata() or {})["vitfleet"])
             arrays = [stored.get_tensor(name) for name in _ARRAY_NAMES]
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from vitfleet.config.limits import MAX_SAVED_TEXT, check_text
 from vitfleet.config.load import validate
 from vitfleet.config.plugins import load_installed
 from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
-from vitfleet.files import link_atomically
+from vitfleet.files import link_atomically, parse_json
 from vitfleet.fleet.base import EvalReply, Reply
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.client_limits import ClientLimits, check_run, describe_run
@@ -157,7 +157,8 @@ def _read_config(run_spec: RunSpec) -> Config:
         The run needs a plug-in that the client's owner has not installed, or another version of it.
     """
     try:
-        tree = json.loads(run_spec.config)
+        check_text("the server's configuration", len(run_spec.config), MAX_SAVED_TEXT)
+        tree = parse_json(run_spec.config)
     except ValueError:
         raise UserError("the server's configuration is not JSON") from None
     if not isinstance(tree, dict):

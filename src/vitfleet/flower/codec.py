@@ -22,7 +22,7 @@ from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.reported_numbers import MAX_NUMBER, check_numbers
-from vitfleet.wire import decode_chunks, encode_chunks
+from vitfleet.wire import decode_received, encode_chunks
 
 MAX_FAILURE_LENGTH = 500
 
@@ -188,7 +188,7 @@ def _pop_message(content: RecordDict, name: str, max_bytes: int | None = None) -
     size = sum(len(_chunk(content[key])) for key in keys)
     if max_bytes is not None and size > max_bytes:
         raise RejectedUpdateError(f"its message has {size} bytes; fleet.max_message_mb allows {max_bytes}")
-    return decode_chunks(Message, (_chunk(content.pop(key)) for key in keys), size)
+    return decode_received(Message, (_chunk(content.pop(key)) for key in keys), size)
 
 
 def _chunk(record: RecordType) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from vitfleet.errors import shown
 from vitfleet.message import Number, Numbers
 from vitfleet.methods.base import Method, RejectedUpdateError
 from vitfleet.methods.client_metrics import ClientMetric
@@ -13,7 +14,7 @@ MAX_NUMBER = 2**53  # the largest up to which a float represents every integer
 MAX_LIST_LENGTH = 65536
 MAX_NAMES = 100
 MAX_NAME_LENGTH = 100  # characters
-SHOWN = 80  # characters of a wrong value in a reason
+SHOWN = 80  # characters of a wrong value in a reason: it is written into the records
 
 
 def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
@@ -47,9 +48,9 @@ def check_numbers(numbers: Numbers) -> None:
         )
     loss, samples = numbers.get("loss"), numbers.get("samples")
     if not isinstance(loss, float) or not math.isfinite(loss):
-        raise RejectedUpdateError(f"its loss is {_shown(loss)}, not a finite number")
+        raise RejectedUpdateError(f"its loss is {shown(loss, SHOWN)}, not a finite number")
     if not _is_count(samples):
-        raise RejectedUpdateError(f"its number of samples is {_shown(samples)}, not an integer ≥ 0")
+        raise RejectedUpdateError(f"its number of samples is {shown(samples, SHOWN)}, not an integer ≥ 0")
     for name, value in numbers.items():
         items = value if isinstance(value, list) else [value]
         if len(items) > MAX_LIST_LENGTH:
@@ -70,7 +71,7 @@ def _check_form(metric: ClientMetric, value: Number) -> None:
         return
     expected = {"count": "a whole number ≥ 0", "number": "a number", "counts": "a list of whole numbers ≥ 0"}
     raise RejectedUpdateError(
-        f"its {metric.name!r} is {_shown(value)}; expected: {expected.get(form, 'a list of numbers')}"
+        f"its {metric.name!r} is {shown(value, SHOWN)}; expected: {expected.get(form, 'a list of numbers')}"
     )
 
 
@@ -80,12 +81,3 @@ def _is_number(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return _is_number(value) and isinstance(value, int) and value >= 0
-
-
-def _shown(value: object) -> str:
-    """Return the beginning of a value: it may be long, and it is written into the records."""
-    try:
-        text = str(value)
-    except ValueError:  # an integer with more digits than Python prints
-        text = "an integer of too many digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -129,7 +129,7 @@ def add_rounds(folder: RunFolder, rounds: int) -> None:
         raise UserError(f"--rounds {rounds}: a run on tasks has as many rounds as its tasks; start one with more tasks")
     if rounds <= config.rounds:
         raise UserError(f"--rounds {rounds}: must be more than the run's {config.rounds}")
-    stopped = json.loads(summary.read_text()).get("stopped") if summary.exists() else None
+    stopped = read_json(summary).get("stopped") if summary.exists() else None
     if stopped:
         raise UserError(
             f"--rounds {rounds}: the run was stopped after round {stopped['round']} ({stopped['reason']}); "

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import parse_json, write_atomically
 
 MANIFEST = "checkpoint.json"
 PREVIOUS = "previous"  # folder of the checkpoint before the last: its manifest, and the files that only it names
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> StoredManifest | None:
     if not path.exists():
         return None
     try:
-        tree = json.loads(path.read_bytes())
+        tree = parse_json(path.read_bytes())
         written_by, checksums = tree.pop("version", None), tree.pop("checksums", {})
         if type(written_by) is not int:
             raise ValueError("it has no version")

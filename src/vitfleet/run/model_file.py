@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from vitfleet.config.schema import Config
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import parse_json, write_atomically
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.run.data_info import DataInfo
@@ -105,7 +105,7 @@ def model_round(path: Path) -> int:
 def _read_info(path: Path) -> ModelInfo:
     try:
         with safe_open(path, "pt") as file:
-            tree = json.loads((file.metadata() or {})[METADATA_KEY])
+            tree = parse_json((file.metadata() or {})[METADATA_KEY])
         lists = {key: tuple(tree[key]) for key in ("mean", "std", "task_of_class") if tree[key] is not None}
         data = DataInfo(**{**tree["data"], "classes": tuple(tree["data"]["classes"])})
         return ModelInfo(**{**tree, **lists, "data": data})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vitfleet.errors import UserError
+from vitfleet.files import parse_json
 from vitfleet.message import Number
 
 #: A number, a text, or a list (of lists) of numbers or texts; ``None`` stands for what could not be measured.
@@ -158,7 +159,7 @@ class RoundRecord:
     @classmethod
     def parse(cls, line: str) -> RoundRecord:
         """Return the record that a line holds."""
-        tree = json.loads(line)
+        tree = parse_json(line)
         accuracy = tree.pop("accuracy")
         clients = [ClientRecord(**client) for client in tree.pop("clients")]
         task = tree.pop("task", None)
@@ -245,7 +246,7 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
     with path.open("rb") as file:
         lines = [line for line in file if line.endswith(b"\n")]
     try:
-        return sum(float(json.loads(line).get(which, 0.0)) for line in lines)
+        return sum(float(parse_json(line).get(which, 0.0)) for line in lines)
     except (ValueError, TypeError, AttributeError):
         raise UserError(f"{path}: is damaged; restore it from a copy, or remove it") from None
 
