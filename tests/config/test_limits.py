@@ -53,7 +53,7 @@ def test_a_value(value: object, says: str) -> None:
         ('{"plugins": 3}', "plugins = 3: must be a list"),
         ('{"rounds": ' + "9" * 5000 + "}", "not valid JSON"),
         ('{"rounds": ' + "[" * 5000, "nested too deeply"),
-        ('{"rounds": ' + " " * MAX_TEXT + "3}", "characters"),
+        ('{"rounds": ' + " " * MAX_SAVED_TEXT + "3}", "characters"),
     ],
 )
 def test_a_file(text: str, says: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,26 @@ class MemoryUse:
     small: int = 0
     last: int = 0
 
-    def add(self, grown: int, input_bytes: int) -> None:
+    def add(self, grown: int, input_bytes: int, is_large: bool) -> None:
         """Note what a case took."""
         self.measured += 1
         self.last = grown
-        if input_bytes >= LARGE_INPUT:
+        if is_large:
             self.large_cases += 1
             self.ratio = max(self.ratio, grown / input_bytes)
         else:
             self.small = max(self.small, grown)
+
+    @classmethod
+    def most(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
+        """Return the most of several fuzzers."""
+        together = cls()
+        for use in uses:
+            together.measured += use.measured
+            together.large_cases += use.large_cases
+            together.ratio = max(together.ratio, use.ratio)
+            together.small = max(together.small, use.small)
+        return together
 
     def __str__(self) -> str:
         if not self.measured:
@@ -65,11 +76,14 @@ class MemoryUse:
         small = f"{self.measured - self.large_cases} smaller ones at most {self.small / MIB:.1f} MiB"
         if not self.large_cases:
             return small
-        return f"{self.large_cases} inputs from {LARGE_INPUT // MIB} MiB at most {self.ratio:.1f} × the input, {small}"
+        large = f"{self.large_cases} inputs of {LARGE_INPUT // MIB} MiB and more"
+        return f"{large} at most {self.ratio:.1f} × the input, {small}"
 
 
 @contextmanager
-def case_limits(input_bytes: int, allowance: int = ALLOWANCE, use: MemoryUse | None = None) -> Iterator[None]:
+def case_limits(
+    input_bytes: int, allowance: int = ALLOWANCE, use: MemoryUse | None = None, large: int = LARGE_INPUT
+) -> Iterator[None]:
     """Raise if the block takes 5 s of processor time, waits a minute, or needs more memory than ten times its input.
 
     Parameters
@@ -80,6 +94,8 @@ def case_limits(input_bytes: int, allowance: int = ALLOWANCE, use: MemoryUse | N
         Bytes beyond that, where the input is small: a process needs some for every case.
     use
         Notes the memory that the case took.
+    large
+        Bytes of input from which on there is no allowance.
 
     Notes
     -----
@@ -100,8 +116,9 @@ def case_limits(input_bytes: int, allowance: int = ALLOWANCE, use: MemoryUse | N
             signal.signal(number, handler)
         if before is not None:
             grown = _memory("VmHWM") - before
-            (use or MemoryUse()).add(grown, input_bytes)
-            beyond = 0 if input_bytes >= LARGE_INPUT else allowance
+            is_large = input_bytes >= large
+            (use or MemoryUse()).add(grown, input_bytes, is_large)
+            beyond = 0 if is_large else allowance
             if grown > MEMORY_FACTOR * input_bytes + beyond:
                 raise CaseLimitError(
                     f"{grown / MIB:.1f} MiB for an input of {input_bytes} bytes; {MEMORY_FACTOR} × the input and "

@@ -41,7 +41,7 @@ def test_ten_times_a_large_input_is_all_that_is_allowed() -> None:
     with case_limits.case_limits(size, use=use):
         _ = b"x" * (9 * size)
     assert 8.9 < use.ratio < 10
-    assert str(use).startswith("1 inputs from 2 MiB at most 9")
+    assert str(use).startswith("1 inputs of 2 MiB and more at most 9")
     with pytest.raises(CaseLimitError, match="and 0"), case_limits.case_limits(size, 100 * size):
         _ = b"x" * (11 * size)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from case_limits import case_limits
+from case_limits import MIB, MemoryUse, case_limits, settled_memory
+from forged import forged_override
 from generated_values import accepted_values, as_text, keys_by_variant, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,7 @@ SMALL_RUN: tuple[str, ...] = (
 # Keys that decide how much work a run is, or where it reads and computes: they are fuzzed without training.
 WORK = {"rounds", "data", "model", "machine", "plugins", "trackers", "fleet.kind", "fleet.clients", "train.epochs"}
 WORK |= {"method.server_epochs", "method.tune_epochs", "method.prompts", "method.views", "method.replays", "eval.every"}
+FORGED_ALLOWANCE = 20 * MIB  # text of 128 KiB in TOML's parser, and pydantic's description of 5,000 wrong values
 TASKS = "data.tasks={count = 2, classes = 5, rounds_per_task = 1}"
 
 
@@ -95,35 +98,59 @@ def overrides(as_texts: bool) -> st.SearchStrategy[list[str] | dict[str, Any]]:
     return build()
 
 
-def check_configurations(examples: int) -> Counter[str]:
+def check_configurations(examples: int, counts: Counter[str]) -> MemoryUse:
     """Load so many configurations, half of them from texts as after ``-o``, half from values."""
-    counts: Counter[str] = Counter()
+    use = MemoryUse()
+    outcome({})  # the schema is built when it is used first
 
     def check(drawn: list[str] | dict[str, Any]) -> None:
         form = "texts" if isinstance(drawn, list) else "values"
-        with case_limits(len(repr(drawn))):
+        with case_limits(len(repr(drawn)), use=use):
             config = outcome(drawn)
         counts[f"{form} {'rejected' if config is None else 'accepted'}"] += 1
 
-    for as_texts in (True, False):
-        settings(max_examples=examples // 2, database=None, derandomize=True)(given(overrides(as_texts))(check))()
-    return counts
+    with settled_memory():
+        for as_texts in (True, False):
+            settings(max_examples=examples // 2, database=None, derandomize=True)(given(overrides(as_texts))(check))()
+    return use
+
+
+def check_forged(examples: int, counts: Counter[str]) -> MemoryUse:
+    """Load configurations that are made to grow when they are parsed."""
+    use, rng = MemoryUse(), random.Random(0)
+    outcome({})
+    with settled_memory():
+        for _ in range(examples):
+            text = forged_override(rng, rng.choice([1000, 30_000, 120_000, 3 * MIB]))
+            with case_limits(len(text.encode()), FORGED_ALLOWANCE, use):
+                config = outcome([text])
+            counts[f"forged {'rejected' if config is None else 'accepted'}"] += 1
+    return use
 
 
 @pytest.mark.usefixtures("plugin")
 def test_configurations() -> None:
-    counts = check_configurations(120)
+    counts: Counter[str] = Counter()
+    check_configurations(120, counts)
     # Which ones are drawn changes with the schema: that some of both are accepted is held by the long test.
     assert sum(counts.values()) >= 120
     assert counts["texts accepted"] + counts["values accepted"]
+
+
+def test_forged_configurations() -> None:
+    counts: Counter[str] = Counter()
+    check_forged(15, counts)
+    assert counts["forged rejected"] > 7
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("plugin")
 def test_ten_thousand_configurations(record_property: RecordProperty) -> None:
-    counts = check_configurations(10_000)
+    counts: Counter[str] = Counter()
+    use, forged = check_configurations(10_000, counts), check_forged(500, counts)
     record_property("configurations", dict(sorted(counts.items())))
+    record_property("memory of configurations", f"{use}; of forged ones: {forged}")
     assert min(counts["texts accepted"], counts["values accepted"]) > 100
 
 

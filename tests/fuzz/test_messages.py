@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from case_limits import case_limits
+from case_limits import ALLOWANCE, LARGE_INPUT, MIB, MemoryUse, case_limits, settled_memory
+from flwr.app import RecordDict
+from forged import forged_reply
 from mutations import content_bytes, mutated_reply
 
 from conftest import RecordProperty
@@ -19,9 +21,11 @@ from vitfleet.config.registry import METHODS
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.codec import unpack_reply
 from vitfleet.run.context import RunContext, load_state
+from vitfleet.run.records import RoundRecord
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
+from vitfleet.wire import encoded_size
 
 ROUND = 3
 SETTINGS: tuple[str, ...] = (
@@ -31,6 +35,9 @@ SETTINGS: tuple[str, ...] = (
 )
 TASKS = "data.tasks={count = 3, classes = 3, rounds_per_task = 2, per_client = [1, 3], share = [0.2, 0.4]}"
 OPTIONS = {"transfl": ["method.k=1"], "fedbfpt": ["method.local_layers=2"], "eftvit": ["method.local_layers=1"]}
+WIDE = "model.dim=256"  # the whole model is 6 MB: ten times a message is what a round may take, and no constant
+WIDE_SHARE = 5  # one of so many messages is for a wide model
+FORGED_SHARE = 8  # one of so many messages is made to grow when it is parsed
 LARGEST = 1e3  # honest weights of these small models are below 10
 MAX_COSTED = 10  # the memory of a round takes a second to compute
 MUTATED = 1  # the client whose reply is changed
@@ -67,10 +74,10 @@ def all_methods() -> list[str]:
     return [entry.name for entry in METHODS if entry.origin.built_in]
 
 
-def opened(name: str, folder: Path) -> tuple[RunContext, RunState, list[Reply]]:
+def opened(name: str, folder: Path, *overrides: str) -> tuple[RunContext, RunState, list[Reply]]:
     """Return a run, its state before a round, and the honest replies of that round."""
     tasks = [TASKS] if METHODS[name].target.needs_tasks else []
-    config = load_config("digits", [*SETTINGS, f"method.name={name}", *OPTIONS.get(name, []), *tasks])
+    config = load_config("digits", [*SETTINGS, f"method.name={name}", *OPTIONS.get(name, []), *tasks, *overrides])
     context = open_run(config, folder)
     recorder = RecordedReplies(context.fleet, [])
     context = replace(context, fleet=recorder)
@@ -81,28 +88,57 @@ def opened(name: str, folder: Path) -> tuple[RunContext, RunState, list[Reply]]:
     return replace(context, fleet=recorder.inner), state, list(recorder.replies)
 
 
-def check_method(name: str, folder: Path, examples: int, counts: Counter[str]) -> None:
-    context, state, honest = opened(name, folder)
-    rng, costed = random.Random(name), 0
-    honest_numbers = next(reply.message for reply in honest if reply.client == MUTATED and reply.message).numbers
-    for _ in range(examples):
-        content = mutated_reply(honest[MUTATED], rng)
-        with case_limits(content_bytes(content)):
-            changed = unpack_reply(content, MUTATED, 10**7)
-            replies = [changed if reply.client == MUTATED else reply for reply in honest]
-            after, record = run_round(replace(context, fleet=GivenReplies(context.fleet, replies)), state, ROUND)
-        failures = {entry.client: entry.failure for entry in record.clients if entry.failure is not None}
-        assert set(failures) <= {MUTATED}, f"{name}: honest replies were refused: {failures}"
-        assert all(failure.strip() for failure in failures.values())
-        for tensor_name, tensor in after.server.tensors.items():
-            assert float(tensor.abs().max()) < LARGEST, f"{name}: {tensor_name} has {float(tensor.abs().max()):g}"
-        json.dumps([entry.numbers for entry in record.clients], allow_nan=False)
-        context.planner.plan(after, ROUND + 1)
-        reported = dict(after.client_metrics[MUTATED]) if MUTATED in after.client_metrics else {}
-        if costed < MAX_COSTED and not failures and reported.get("stored") != honest_numbers.get("stored"):
-            costed += 1
-            context.client_costs(after.client_metrics)
-        counts["refused" if failures else "used"] += 1
+def hostile_reply(honest: Reply, size: int, rng: random.Random) -> RecordDict:
+    """Return a mutated reply, or one that is made to grow when it is parsed."""
+    if rng.randrange(FORGED_SHARE):
+        return mutated_reply(honest, rng)
+    length = rng.randint(size, 2 * size) if size >= LARGE_INPUT else rng.choice([1000, 50_000, 250_000, 3 * MIB])
+    return forged_reply(rng, length, rng.choice([1.0, 1.0, 0.06]))
+
+
+def check_method(name: str, folder: Path, examples: int, counts: Counter[str], wide: bool = False) -> MemoryUse:
+    context, state, honest = opened(name, folder, *([WIDE] if wide else []))
+    rng, costed, use = random.Random(f"{name} {wide}"), 0, MemoryUse()
+    message = next(reply.message for reply in honest if reply.client == MUTATED and reply.message)
+    size = encoded_size(message)
+    # The other clients' replies take memory too: a reply is large if it is about as large as theirs.
+    large = max(LARGE_INPUT, size // 2)
+    with settled_memory():
+        allowance = ALLOWANCE + own_memory(context, state, honest)
+        for _ in range(examples):
+            content = hostile_reply(honest[MUTATED], size, rng)
+            with case_limits(content_bytes(content), allowance, use, large):
+                changed = unpack_reply(content, MUTATED, 10**8)
+                replies = [changed if reply.client == MUTATED else reply for reply in honest]
+                after, record = run_round(replace(context, fleet=GivenReplies(context.fleet, replies)), state, ROUND)
+            refused = check_round(name, after, record)
+            context.planner.plan(after, ROUND + 1)
+            reported = dict(after.client_metrics[MUTATED]) if MUTATED in after.client_metrics else {}
+            if costed < MAX_COSTED and not refused and reported.get("stored") != message.numbers.get("stored"):
+                costed += 1
+                context.client_costs(after.client_metrics)
+            counts["refused" if refused else "used"] += 1
+    return use
+
+
+def check_round(name: str, after: RunState, record: RoundRecord) -> bool:
+    """Check what a round made of the replies; return whether it refused the hostile one."""
+    failures = {entry.client: entry.failure for entry in record.clients if entry.failure is not None}
+    assert set(failures) <= {MUTATED}, f"{name}: honest replies were refused: {failures}"
+    assert all(failure.strip() for failure in failures.values())
+    for tensor_name, tensor in after.server.tensors.items():
+        assert float(tensor.abs().max()) < LARGEST, f"{name}: {tensor_name} has {float(tensor.abs().max()):g}"
+    json.dumps([entry.numbers for entry in record.clients], allow_nan=False)
+    return bool(failures)
+
+
+def own_memory(context: RunContext, state: RunState, honest: list[Reply]) -> int:
+    """Return the bytes that a round takes whose replies are all honest; the second one, when caches are filled."""
+    use = MemoryUse()
+    for _ in range(2):
+        with case_limits(0, 2**40, use):
+            run_round(replace(context, fleet=GivenReplies(context.fleet, honest)), state, ROUND)
+    return use.last
 
 
 @pytest.mark.parametrize("name", ["fedavg", "transfl", "eftvit", "fedvit"])
@@ -112,12 +148,19 @@ def test_mutated_messages(name: str, tmp_path: Path) -> None:
     assert min(counts["refused"], counts["used"]) > 3
 
 
+def test_mutated_messages_of_a_wide_model(tmp_path: Path) -> None:
+    use = check_method("fedavg", tmp_path, 12, Counter(), wide=True)
+    assert use.large_cases > 3 or not use.measured
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_ten_thousand_mutated_messages(tmp_path: Path, record_property: RecordProperty) -> None:
-    counts: Counter[str] = Counter()
-    methods = all_methods()
-    for name in methods:
-        check_method(name, tmp_path / name, -(-10_000 // len(methods)), counts)
+    counts, methods = Counter[str](), all_methods()
+    each = -(-10_000 // len(methods))
+    for wide, examples in ((False, each - each // WIDE_SHARE), (True, each // WIDE_SHARE)):
+        folder = tmp_path / ("wide" if wide else "tiny")
+        use = MemoryUse.most(check_method(name, folder / name, examples, counts, wide) for name in methods)
+        record_property(f"memory of mutated messages of {folder.name} models", str(use))
     record_property("mutated messages", f"{dict(counts)}, of {len(methods)} methods")
     assert sum(counts.values()) >= 10_000

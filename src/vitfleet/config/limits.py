@@ -12,8 +12,8 @@ from typing import Any
 
 from vitfleet.errors import UserError
 
-MAX_TEXT = 2**17  # characters of a file or of all overrides; a shell's argument has no more either
-MAX_SAVED_TEXT = 4 * MAX_TEXT  # bytes of a saved configuration: complete, and written one value to a line
+MAX_TEXT = 2**17  # characters of a TOML file or of all overrides; a shell's argument has no more either
+MAX_SAVED_TEXT = 4 * MAX_TEXT  # of a saved configuration: complete, as JSON with one value to a line
 MAX_VALUES = 5_000
 MAX_DEPTH = 20
 MAX_KEY = 1_000  # characters

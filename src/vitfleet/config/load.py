@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
-from vitfleet.config.limits import MAX_SAVED_TEXT, check_key, check_text, check_tree
+from vitfleet.config.limits import MAX_SAVED_TEXT, MAX_TEXT, check_key, check_text, check_tree
 from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
@@ -184,7 +184,7 @@ def _read_source(source: str) -> Tree:
         raise _unknown_preset(source)
     if not path.is_file():
         raise UserError(f"{source}: there is no such file; `vitfleet presets` lists the shipped configurations.")
-    check_text(source, path.stat().st_size)
+    check_text(source, path.stat().st_size, MAX_SAVED_TEXT if path.suffix == ".json" else MAX_TEXT)
     try:
         text = path.read_text(encoding="utf-8")
         tree = _parse_toml(text) if path.suffix == ".toml" else parse_json(text)
