@@ -10,7 +10,9 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from family_configs import IMAGE_SIZE, tiny_family
 from vitfleet.models.batch_norm import MaskedBatchNorm, replace_batch_norms, trained_batch_norms
+from vitfleet.models.net import BatchStatistics
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -103,3 +105,26 @@ def test_replaced_batch_norms_keep_names_and_activations() -> None:
     assert set(model.state_dict()) == names
     torch.testing.assert_close(model(inputs), expected)
     assert trained_batch_norms(paths, {"1.running_mean", "1.running_var", "2.weight"}) == ("1",)
+
+
+def test_biases_added_to_levits_tokens_have_a_gradient_with_running_statistics_only() -> None:
+    """Batch norms read every sum of branches: what is added to all tokens, they subtract. See docs/models.md."""
+    net = tiny_family("levit")
+    random = torch.Generator().manual_seed(0)
+    weights = {n: (t + 0.1 * torch.rand(t.shape, generator=random)).double() for n, t in net.initial_weights().items()}
+    for name in net.anatomy.parameters:
+        weights[name].requires_grad_()
+    images = torch.randn(6, 1, IMAGE_SIZE, IMAGE_SIZE, generator=random, dtype=torch.float64)
+    added = [name for name in weights if name.endswith(("stem.4.bn.bias", "proj.ln.bn.bias", "ln2.bn.bias"))]
+    assert len(added) == 7
+
+    def gradient_sizes(statistics: BatchStatistics | None) -> dict[str, float]:
+        leaves = {name: weights[name] for name in net.anatomy.parameters}
+        loss = net(weights, images, statistics=statistics).logsumexp(-1).sum()
+        gradients = torch.autograd.grad(loss, list(leaves.values()))
+        return {name: float(gradient.abs().max()) for name, gradient in zip(leaves, gradients, strict=True)}
+
+    in_training = gradient_sizes(BatchStatistics(net.batch_norms, torch.ones(6, dtype=torch.bool)))
+    assert max(in_training[name] for name in added) < 1e-14
+    assert min(size for name, size in in_training.items() if name not in added) > 1e-9
+    assert min(gradient_sizes(None)[name] for name in added) > 1e-4
