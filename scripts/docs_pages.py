@@ -26,6 +26,7 @@ REPOSITORY_FILES = {
 }
 SOURCES = {page: source for source, page in REPOSITORY_FILES.items()}
 PACKAGES = (
+    "demo",
     "inference",
     "exporters",
     "flower",

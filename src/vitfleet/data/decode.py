@@ -186,7 +186,7 @@ def _as_file(item: bytes | Path) -> io.BytesIO | Path:
 
 
 def decode_image(item: bytes | Path, image_size: int, channels: int) -> NDArray[np.uint8]:
-    """Decode one image to ``[channels, image_size, image_size]``; damaged ones raise one of :data:`UNREADABLE`."""
+    """Decode one image to ``[channels, image_size, image_size]``; damaged ones raise one of ``UNREADABLE``."""
     with Image.open(_as_file(item)) as image:
         return fit_image(image, image_size, channels)
 

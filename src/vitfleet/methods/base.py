@@ -47,7 +47,7 @@ class ClientJob:
         The client's state after its last round; ``None`` before its first round.
     shard
         The client's training images; in continual learning, those of its current task, or of all its tasks so far: see
-        :attr:`Method.accumulates_tasks`.
+        ``Method.accumulates_tasks``.
     task_index
         Index of the client's current task, from 0; 0 without tasks.
     """

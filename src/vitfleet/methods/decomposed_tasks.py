@@ -182,7 +182,10 @@ def read_knowledge(tensors: Tensors) -> list[SparseVector]:
 
 
 def past_tensors(past: Mapping[int, PastTask], names: Selection) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what trains of past tasks and what is constant, stacked over tasks: see :mod:`.decomposition`."""
+    """Return what trains of past tasks and what is constant, stacked over tasks.
+
+    See :mod:`~vitfleet.methods.decomposition`.
+    """
     if not past:
         return {}, {}
     tasks = list(past.values())

@@ -11,7 +11,8 @@ label: the empirical Fisher, which many implementations use.
 Quadratic penalties add up to a quadratic: F₁(θ − a₁)² + F₂(θ − a₂)² = F(θ − a)² + F₁F₂/F·(a₁ − a₂)² with F = F₁ + F₂
 and a = (F₁a₁ + F₂a₂)/F. So one penalty per task, as in the paper, needs the memory of one.
 
-The body is shared; heads are local unless ``heads = "shared"``. When F is computed: :mod:`.quadratic_penalty`.
+The body is shared; heads are local unless ``heads = "shared"``. When F is computed:
+:mod:`~vitfleet.methods.quadratic_penalty`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ anchor, not one per task.
 
 f are the logits of the task's own classes where the task of an image is known, else all logits.
 
-The body is shared; heads are local unless ``heads = "shared"``. When Ω is computed: :mod:`.quadratic_penalty`.
+The body is shared; heads are local unless ``heads = "shared"``. When Ω is computed:
+:mod:`~vitfleet.methods.quadratic_penalty`.
 """
 
 from __future__ import annotations

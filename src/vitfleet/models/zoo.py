@@ -1,4 +1,4 @@
-"""Build a model by its name: a registered family, or any vision transformer of timm."""
+"""Build a model by its name: a registered family, or a vision transformer of timm."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Step:
     features
         The tokens at the objective's split, if it has one, ``[batch, tokens, width]``.
     replayed
-        Samples of the fit's replay buffer, if it has one: :attr:`ReplayBuffer.replays` per sample of the batch, in the
+        Samples of the fit's replay buffer, if it has one: ``ReplayBuffer.replays`` per sample of the batch, in the
         batch's order.
     auxiliary
         The model's outputs besides logits, if it has any, of the batch and then of the replayed samples.
