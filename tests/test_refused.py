@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Command
+from made_photos import draw_photos
 from vitfleet.errors import UserError, describe_os_error
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.tls import check_authority
@@ -50,8 +51,9 @@ def test_a_class_folder_that_cannot_be_read(
     assert "photos/dog: cannot be read (permission denied)" in line
 
 
-def test_a_folder_name_that_is_not_text(photos: Path, vitfleet: Command, tmp_path: Path) -> None:
-    os.mkdir(os.fsencode(photos) + b"/caf\xe9")
+def test_a_folder_name_that_is_not_text(vitfleet: Command, tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    draw_photos(photos, ("cat", "dog", os.fsdecode(b"caf\xe9")))
     line = refusal(vitfleet(tmp_path, "run", "digits", "-o", "data.name=mine", "-o", f"data.path={photos}"))
     assert "is not valid UTF-8; rename it" in line
 
@@ -81,9 +83,13 @@ def tls_server(certs: Certs) -> Iterator[str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certs.server, certs.server_key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
 
         def serve() -> None:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:  # nobody came
+                return
             try:
                 context.wrap_socket(connection, server_side=True).close()
             except OSError:
@@ -105,3 +111,20 @@ def test_another_authoritys_server_is_named_before_flower_connects(tmp_path: Pat
     (tmp_path / "no.crt").write_text("nothing")
     with pytest.raises(UserError, match="is no certificate"):
         check_authority("127.0.0.1:1", tmp_path / "no.crt")
+
+
+def test_a_client_says_so_before_it_starts_flower(
+    vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.flower.processes.run_forever", lambda *_: pytest.fail("Flower is started"))
+    own, other = (make_certs(tmp_path / name, [], ["kitchen"]) for name in ("own", "other"))
+    with tls_server(other) as address:
+        line = refusal(
+            vitfleet(
+                tmp_path,
+                *("client", "--server", address, "--name", "kitchen", "--certs", own.ca.parent),
+                *("--data", ".", "--state", "state"),
+            )
+        )
+    assert f"server at {address} is not the one that" in line
+    assert not (tmp_path / "state").exists()

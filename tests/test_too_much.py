@@ -70,6 +70,14 @@ def test_work_without_an_end_is_refused_with_the_figure_where_nobody_can_answer(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_giant_on_digits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitfleet.costs.estimate.available", lambda device, folder: Available(16 * GIB, None))
+    result = command("run", "digits", "-o", "model.name=vit_giant_patch14_clip_224", "--out", tmp_path / "run")
+    assert isinstance(result.exception, UserError)
+    assert "GiB of memory, and 16.0 GiB are free" in str(result.exception)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_model_that_does_not_fit_is_refused_with_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitfleet.costs.estimate.available", lambda device, folder: Available(1000, None))
     result = command("run", "digits", *tiny(), "--out", tmp_path / "run")

@@ -24,6 +24,8 @@ from vitfleet.flower.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.run.setup import open_run
 
+TASKS = {"count": 3, "classes": 3, "per_client": [1, 3], "rounds_per_task": 1}
+
 
 @pytest.fixture
 def spec(tiny_config: MakeConfig) -> RunSpec:
@@ -105,6 +107,27 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
     for wrong in ("epochs", "epoch=3", "epochs=x", "epochs=0", "stored_share=2"):
         with pytest.raises(UserError, match="--limit"):
             ClientLimits.parse([wrong])
+
+
+@pytest.mark.parametrize(
+    ("limit", "keys"),
+    [
+        ("layers=11", {"model__name": "vit_tiny_patch16_224", "model__depth": None}),
+        ("width=191", {"model__name": "vit_tiny_patch16_224"}),
+        ("side=223", {"model__name": "vit_tiny_patch16_224"}),
+        ("width=15", {}),
+        ("classes=9", {}),
+        ("batch_size=15", {}),
+        ("tasks=2", {"data__tasks": TASKS}),
+        ("epochs=4", {"train__epochs": 4, "method": {"name": "fedvit", "tune_epochs": 5}, "data__tasks": TASKS}),
+        ("stored_share=0.1", {"method": {"name": "gem", "rho": 0.2}, "data__tasks": TASKS}),
+    ],
+)
+def test_every_size_is_limited_also_that_of_a_model_which_is_named(
+    limit: str, keys: dict[str, Any], spec: RunSpec, tmp_path: Path
+) -> None:
+    failure = failure_of(asked(spec, **keys), tmp_path, ClientLimits.parse([limit]))
+    assert failure.startswith(f"the server asks for {limit.partition('=')[0]} = ")
 
 
 def test_a_base_message_larger_than_the_disk_limit_is_refused_and_not_stored(spec: RunSpec, tmp_path: Path) -> None:

@@ -177,12 +177,15 @@ def test_slow_and_silent_connections_are_closed(certs: Certs, monkeypatch: pytes
     with_proxy(ConnectionLimits(handshake_s=0.2, waiting_s=0.3), certs, slowloris)
 
 
-def test_headers_are_limited(certs: Certs) -> None:
+@pytest.mark.parametrize(("end", "status"), [("", b"400"), ("\r\ncontent-length: 0\r\n\r\n", b"431")])
+def test_headers_are_limited(end: str, status: bytes, certs: Certs) -> None:
+    """Those that never end, and those that arrive at once."""
+
     async def long_header(port: int, paths: list[str], table: ConnectionTable) -> None:
         verify = ssl.create_default_context(cafile=str(certs.ca))
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verify)
-        writer.write(f"POST {POLL} HTTP/1.1\r\nhost: a\r\nx-long: {'a' * (MAX_HEADER_BYTES + 1)}".encode())
-        assert (await asyncio.wait_for(reader.readline(), 20)).split()[1] == b"400"
+        writer.write(f"POST {POLL} HTTP/1.1\r\nhost: a\r\nx-long: {'a' * (MAX_HEADER_BYTES + 1)}{end}".encode())
+        assert (await asyncio.wait_for(reader.readline(), 20)).split()[1] == status
         assert not paths
         writer.close()
 

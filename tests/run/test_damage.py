@@ -100,7 +100,14 @@ def test_a_file_that_both_checkpoints_need_is_stored_once(three_rounds: Path) ->
         Checkpoints(three_rounds)
 
 
-@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "No space left"), (errno.EROFS, "Read-only file system")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "No space left"),
+        (errno.EROFS, "Read-only file system"),
+        (errno.EACCES, "Permission denied"),
+    ],
+)
 def test_a_disk_that_refuses_ends_the_run_with_one_sentence_and_a_sound_checkpoint(
     code: int,
     words: str,

@@ -19,7 +19,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import link_atomically, parse_json
 from vitfleet.fleet.base import EvalReply, Reply
 from vitfleet.flower.activity import ActivityLog
-from vitfleet.flower.client_limits import ClientLimits, check_run, describe_run
+from vitfleet.flower.client_limits import ClientLimits, check_model, check_run, describe_run
 from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
@@ -134,6 +134,8 @@ class FlowerClient:
         config = _read_config(run_spec)
         check_run(config, run_spec, self.limits)
         is_new = self._cached is None or self._cached.run_spec != run_spec
+        if is_new:
+            check_model(config, run_spec, self.limits)
         if is_new and self.activity is not None:
             self.activity.add(describe_run(config, run_spec))
         return config

@@ -7,7 +7,7 @@ hardware, and what decides the work and the memory is limited by ``vitfleet clie
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field, ValidationError
 
@@ -15,7 +15,9 @@ from vitfleet.config.base import Table
 from vitfleet.config.registry import method_label
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.errors import UserError
+from vitfleet.fleet.build import build_net
 from vitfleet.flower.payloads import RunSpec
+from vitfleet.models.shapes_only import weights_without_values
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -64,16 +66,37 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
     """
     _check_form(config, run_spec)
     tasks = config.data.tasks
-    asked: dict[str, float | None] = {
-        "layers": config.model.depth,
-        "width": config.model.dim if config.model.name == "vit" else None,
-        "side": max(run_spec.side, config.model.image_size or 0),
-        "classes": len(run_spec.classes),
-        "epochs": config.train.epochs,
-        "batch_size": config.train.batch_size,
-        "tasks": tasks.count if tasks else None,
-        "stored_share": getattr(config.method, "rho", None),
-    }
+    _check_limits(
+        {
+            "layers": config.model.depth,
+            "width": config.model.dim if config.model.name == "vit" else None,
+            "side": max(run_spec.side, config.model.image_size or 0),
+            "classes": len(run_spec.classes),
+            "epochs": max(config.train.epochs, getattr(config.method, "tune_epochs", 0)),
+            "batch_size": config.train.batch_size,
+            "tasks": tasks.count if tasks else None,
+            "stored_share": getattr(config.method, "rho", None),
+        },
+        limits,
+    )
+
+
+def check_model(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
+    """Check the sizes of a model that the server names: they follow from the name, not from the configuration.
+
+    It is built without values: nothing of its size is allocated.
+
+    Raises
+    ------
+    UserError
+        Names a size and what the device's owner allows.
+    """
+    with weights_without_values():
+        net = build_net(config, len(run_spec.classes), run_spec.channels, run_spec.side)
+    _check_limits({"layers": net.anatomy.depth, "width": net.embed_dim, "side": net.image_size}, limits)
+
+
+def _check_limits(asked: Mapping[str, float | None], limits: ClientLimits) -> None:
     for name, value in asked.items():
         allowed = getattr(limits, name)
         if value is not None and value > allowed:

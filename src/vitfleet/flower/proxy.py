@@ -59,6 +59,9 @@ def make_proxy(superlink: httpx.AsyncClient, table: ConnectionTable) -> Starlett
         path = request.url.path
         if not path.startswith(ALLOWED_PREFIX) or ".." in path:
             return _refuse("not found", 404, table, peer)
+        # h11 limits headers that arrive in parts only: what arrives at once may be as long as what is read at a time.
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
+            return _refuse("headers too large", 431, table, peer)
         headers = [header for header in request.headers.items() if header[0] not in HOP_BY_HOP_HEADERS]
         forwarded = superlink.build_request("POST", path, headers=headers, content=_limited_body(request))
         try:
