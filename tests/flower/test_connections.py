@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 import ssl
@@ -175,6 +176,32 @@ def test_slow_and_silent_connections_are_closed(certs: Certs, monkeypatch: pytes
         silent.close()
 
     with_proxy(ConnectionLimits(handshake_s=0.2, waiting_s=0.3), certs, slowloris)
+
+
+def test_memory_of_closed_connections_is_freed(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed TLS connections are reference cycles of few objects with large buffers: Python is slow to free them."""
+    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("vitfleet.flower.proxy.COLLECT_INTERVAL_S", 0.0)
+
+    def tls_objects() -> int:
+        return sum(type(thing) is ssl.SSLObject for thing in gc.get_objects())
+
+    async def come_and_go(port: int, paths: list[str], table: ConnectionTable) -> None:
+        before = tls_objects()
+        for _ in range(5):
+            await poll(port, certs.ca)
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if tls_objects() <= before:
+                return
+        raise AssertionError(f"{tls_objects()} TLS objects are left, {before} before")
+
+    gc.collect()
+    gc.disable()  # only the proxy's own collections count
+    try:
+        with_proxy(ConnectionLimits(), certs, come_and_go)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("end", "status"), [("", b"400"), ("\r\ncontent-length: 0\r\n\r\n", b"431")])

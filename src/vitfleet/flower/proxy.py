@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import resource
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from functools import partial
@@ -36,6 +38,7 @@ SUPERLINK_TIMEOUT = httpx.Timeout(60.0)
 # A request that arrives slowly must not take the place of another one: the proxy's own connections are limited.
 SUPERLINK_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 SWEEP_INTERVAL_S = 1.0
+COLLECT_INTERVAL_S = 60.0
 FILES_WANTED = 4096  # open at a time; a connection takes two: the client's and the one to the SuperLink
 FILES_RESERVED = 64
 BACKLOG = 1024
@@ -174,9 +177,18 @@ def _end_handshake(accepted: socket.socket, handshakes: set[asyncio.Task[None]],
 
 
 async def _sweep(table: ConnectionTable) -> NoReturn:
+    """Close silent connections, and free the memory of closed ones.
+
+    A closed TLS connection of asyncio is a reference cycle with large buffers of OpenSSL. Python's garbage collector
+    counts objects, not their bytes: by itself it would keep hundreds of such connections.
+    """
+    collected_at = time.monotonic()
     while True:
         await asyncio.sleep(SWEEP_INTERVAL_S)
         table.sweep()
+        if time.monotonic() - collected_at >= COLLECT_INTERVAL_S:
+            gc.collect()
+            collected_at = time.monotonic()
 
 
 def raise_file_limit(limits: ConnectionLimits) -> ConnectionLimits:
@@ -203,6 +215,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     async with httpx.AsyncClient(
         base_url=url, verify=verify, timeout=SUPERLINK_TIMEOUT, limits=SUPERLINK_LIMITS, trust_env=False
     ) as superlink:
+        gc.freeze()  # what is there before the first connection stays: collections need not visit it
         await serve(listener, http_protocol(make_proxy(superlink, table)), table, context)
 
 
