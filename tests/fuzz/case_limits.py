@@ -25,6 +25,9 @@ LARGE_INPUT = 2 * MIB  # bytes from which on ten times the input is all that a c
 ALLOWANCE = 8 * MIB
 
 
+_settled = False  # gc.get_freeze_count() would count every object
+
+
 class CaseLimitError(BaseException):
     """A case passed a limit. No exception handler of the code under test may catch it."""
 
@@ -128,12 +131,15 @@ def case_limits(
 
 @contextmanager
 def settled_memory() -> Iterator[None]:
-    """Leave what exists now out of the garbage collections before each case: they take a tenth of a second else."""
+    """Leave what outlives a case out of the collections before each: they take a tenth of a second and more else."""
+    global _settled
     gc.collect()
     gc.freeze()
+    _settled = True
     try:
         yield
     finally:
+        _settled = False
         gc.unfreeze()
 
 
@@ -147,6 +153,8 @@ def _reset_peak() -> int | None:
     if sys.platform != "linux":
         return None
     gc.collect()
+    if _settled:  # hypothesis keeps something of every case, and each collection would visit all of it
+        gc.freeze()
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:  # a function of glibc
         give_back(0)

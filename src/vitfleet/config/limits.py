@@ -7,6 +7,7 @@ exceeds Python's stack.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ MAX_SAVED_TEXT = 4 * MAX_TEXT  # of a saved configuration: complete, as JSON wit
 MAX_VALUES = 5_000
 MAX_DEPTH = 20
 MAX_KEY = 1_000  # characters
+
+_LONG_WORD = re.compile(rf"[\w.+-]{{{MAX_KEY + 1}}}")
 
 
 def check_text(source: str, length: int, limit: int = MAX_TEXT) -> None:
@@ -31,6 +34,13 @@ def check_text(source: str, length: int, limit: int = MAX_TEXT) -> None:
     """
     if length > limit:
         raise UserError(f"{source}: has {length} characters; a configuration has at most {limit}")
+
+
+def check_words(source: str, text: str) -> None:
+    """Refuse a TOML text with a key or a number that is longer than any: its parser takes 140 bytes for a digit."""
+    found = _LONG_WORD.search(text)
+    if found is not None:
+        raise UserError(f"{source}: {found[0][:100]}… has more than {MAX_KEY} characters; no key and no value has")
 
 
 def check_tree(values: Iterable[Any]) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
-from vitfleet.config.limits import MAX_SAVED_TEXT, MAX_TEXT, check_key, check_text, check_tree
+from vitfleet.config.limits import MAX_SAVED_TEXT, MAX_TEXT, check_key, check_text, check_tree, check_words
 from vitfleet.config.registry import ALL, Registry
 from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
@@ -187,7 +187,7 @@ def _read_source(source: str) -> Tree:
     check_text(source, path.stat().st_size, MAX_SAVED_TEXT if path.suffix == ".json" else MAX_TEXT)
     try:
         text = path.read_text(encoding="utf-8")
-        tree = _parse_toml(text) if path.suffix == ".toml" else parse_json(text)
+        tree = _parse_toml(source, text) if path.suffix == ".toml" else parse_json(text)
     except ValueError as error:
         raise UserError(f"{source}: not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(tree, dict):
@@ -230,13 +230,14 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if raw in {"null", "none", "None"}:  # TOML has no word for it
         return key, None
     try:
-        return key, _parse_toml(f"value = {raw}")["value"]
+        return key, _parse_toml(f"-o {key}", f"value = {raw}")["value"]
     except ValueError:
         return key, raw
 
 
-def _parse_toml(text: str) -> Tree:
+def _parse_toml(source: str, text: str) -> Tree:
     """Return what a TOML text says; a ``ValueError`` if it is not TOML, or nested too deeply."""
+    check_words(source, text)
     try:
         return tomllib.loads(text)
     except RecursionError:
