@@ -13,6 +13,7 @@ from vitfleet.config.registry import MODELS, validate_params
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
+from vitfleet.models.families.vit import NAMED_VITS, build_named_vit
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
 from vitfleet.models.request import ModelRequest, check_patch_size, timm_required_for
@@ -49,11 +50,13 @@ def build_model(
         request = ModelRequest(config, classes, channels, data_image_size)
         entry = MODELS.get(config.name)
         with timm_required_for("model.name", config.name):
-            if entry is None:
-                vit, image_size = _build_timm_model(request)
-            else:
+            if entry is not None:
                 params = validate_params(MODELS, config.name, config.params, "model.params")
                 vit, image_size = entry.target(params, request)
+            elif config.name in NAMED_VITS and config.weights != HUB_WEIGHTS:
+                vit, image_size = build_named_vit(request)
+            else:
+                vit, image_size = _build_timm_model(request)
         if config.weights and config.weights != HUB_WEIGHTS:
             with timm_required_for("model.weights", config.weights):  # to resize them
                 load_pretrained(vit, config.weights, config.name)
