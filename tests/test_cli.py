@@ -329,9 +329,10 @@ def test_compare_over_seeds_prints_mean_and_spread(vitfleet: Command, tmp_path: 
     assert "2 runs, estimated: about" in result.stdout
     assert "run 2 of 2, seed 1: FedAvg on digits" in result.stdout
     assert "±" in result.stdout
-    wrong = vitfleet(tmp_path, "compare", "digits", "--seeds", "0;1")
-    assert wrong.returncode == 2
-    assert "--seeds 0;1: must be whole numbers" in wrong.stderr
+    for seeds in ("0;1", "0,²"):
+        wrong = vitfleet(tmp_path, "compare", "digits", "--seeds", seeds)
+        assert wrong.returncode == 2
+        assert f"--seeds {seeds}: must be whole numbers" in wrong.stderr
 
 
 def test_compare_names_a_run_that_fails_and_finishes_the_others(vitfleet: Command, tmp_path: Path) -> None:

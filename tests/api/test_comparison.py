@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vitfleet
@@ -71,6 +72,14 @@ def test_table_is_a_list_of_rows_without_pandas(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert [row["round"] for row in run.records] == [1]
     assert {row["client"] for row in run.clients} <= set(range(4))
+
+
+@pytest.mark.parametrize(("jobs", "says"), [(0, "must be at least 1"), (2, "must be 1 with data from Python")])
+def test_impossible_jobs_leave_no_folder(jobs: int, says: str, tmp_path: Path) -> None:
+    data = (np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2)
+    with pytest.raises(UserError, match=rf"jobs = {jobs}: {says}"):
+        vitfleet.compare("digits", data=data, jobs=jobs, out=tmp_path / "both")
+    assert not (tmp_path / "both").exists()
 
 
 def test_nothing_to_compare_is_rejected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,16 @@ def test_data_from_tensors_trains_and_resumes_with_the_same_data_only(tmp_path: 
     with pytest.raises(ConfigError, match="started with data from Python"):
         run.resume()
     assert run.resume(data=data).finished
+
+
+def test_limit_holds_for_data_from_tensors(tmp_path: Path) -> None:
+    digits = load_digits()
+    images = np.round(digits.images * 255 / 16).astype(np.uint8)[:, None]
+    data = {"train": (images[:900], digits.target[:900]), "test": (images[900:], digits.target[900:])}
+    run = vitfleet.train("digits", data=data, overrides={**SMALL, "data.limit": 100, "rounds": 1}, out=tmp_path / "run")
+    counts = json.loads((tmp_path / "run" / "partition.json").read_text())["counts"]
+    assert run.finished
+    assert np.sum(counts) == 100
 
 
 def test_data_from_a_folder(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from made_photos import draw_photos, make_run
 from vitfleet.config import load_config
@@ -13,7 +16,8 @@ from vitfleet.config.schema import Config, DataConfig
 from vitfleet.costs.dataset_size import DATASET_SIZES, DatasetSize, known_size
 from vitfleet.costs.estimate import RunEstimate, _free_memory, available, combine, estimate_run
 from vitfleet.costs.flops import full_flops
-from vitfleet.costs.report import cost_net
+from vitfleet.costs.report import cost_net, typical_labels
+from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.sources import load_dataset
 
 
@@ -69,16 +73,42 @@ def test_training_of_eftvits_server_grows_with_its_epochs_and_views() -> None:
     assert twice > one
 
 
-def test_a_task_stream_trains_on_each_image_in_one_task() -> None:
-    stream = [
-        "rounds=10",
-        "data.tasks.count=5",
-        "data.tasks.classes=2",
-        "data.tasks.per_client=[2, 2]",
-        "data.tasks.rounds_per_task=2",
-    ]
-    whole = flops_of(load_config("digits", ["rounds=10"]))
-    assert 0.15 < flops_of(load_config("digits", stream)) / whole < 0.25
+def test_rounds_on_tasks_take_the_images_that_clients_draw() -> None:
+    """Each client has both classes of a task and a tenth of their images; it is measured on all their test images."""
+    stream = ["rounds=10", "data.tasks.count=5", "data.tasks.classes=2", "data.tasks.per_client=[2, 2]"]
+    config = load_config("digits", [*stream, "data.tasks.rounds_per_task=2", "data.tasks.share=[0.1, 0.1]"])
+    size, fleet = DATASET_SIZES["digits"], config.fleet
+    flops = full_flops(cost_net(config, size))
+    images = np.mean([len(labels) for labels in typical_labels(config, size)])
+    assert images == pytest.approx(0.1 * size.samples / 5, rel=0.1)
+    training = 10 * fleet.asked * config.train.epochs * round(images) * flops.training
+    measured = 10 * fleet.asked + 5 * fleet.clients * (5 + 1) / 2  # in every round; after every task, on those so far
+    evaluation = measured * size.test_samples / 5 * flops.forward
+    assert flops_of(config) == pytest.approx(training + evaluation, rel=1e-6)
+
+
+def test_joint_training_takes_the_images_of_all_tasks_so_far() -> None:
+    stream = ["rounds=6", "data.tasks={count = 3, classes = 3, rounds_per_task = 2, per_client = [3, 3]}"]
+    one, joint = (load_config("digits", [*stream, f"method.name={name}"]) for name in ("fedper", "joint"))
+    counts = [len(labels) for labels in typical_labels(one, DATASET_SIZES["digits"])]
+    more = round(np.mean(np.cumsum(counts))) - round(np.mean(counts))  # the evaluations are the same
+    training = full_flops(cost_net(one, DATASET_SIZES["digits"])).training
+    expected = 6 * one.fleet.asked * one.train.epochs * more * training
+    assert flops_of(joint) - flops_of(one) == pytest.approx(expected, rel=1e-6)
+
+
+def test_stacked_clients_are_not_faster_on_a_cpu() -> None:
+    at_once = []
+
+    def speed(request: SpeedRequest) -> float:
+        at_once.append(request.clients_at_once)
+        return 1e9
+
+    for cohort in (1, 5):
+        estimate_run(
+            load_config("digits", ["machine.device=cpu", "machine.workers=2", f"machine.cohort={cohort}"]), speed=speed
+        )
+    assert at_once == [2, 2]
 
 
 def test_speed_is_measured_where_none_is_given() -> None:
@@ -86,6 +116,23 @@ def test_speed_is_measured_where_none_is_given() -> None:
     assert estimate is not None
     assert estimate.seconds > 2
     assert estimate.device in {"cpu", "cuda"}
+
+
+def test_a_large_model_is_timed_on_the_runs_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a GPU that the run does not use
+    timed = []
+
+    def seconds(action: object, device: torch.device) -> float:
+        timed.append(device.type)
+        return 1.0
+
+    monkeypatch.setattr("vitfleet.costs.speed._seconds", seconds)
+
+    def speed(request: SpeedRequest) -> float:
+        return measure_speed(replace(request, flops_per_sample=10**12))
+
+    assert estimate_run(load_config("digits", ["machine.device=cpu"]), speed=speed) is not None
+    assert timed == ["cpu"]
 
 
 def test_folder_of_a_run_is_about_as_large_as_estimated(tmp_path: Path) -> None:
@@ -142,6 +189,10 @@ def test_runs_at_a_time_need_memory_together_and_disk_in_all(monkeypatch: pytest
     assert combine(runs) == RunEstimate(60, 4, 18)
     assert combine(runs, jobs=2) == RunEstimate(30, 6, 18)
     assert combine(runs, jobs=8) == RunEstimate(30, 7, 18)
+    on_both_cores = [replace(run, cores=2) for run in runs]  # two at a time would have one each
+    assert combine(on_both_cores, jobs=2) == RunEstimate(60, 6, 18, cores=2)
+    on_a_gpu = [replace(run, device="cuda") for run in runs]
+    assert combine(on_a_gpu, jobs=2) == RunEstimate(60, 6, 18, "cuda")
 
 
 def test_free_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:
@@ -154,6 +205,8 @@ def test_free_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> 
     assert _free_memory(meminfo, tmp_path) == 300 * 1024
     (tmp_path / "memory.max").write_text("1500\n")
     assert _free_memory(meminfo, tmp_path) == 500
+    (tmp_path / "memory.stat").write_text("anon 200\nfile 700\ninactive_file 600\nactive_file 100\n")
+    assert _free_memory(meminfo, tmp_path) == 1100  # files that were read are given up
 
 
 def test_available_space_is_that_of_the_nearest_existing_folder(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from made_sets import encoded_image, grey_levels, own_images, write_file, write_parquet
 from vitfleet.config.schema import DataConfig
+from vitfleet.data.client_indices import ClientIndices
+from vitfleet.data.export import export_clients
 from vitfleet.data.sources import load_dataset
-from vitfleet.errors import DataError
+from vitfleet.errors import DataError, UserError
 
 pytestmark = pytest.mark.usefixtures("isolated_data")
 
@@ -134,3 +137,12 @@ def test_miniimagenet_prefers_test_to_validation(tmp_path: Path) -> None:
     data = load_dataset(DataConfig(name="miniimagenet", dir=str(tmp_path)))
     assert grey_levels(data.train.images) == [0, 1]
     assert grey_levels(data.test.images) == [200, 201]
+
+
+def test_writing_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitfleet.data.export.find_spec", lambda name: None)
+    data = load_dataset(DataConfig(name="digits", limit=20))
+    nothing = ClientIndices.from_lists([np.arange(2)], 1)
+    with pytest.raises(UserError, match=r"--to parquet: needs pyarrow.*pip install 'vitfleet\[parquet\]'"):
+        export_clients(data, (nothing, nothing), ["a"], tmp_path / "shards")
+    assert not (tmp_path / "shards").exists()

@@ -29,9 +29,9 @@ def test_savings_are_named_where_there_are_any() -> None:
         == "EFTViT: 96.0% accuracy, 1.0 points more than FedAvg, with 25% of its upload and 40% of its operations "
         "on the client."
     )
-    assert (
-        gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "FedProx: 95.0% accuracy, 0.0 points less than FedAvg."
-    )
+    assert gain_sentence(row("fedprox", 0.95, 200, 5), fedavg) == "FedProx: 95.0% accuracy, as much as FedAvg."
+    lora = row("fed-lora", 0.95, 20, 5)
+    assert gain_sentence(lora, lora) == "Fed-LoRA: 95.0% accuracy."
 
 
 def test_rows_with_tasks_are_compared_with_the_first_of_them() -> None:

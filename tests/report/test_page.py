@@ -42,6 +42,15 @@ def test_summary_table_marks_best_and_omits_unknown_columns(make_run: MakeRun) -
     assert "forgetting, %" not in page
 
 
+def test_cells_that_print_the_same_are_bold_together(make_run: MakeRun) -> None:
+    runs = [make_run("a"), make_run("b", method="transfl"), make_run("c", method="eftvit")]
+    for run, accuracy in zip(runs, (0.95411, 0.95433, 0.9), strict=True):
+        summary = json.loads((run / "summary.json").read_text())
+        summary["accuracy"]["global"] = accuracy
+        (run / "summary.json").write_text(json.dumps(summary))
+    assert page_of(*runs).count('<td class="best">95.4</td>') == 2
+
+
 def test_best_is_among_comparable_configurations(make_run: MakeRun) -> None:
     runs = [make_run("a", seed=0), make_run("b", method="transfl", seed=2)]
     on_tasks = make_run("c", method="fed-head", seed=9, tasks=2)

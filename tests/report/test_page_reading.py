@@ -77,6 +77,10 @@ def test_charts_are_read_with_the_keyboard(make_run: MakeRun, tmp_path: Path) ->
         browser.wait_for("document.querySelectorAll('#accuracy .values tbody tr').length === 5")
         row = browser.value("document.querySelector('#accuracy .values tbody tr:last-child').innerText")
         assert row.split("\t") == ["5", "50.0 %", "50.0 %", "50.0 %"]
+        headings = "document.querySelector('#accuracy .values thead').innerText"
+        by_round = browser.value(headings)
+        browser.value("document.querySelector('#accuracy .axes button:last-child').click()")
+        assert browser.value(headings) != by_round  # the open table follows the axis
         assert browser.errors == []
 
 

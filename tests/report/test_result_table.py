@@ -32,6 +32,18 @@ def test_rows_are_means_over_seeds(make_run: MakeRun) -> None:
     assert line[3] == "3"
 
 
+def test_a_run_that_repeats_another_is_a_row_of_its_own(make_run: MakeRun) -> None:
+    runs = [*three_seeds(make_run, "fedavg"), str(make_run("again", method="fedavg", seed=1))]
+    table = result_table(runs, ["accuracy"])
+    assert list(table.cells) == ["FedAvg", "again"]
+    assert table.cells["FedAvg"][0].mean == pytest.approx(51)
+    assert list(table.cells["again"][0].values) == [1]
+
+
+def test_a_target_is_shown_with_its_digits(make_run: MakeRun) -> None:
+    assert "Target: 45.5% accuracy" in result_table(three_seeds(make_run, "fedavg"), target=0.455).note
+
+
 def test_latex_and_markdown_mark_the_best(make_run: MakeRun) -> None:
     weak = make_run("weak", method="fedavg", seed=0)
     strong = make_run("strong", method="fed-head", seed=4)

@@ -88,6 +88,13 @@ def test_clock_of_a_comparison_scales_the_estimates_to_the_time_taken() -> None:
     assert clock.seconds_left(1.0, now=300.0) == 0
 
 
+def test_clock_without_estimates_knows_nothing_before_the_first_round() -> None:
+    clock = ComparisonClock([50.0, 50.0], seeds=[0, 1], in_seconds=False, started=100.0)
+    clock.start_next()
+    assert clock.seconds_left(0.0, now=101.0) is None
+    assert clock.seconds_left(0.1, now=110.0) == 190
+
+
 def test_round_display_of_a_comparison_shows_the_time_of_all_runs() -> None:
     console = Console(file=io.StringIO(), width=160)
     clock = ComparisonClock([1.0, 1.0], seeds=[0, 1])

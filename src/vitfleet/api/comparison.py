@@ -99,8 +99,9 @@ class Comparison:
         on_job_end
             Called with each run that has ended, where there are several at a time.
         """
+        _check_jobs(jobs, data)
         if jobs > 1:
-            self._run_jobs(self.left, jobs, data, progress, on_job_end)
+            self._run_jobs(self.left, jobs, progress, on_job_end)
         else:
             self._run_in_turn(self.left, as_data_set(data), callbacks, progress)
         return self
@@ -149,12 +150,9 @@ class Comparison:
         self,
         members: Sequence[ComparedRun],
         jobs: int,
-        data: Any,
         progress: Progress,
         on_job_end: Callable[[JobResult], None] | None,
     ) -> None:
-        if data is not None:
-            raise UserError(f"jobs = {jobs}: must be 1 with data from Python, which other processes do not have")
         for member in members:
             self._open(member).release()
         failed = []
@@ -231,6 +229,7 @@ def compare(
         target=target, out=out, command=command,
     )  # fmt: skip
     try:
+        _check_jobs(jobs, images)
         estimates = comparison.estimate(images)
         check_estimate(combine(estimates, jobs) if estimates else None, comparison.path, force)
     except UserError:
@@ -347,3 +346,10 @@ def _mean_row(name: str, summaries: Sequence[dict[str, Any]]) -> Row:
         row[f"{key}.mean"] = statistics.fmean(values)
         row[f"{key}.std"] = statistics.stdev(values) if len(values) > 1 else None
     return row
+
+
+def _check_jobs(jobs: int, data: Any) -> None:
+    if jobs < 1:
+        raise UserError(f"jobs = {jobs}: must be at least 1")
+    if jobs > 1 and data is not None:
+        raise UserError(f"jobs = {jobs}: must be 1 with data from Python, which other processes do not have")

@@ -85,7 +85,7 @@ def compare(
 
     check_single_process()
     reserve_stdout(as_json)
-    if not all(seed.strip().isdigit() for seed in seeds.split(",")):
+    if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
     comparison, _ = create(
         sources,
@@ -187,7 +187,8 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     estimates = comparison.estimate()
     if estimates is None:
         print_text(console, f"{count}; how long they take is known after the first rounds")
-        return None if jobs > 1 else ComparisonClock([float(member.config.rounds) for member in left], _seeds(left))
+        rounds = [float(member.config.rounds) for member in left]
+        return None if jobs > 1 else ComparisonClock(rounds, _seeds(left), in_seconds=False)
     total = combine(estimates, jobs)
     show_estimate(f"{count}, estimated", total)
     require_consent(total, comparison.path, yes)

@@ -12,6 +12,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
+from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 
 
@@ -167,7 +168,7 @@ def keys(
 
 @app.command()
 def table(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")] = [],  # noqa: B006
     to: Annotated[str, typer.Option("--to", help="tex, md or csv.")] = "md",
     columns: Annotated[
         str | None, typer.Option(help="Columns, as accuracy,local,upload. `--columns help` lists all of them.")
@@ -197,6 +198,8 @@ def table(
         for name, column in COLUMNS.items():
             print_text(console, f"{name}: {column.title}")
         return
+    if not runs:
+        raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")
     names = [] if columns is None else [name.strip() for name in columns.split(",")]
     text = result_table(runs, names, target=target, versus=versus).to_text(to)
     if out is None:

@@ -234,7 +234,7 @@ def _progress() -> Progress:
 def _client(text: str | None) -> Any:
     if text is None or text == "all":
         return text
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"--client {text}: must be a client's number, or all")
     return int(text)
 

@@ -10,6 +10,7 @@ from vitfleet.data.decode import probe_images, split_off_test
 from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
 from vitfleet.data.parquet import has_parquet
+from vitfleet.data.subsets import training_and_test_limit
 from vitfleet.errors import DataError
 
 
@@ -85,8 +86,8 @@ def _folder_size(root: Path, config: DataConfig) -> DatasetSize | None:
 def _subset(size: DatasetSize, config: DataConfig) -> DatasetSize:
     """Return the sizes after ``data.limit`` and ``data.validation``."""
     if config.limit is not None:
-        test = min(max(config.limit // 5, size.classes), size.test_samples)
-        size = replace(size, samples=min(config.limit, size.samples), test_samples=test)
+        train, test = training_and_test_limit(config.limit, size.classes)
+        size = replace(size, samples=min(train, size.samples), test_samples=min(test, size.test_samples))
     if config.validation:
         held_out = round(config.validation * size.samples)
         size = replace(size, samples=size.samples - held_out, test_samples=held_out)

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.dry_run import DryRun, shapes_of
-from vitfleet.costs.flops import count_flops, forward
+from vitfleet.costs.flops import count_flops
 from vitfleet.costs.report import cost_net, typical_labels
+from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.request import USUAL_GRID, fewer_patches
-from vitfleet.training.machine import Machine, set_up_machine, thread_limit
+from vitfleet.training.machine import set_up_machine, thread_limit
 from vitfleet.training.memory_budget import estimate_client_bytes
 from vitfleet.training.objective import Fit
+
+Labels = NDArray[np.int64]
 
 FLOAT_BYTES = 4
 START_SECONDS = 2.0  # model, partition, first figures, and figures at the end
@@ -40,10 +44,7 @@ DECODED_BYTES_PER_SECOND = 50e6
 PROCESS_BYTES = 500 * 2**20  # Python with torch
 FOLDER_BYTES = 300 * 2**10  # figures, curves, configuration
 RECORD_BYTES = 600  # per client and round: records and curves
-MEASURED_FLOPS = 5e9  # a step with more operations is not tried out
 MANY_PATCHES = 256  # more than the usual 196 of 224 x 224 pixels are remarked on
-PRODUCT_SIDE = 1024  # of the matrices whose product is timed instead
-PRODUCT_EFFICIENCY = 0.5  # operations per second in a whole training step, as a share of those in a matrix product
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class RunEstimate:
         ``cpu`` or ``cuda``: what ``seconds`` and ``memory_bytes`` are about.
     remark
         What makes it slow and which keys would change that, in a sentence; empty if there is nothing to remark.
+    cores
+        Processor cores that the run computes on at a time.
     """
 
     seconds: float
@@ -69,11 +72,17 @@ class RunEstimate:
     disk_bytes: int
     device: str = "cpu"
     remark: str = ""
+    cores: int = 1
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether clients are trained on a GPU."""
+        return self.device.startswith("cuda")
 
     @property
     def memory_kind(self) -> str:
         """What the memory is called."""
-        return "GPU memory" if self.device.startswith("cuda") else "memory"
+        return "GPU memory" if self.on_gpu else "memory"
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,10 @@ def estimate_run(
         machine = set_up_machine(config.machine, net.embed_dim, client_bytes)
         trained_here = 0 if _remote(config) else config.fleet.asked
         at_once = min(trained_here, max(machine.workers, machine.cohort))
-        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, max(1, at_once))
+        parallel = at_once if machine.device.type == "cuda" else min(trained_here, machine.workers)
+        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, max(1, parallel))
         flops_per_second = (speed or measure_speed)(request)
+        cores = torch.get_num_threads()
     return RunEstimate(
         seconds=START_SECONDS
         + size.image_bytes / DECODED_BYTES_PER_SECOND
@@ -129,6 +140,7 @@ def estimate_run(
         disk_bytes=FOLDER_BYTES + config.rounds * config.fleet.asked * RECORD_BYTES + work.stored_bytes,
         device=machine.device.type,
         remark=_patches_remark(config, size, net),
+        cores=cores,
     )
 
 
@@ -146,16 +158,21 @@ def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
 def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
     """Estimate several runs, ``jobs`` of them at a time.
 
-    On a CPU, runs at a time share the cores: what one run leaves unused is not known, so no time is assumed to be saved
-    beyond one core per run.
+    Runs at a time share the cores, or the GPU: time is saved where one run leaves cores unused, and none is assumed to
+    be saved on a GPU.
     """
     at_a_time = sorted((estimate.memory_bytes for estimate in estimates), reverse=True)[:jobs]
+    cores = max(estimate.cores for estimate in estimates)
+    side_by_side = max(1, min(jobs, len(estimates), (os.cpu_count() or 1) // cores))
+    if any(estimate.on_gpu for estimate in estimates):
+        side_by_side = 1
     return RunEstimate(
-        seconds=sum(estimate.seconds for estimate in estimates) / min(jobs, len(estimates), os.cpu_count() or 1),
+        seconds=sum(estimate.seconds for estimate in estimates) / side_by_side,
         memory_bytes=sum(at_a_time),
         disk_bytes=sum(estimate.disk_bytes for estimate in estimates),
         device=estimates[0].device,
         remark=_first_remark(estimates),
+        cores=cores,
     )
 
 
@@ -168,6 +185,7 @@ def mean_estimate(estimates: Sequence[RunEstimate]) -> RunEstimate:
         sum(estimate.disk_bytes for estimate in estimates) // count,
         estimates[0].device,
         _first_remark(estimates),
+        max(estimate.cores for estimate in estimates),
     )
 
 
@@ -192,8 +210,14 @@ def _free_memory(meminfo: Path, control_group: Path) -> int | None:
     free = int(lines["MemAvailable"].split()[0]) * 1024
     limit, used = control_group / "memory.max", control_group / "memory.current"
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(text) - int(used.read_text())))
+        free = min(free, max(0, int(text) - int(used.read_text()) + _file_cache(control_group / "memory.stat")))
     return free
+
+
+def _file_cache(stat: Path) -> int:
+    """Return the bytes of files in a container's memory that the system gives up when memory is needed."""
+    lines = stat.read_text().splitlines() if stat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 @dataclass(frozen=True)
@@ -219,12 +243,11 @@ class _RunWork:
         cost_model = CostModel(method, net, config.train, size.side)
         labels = typical_labels(config, size)
         first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
-        # With tasks, a round is on one task's images; in later tasks a client may have more to do.
-        images = size.samples / config.fleet.clients / (1 if method.accumulates_tasks else config.num_tasks)
+        images = _images_per_round(config, size, method, labels)
         client = sum(cost_model.round_flops(run, max(1, round(images))) for run in (first, late)) / 2
         forward_flops = cost_model.flops(first.fits[0], masked=False).forward
         trained = 0 if _remote(config) else config.fleet.asked
-        per_round = trained * client + _evaluation_passes(config, size, method) * forward_flops
+        per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
         weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
         # The checkpoint before the last has the states that its successor replaced.
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
@@ -244,14 +267,25 @@ def _remote(config: Config) -> bool:
     return config.fleet.kind == "flower"
 
 
-def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any]) -> float:
+def _images_per_round(config: Config, size: DatasetSize, method: Method[Any], labels: Sequence[Labels]) -> float:
+    """Return the mean number of images on which a client trains in a round: those of a task, or of all tasks so far."""
+    if config.data.tasks is None:
+        return size.samples / config.fleet.clients
+    counts = [len(task_labels) for task_labels in labels]
+    return float(np.mean(np.cumsum(counts) if method.accumulates_tasks else counts))
+
+
+def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any], labels: Sequence[Labels]) -> float:
     """Return the images per round on which accuracy is measured, counted once per model."""
     if _remote(config):
         has_model = method.has_global_model and config.data.tasks is None
         return size.test_samples / config.eval.every if has_model else 0.0
-    local = config.fleet.asked * size.test_samples / config.fleet.clients / config.num_tasks
-    if (tasks := config.data.tasks) is not None:  # after each task, all clients on their tasks so far
-        return local + size.test_samples * (tasks.count + 1) / (2 * tasks.count) / tasks.rounds_per_task
+    if (tasks := config.data.tasks) is not None:
+        # A client has all test images of its classes. After each task, all clients are measured on their tasks so far.
+        classes = np.mean([len(np.unique(task_labels)) for task_labels in labels])
+        of_task = float(classes) * size.test_samples / size.classes
+        return of_task * (config.fleet.asked + config.fleet.clients * (tasks.count + 1) / 2 / tasks.rounds_per_task)
+    local = config.fleet.asked * size.test_samples / config.fleet.clients
     models = 1 if method.has_global_model else min(config.eval.clients or config.fleet.clients, config.fleet.clients)
     return models * size.test_samples / config.eval.every + local
 
@@ -276,73 +310,3 @@ def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: N
 def _state_bytes(run: DryRun) -> int:
     state = run.update.client_state
     return 0 if state is None else sum(tensor.nbytes for tensor in state.tensors.values())
-
-
-@dataclass(frozen=True)
-class SpeedRequest:
-    """A training whose speed is asked for: its model, a training of a client, and how many clients train at once."""
-
-    net: Net
-    fit: Fit
-    train: TrainConfig
-    machine: Machine
-    flops_per_sample: int
-    clients_at_once: int
-
-
-def measure_speed(request: SpeedRequest) -> float:
-    """Return the operations per second with which this machine trains: of all clients that train at once."""
-    machine, at_once = request.machine, request.clients_at_once
-    if machine.device.type == "cuda":
-        # Stacked clients whose steps are replayed take about as long as one training with a batch of all their images.
-        images = request.train.batch_size * at_once
-        return _step_speed(request, images) if images * request.flops_per_sample < 100 * MEASURED_FLOPS else _product()
-    with thread_limit(max(1, torch.get_num_threads() // machine.workers)):
-        images = request.train.batch_size
-        fast = images * request.flops_per_sample < MEASURED_FLOPS
-        return at_once * (_step_speed(request, images) if fast else _product())
-
-
-def _step_speed(request: SpeedRequest, images: int) -> float:
-    """Time training steps with a number of images: forward and backward pass, and the optimiser's step."""
-    device = request.machine.device
-    net = request.net.with_constants_on(str(device))
-    objective = request.fit.objective
-    trainable = set(net.anatomy.select(net.anatomy.trainable(objective.trainable)))
-    weights = {
-        name: torch.zeros(tensor.shape, device=device, requires_grad=name in trainable)
-        for name, tensor in request.fit.weights.items()
-    }
-    leaves = [weights[name] for name in sorted(trainable)]
-    optimizer = torch.optim.AdamW(leaves, foreach=True)
-    pixels = torch.zeros(images, len(net.mean), net.image_size, net.image_size, device=device)
-    kept = net.num_kept_patches(request.train.mask_ratio)
-    keep = torch.arange(kept, device=device).expand(images, kept) if request.train.mask_ratio else None
-
-    def step() -> None:
-        with request.machine.autocast():
-            loss = forward(net, objective, weights, pixels, keep).sum()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return images * request.flops_per_sample / _seconds(step, device)
-
-
-def _product() -> float:
-    """Time matrix products, and return the speed of training that follows from it."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    factor = torch.zeros(PRODUCT_SIDE, PRODUCT_SIDE, device=device)
-    return PRODUCT_EFFICIENCY * 2 * PRODUCT_SIDE**3 / _seconds(lambda: factor @ factor, device)
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return how long an action takes, the shortest of three times after a first one."""
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return min(times[1:])

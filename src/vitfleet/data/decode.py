@@ -18,7 +18,7 @@ from PIL import Image
 
 from vitfleet.data.encoded import EncodedSplit, RawDataset
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.subsets import draw_holdout, draw_subset
+from vitfleet.data.subsets import draw_holdout, draw_subset, training_and_test_limit
 from vitfleet.errors import DataError
 from vitfleet.progress import NO_PROGRESS, Progress
 
@@ -65,8 +65,9 @@ def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress:
     if not len(train) or not len(test):
         raise DataError(f"{name}: {len(train)} training and {len(test)} test images are too few")
     if options.limit is not None:
-        train = train.take(draw_subset(train.labels, options.limit))
-        test = test.take(draw_subset(test.labels, max(options.limit // 5, len(raw.classes))))
+        train_limit, test_limit = training_and_test_limit(options.limit, len(raw.classes))
+        train = train.take(draw_subset(train.labels, train_limit))
+        test = test.take(draw_subset(test.labels, test_limit))
     try:
         probe = probe_images(train)
     except DataError as error:

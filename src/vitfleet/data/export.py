@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -39,11 +40,14 @@ def export_clients(
     Raises
     ------
     UserError
-        A client's folder exists, where images would be mixed; or a class has a name that no folder can have.
+        A client's folder exists, where images would be mixed; a class has a name that no folder can have; or pyarrow
+        is not installed, which writes parquet files.
     """
     write = _write_parquet if form == "parquet" else _write_folders
     if form == "folders":
         _check_folders([folder / name for name in names], data.classes)
+    elif find_spec("pyarrow") is None:
+        raise UserError("--to parquet: needs pyarrow, which is not installed: pip install 'vitfleet[parquet]'")
     train, test = assigned
     for client, name in enumerate(names):
         for split, images, indices in (("train", data.train, train), ("test", data.test, test)):

@@ -43,6 +43,23 @@ def hold_out_validation(data: DataSet, share: float) -> DataSet:
     return replace(data, train=train, test=validation)
 
 
+def limit_images(data: DataSet, limit: int | None) -> DataSet:
+    """Return a data set with at most so many training images, and a fifth as many test images."""
+    if limit is None:
+        return data
+    counts = training_and_test_limit(limit, len(data.classes))
+    train, test = (
+        images.take(torch.from_numpy(draw_subset(images.labels.cpu().numpy(), count)))
+        for images, count in zip((data.train, data.test), counts, strict=True)
+    )
+    return replace(data, train=train, test=test)
+
+
+def training_and_test_limit(limit: int, classes: int) -> tuple[int, int]:
+    """Return how many training and test images ``data.limit`` leaves: a fifth as many for testing, one per class."""
+    return limit, max(limit // 5, classes)
+
+
 def draw_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the indices of ``count`` samples in ascending order, every class in proportion."""
     if count >= len(labels):

@@ -108,19 +108,21 @@ def remedy_lines(reports: Sequence[CostReport], remedies: Sequence[Remedy]) -> I
     """Yield what would fit, for each device that cannot hold the training of the first report."""
     by_changes: dict[tuple[str, ...], list[str]] = {}
     for remedy in remedies:
-        by_changes.setdefault(_changes(remedy, len(reports) > 1), []).append(HARDWARE_PROFILES[remedy.device].title)
+        changes = _changes(remedy, reports[0].method, len(reports) > 1)
+        by_changes.setdefault(changes, []).append(HARDWARE_PROFILES[remedy.device].title)
     for changes, titles in by_changes.items():
         yield f"{reports[0].method} does not fit into: {'; '.join(titles)}. Each of these would:"
         yield from (f"  {change}" for change in changes)
 
 
-def _changes(remedy: Remedy, compared: bool) -> tuple[str, ...]:
+def _changes(remedy: Remedy, method: str, compared: bool) -> tuple[str, ...]:
     """Return the changes after which a training fits; ``compared``: whether there are reports of other methods."""
     changes = []
     if remedy.batch_size is not None:
         changes.append(f"-o train.batch_size={remedy.batch_size}")
     if remedy.mask_ratio is not None:
-        changes.append(f"-o train.mask_ratio={remedy.mask_ratio}")
+        # With the method: the ratio of a configuration is that of its own method, others are reported with theirs.
+        changes.append(f"-o method.name={method} -o train.mask_ratio={remedy.mask_ratio}")
     if remedy.methods:
         changes.append(f"another method: {', '.join(remedy.methods)}")
     elif not compared:

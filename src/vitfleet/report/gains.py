@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from vitfleet.run.compare import ComparisonRow
 
+FEDAVG = "fedavg"  # the method that the others save something against
 WORTH_SAYING = 0.9  # a cost above this share of the other's is not mentioned
 
 
@@ -34,9 +35,12 @@ def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
     if accuracy is None or other is None:
         return f"{row.label}: not evaluated."
     if row is reference:
-        return f"{row.label}: {accuracy:.1%} accuracy; every client sends the whole model."
-    difference = 100 * (accuracy - other)
+        sent = "; every client sends the whole model" if row.name == FEDAVG else ""
+        return f"{row.label}: {accuracy:.1%} accuracy{sent}."
+    difference = round(100 * (accuracy - other), 1)
     compared = f"{abs(difference):.1f} points {'more' if difference > 0 else 'less'} than {reference.label}"
+    if not difference:
+        compared = f"as much as {reference.label}"
     savings = [_saving(row, reference, *cost) for cost in (("message", "up_bytes"), ("client", "train_gflops"))]
     named = [
         f"{share:.0%} of its {what}"

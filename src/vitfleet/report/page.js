@@ -37,10 +37,11 @@ function addFigure(figure, section) {
     addAxisButtons(head, views, (chosen) => {
       view = chosen;
       draw();
+      fillValues();
     });
   }
   element.append(plot);
-  addValues(element, figure, () => view);
+  const fillValues = addValues(element, figure, () => view);
   if (figure.note) html("p", {}, element, figure.note);
   redrawFunctions.push(draw);
   let drawnWidth = 0;
@@ -50,15 +51,15 @@ function addFigure(figure, section) {
     draw();
   }).observe(plot);
 }
-// A table of what the figure shows, for reading, copying, and screen readers; made when it is opened.
+// A table of what the figure shows, for reading, copying, and screen readers; made when it is opened. Returns what makes it anew.
 function addValues(element, figure, currentView) {
   const tableOf = TABLES[figure.kind];
-  if (!tableOf) return;
+  if (!tableOf) return () => {};
   const details = html("details", { class: "values" }, element);
   html("summary", {}, details, "values");
   const scroll = html("div", { class: "scroll", tabindex: "0", role: "region" }, details);
   scroll.setAttribute("aria-label", `values of ${figure.title}`);
-  details.addEventListener("toggle", () => {
+  const fill = () => {
     if (!details.open) return;
     const [headings, ...rows] = tableOf(figure, currentView());
     scroll.replaceChildren();
@@ -71,7 +72,9 @@ function addValues(element, figure, currentView) {
       html("th", { scope: "row" }, line, name);
       cells.forEach((text) => html("td", {}, line, text));
     }
-  });
+  };
+  details.addEventListener("toggle", fill);
+  return fill;
 }
 function addAxisButtons(head, views, choose) {
   const group = html("div", { class: "axes", role: "group", "aria-label": "horizontal axis" }, head);

@@ -10,7 +10,7 @@ from typing import Any
 from vitfleet.report.comparable import best_rows, comparable_rows
 from vitfleet.report.metric_format import is_fraction, metric_title, shown_numbers
 from vitfleet.report.runs import RunData, RunGroup, all_finished, eval_splits
-from vitfleet.report.units import format_bytes, format_seconds
+from vitfleet.report.units import format_bytes, format_seconds, format_target
 from vitfleet.run.compare import cost_to_target
 from vitfleet.run.summary import summary_so_far
 
@@ -104,10 +104,9 @@ def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> 
         values_by_group = [_values(group, metric.path) for group in summaries]
         if not any(values_by_group):
             continue
-        means = [statistics.mean(values) if values else None for values in values_by_group]
         best = frozenset[int]()
         if metric.larger_is_better is not None:
-            best = best_rows(means, comparable, metric.larger_is_better)
+            best = best_rows(_printed_means(values_by_group, metric), comparable, metric.larger_is_better)
         cells = [_cell(values, metric) for values in values_by_group]
         columns.append(SummaryColumn(metric.heading, metric.description, cells, best))
     return columns
@@ -137,11 +136,16 @@ def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
 
 
 def _target_metrics(target: float) -> tuple[_SummaryMetric, ...]:
-    reached = f"until {target:.0%} accuracy on the common images; no value where a seed did not reach it"
+    percent = format_target(target)
+    reached = f"until {percent} accuracy on the common images; no value where a seed did not reach it"
     return (
-        _SummaryMetric(f"rounds to {target:.0%}", reached, ("to_target", "rounds"), "{:.1f}".format, False),
+        _SummaryMetric(f"rounds to {percent}", reached, ("to_target", "rounds"), "{:.1f}".format, False),
         _SummaryMetric(
-            f"bytes to {target:.0%}", f"of all clients, {reached}", ("to_target", "bytes"), format_bytes, False
+            f"bytes to {percent}",
+            f"of all clients, {reached}",
+            ("to_target", "bytes"),
+            format_bytes,
+            False,
         ),
     )
 
@@ -166,6 +170,13 @@ def _values(summaries: Sequence[dict[str, Any]], path: tuple[str, ...]) -> list[
         elif summary["finished"] or path[0] == "to_target":
             return []
     return found
+
+
+def _printed_means(values_by_group: Sequence[list[float]], metric: _SummaryMetric) -> list[float | None]:
+    """Return the mean of each row; means that are printed alike are equal."""
+    means = [statistics.mean(values) if values else None for values in values_by_group]
+    first: dict[str, float] = {}
+    return [None if mean is None else first.setdefault(metric.format(mean), mean) for mean in means]
 
 
 def _cell(values: list[float], metric: _SummaryMetric) -> str:

@@ -16,6 +16,7 @@ from vitfleet.errors import UserError
 from vitfleet.report.comparable import COMPARABLE_NOTE, best_rows, comparable_rows
 from vitfleet.report.runs import RunData, RunGroup, eval_splits, read_groups
 from vitfleet.report.significance import PairedTest, paired_t_test
+from vitfleet.report.units import format_target
 from vitfleet.run.compare import cost_to_target
 
 MEBIBYTE = 2**20
@@ -256,7 +257,7 @@ def _note(groups: Sequence[RunGroup], columns: Sequence[Column], target: float |
     if len(set(comparable_rows(groups))) > 1:
         lines.append(f"{COMPARABLE_NOTE[0].upper()}{COMPARABLE_NOTE[1:]}.")
     if target is not None:
-        lines.append(f"Target: {target:.0%} accuracy; without an entry where a seed did not reach it.")
+        lines.append(f"Target: {format_target(target)} accuracy; without an entry where a seed did not reach it.")
     if versus is not None:
         measured = columns[0].title.split(",")[0]
         lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,11 +100,17 @@ def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
 
 
 def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
-    """Read runs and comparisons; group the runs that differ only in their seed."""
-    by_identity: dict[str, list[RunData]] = {}
+    """Read runs and comparisons; group the runs that differ only in their seed.
+
+    A run that repeats another, with its seed, is in a group of its own: a mean over seeds counts each once.
+    """
+    by_identity: dict[tuple[str, int], list[RunData]] = {}
+    repeats: Counter[tuple[str, int]] = Counter()
     for path, name in find_runs(paths):
         run = read_run(path, name)
-        by_identity.setdefault(_identity(run), []).append(run)
+        identity = _identity(run)
+        by_identity.setdefault((identity, repeats[identity, run.seed]), []).append(run)
+        repeats[identity, run.seed] += 1
     groups: dict[str, RunGroup] = {}
     for runs in by_identity.values():
         label = runs[0].label

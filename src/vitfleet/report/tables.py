@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vitfleet.config.registry import METHODS, method_label
 from vitfleet.report.metric_format import format_number, metric_text, metric_title, shown_numbers
-from vitfleet.report.units import format_bytes, format_count, format_seconds
+from vitfleet.report.units import format_bytes, format_count, format_seconds, format_target
 from vitfleet.run.compare import ComparisonResult, ComparisonRow
 from vitfleet.training.execution import ExecutionSummary
 
@@ -74,9 +74,10 @@ def accuracy_table(rows: Sequence[ComparisonRow], target: float | None) -> Table
     caption = f"accuracy: common {split} set · local: clients' own models on their own {split} images"
     headings = ["accuracy", "local"]
     if target is not None:
-        until = f"until {target:.0%} accuracy"
+        percent = format_target(target)
+        until = f"until {percent} accuracy"
         caption += f" · {until}: rounds, bytes of all clients{', virtual time' if virtual else ''}"
-        headings += [f"rounds to {target:.0%}", "bytes", *(["virtual"] if virtual else [])]
+        headings += [f"rounds to {percent}", "bytes", *(["virtual"] if virtual else [])]
     table = plain_table(caption, headings)
     for row in rows:
         cells = [_percent(row, "accuracy", "global", 100), _percent(row, "accuracy", "local", 100)]

@@ -57,12 +57,15 @@ class ComparisonClock:
         The expected seconds of each run; only their proportions count once a part is done.
     seeds
         The seed of each run.
+    in_seconds
+        False if ``expected`` has other measures of the work, such as rounds.
     current
         The run that is going on, from 0; −1 before the first.
     """
 
     expected: Sequence[float]
     seeds: Sequence[int]
+    in_seconds: bool = True
     current: int = -1
     started: float = field(default_factory=time.perf_counter)
 
@@ -71,8 +74,8 @@ class ComparisonClock:
         self.current += 1
         return f"run {self.current + 1} of {len(self.expected)}, seed {self.seeds[self.current]}"
 
-    def seconds_left(self, share: float, now: float | None = None) -> float:
-        """Return the seconds that all runs will still take.
+    def seconds_left(self, share: float, now: float | None = None) -> float | None:
+        """Return the seconds that all runs will still take; ``None`` if that is not known yet.
 
         Parameters
         ----------
@@ -82,7 +85,9 @@ class ComparisonClock:
         elapsed = (time.perf_counter() if now is None else now) - self.started
         done = sum(self.expected[: self.current]) + share * self.expected[self.current]
         total = sum(self.expected)
-        return elapsed * (total - done) / done if done else total
+        if not done:
+            return total if self.in_seconds else None
+        return elapsed * (total - done) / done
 
 
 class RoundDisplay(Callback):
@@ -176,16 +181,17 @@ class RoundDisplay(Callback):
     def _line(self, record: RoundRecord) -> str:
         rounds_here = record.round - self.done
         left = (time.perf_counter() - self.started) / max(1, rounds_here) * (self.rounds - record.round)
-        in_all = f", {format_seconds(self._seconds_left(record.round))} in all" if self.clock else ""
+        in_all = f", {self._seconds_left(record.round)} in all" if self.clock else ""
         _, accuracy, local, loss, upload, download = _cells(record)
         return (
             f"round {record.round}/{self.rounds}  accuracy {accuracy} (local {local})  loss {loss}  "
             f"upload {upload}  download {download}  {left:.0f} s left{in_all}"
         )
 
-    def _seconds_left(self, round: int) -> float:
+    def _seconds_left(self, round: int) -> str:
         assert self.clock is not None
-        return self.clock.seconds_left((round - self.done) / max(1, self.rounds - self.done))
+        left = self.clock.seconds_left((round - self.done) / max(1, self.rounds - self.done))
+        return "? s" if left is None else format_seconds(left)
 
     def _live_table(self) -> Group:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -197,7 +203,7 @@ class RoundDisplay(Callback):
             return Group(table, self.rounds_bar, self.round_bar)
         left = self._seconds_left(self.recent[-1][0].round if self.recent else self.done)
         count = len(self.clock.expected)
-        overall = Text(f"run {self.clock.current + 1} of {count}, all runs: {format_seconds(left)} left")
+        overall = Text(f"run {self.clock.current + 1} of {count}, all runs: {left} left")
         return Group(table, self.rounds_bar, overall, self.round_bar)
 
 

@@ -27,6 +27,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
 
 
+def format_target(target: float) -> str:
+    """Return a target accuracy as a percentage with the digits that it has: ``85.5%``."""
+    return f"{100 * target:g}%"
+
+
 def format_fraction(fraction: float | None) -> str:
     """Return a fraction as a percentage: ``57.1%``; a dash where it is unknown."""
     return "–" if fraction is None else f"{fraction:.1%}"

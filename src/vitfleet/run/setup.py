@@ -18,7 +18,7 @@ from vitfleet.costs.memory import round_memory
 from vitfleet.data.from_objects import fingerprint
 from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.sources import load_dataset
-from vitfleet.data.subsets import hold_out_validation
+from vitfleet.data.subsets import hold_out_validation, limit_images
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import read_json, write_atomically
@@ -103,11 +103,11 @@ def open_run(
 
 
 def _checked(config: Config, data: DataSet) -> DataSet:
-    """Check that data from Python is what the run began with; with ``data.validation``, hold out validation images."""
+    """Check that data from Python is what the run began with; apply ``data.limit`` and ``data.validation``."""
     if config.data.fingerprint != fingerprint(data):
         remedy = "pass the data set that the run was started with"
         raise ConfigError("data.fingerprint", config.data.fingerprint, f"the data passed is another one; {remedy}")
-    return hold_out_validation(data, config.data.validation)
+    return hold_out_validation(limit_images(data, config.data.limit), config.data.validation)
 
 
 def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
