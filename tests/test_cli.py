@@ -279,8 +279,9 @@ def test_a_run_interrupted_during_setup_can_be_resumed(
     process = launch("resume", folder)
     pipe = open_when_read(machine, process)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    # Python sees a signal that comes just before the process waits for bytes only when that wait ends.
     os.close(pipe)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "vitfleet resume" in stderr
