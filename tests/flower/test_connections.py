@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import logging
 import resource
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from vitfleet.flower import bounded_log
 from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.connections import ConnectionLimits, ConnectionTable, Peer
+from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable, Peer
 from vitfleet.flower.proxy import MAX_HEADER_BYTES, http_protocol, make_proxy, raise_file_limit, serve
 
 POLL = "/v1/fleet/pull-messages"
@@ -30,25 +34,24 @@ class Connections:
         limits = ConnectionLimits(total, handshake_s=10, waiting_s=15, request_s=120)
         self.table = ConnectionTable(limits, clock=lambda: self.now)
 
-    def add(self, *peer: str | int) -> bool:
-        host, port = str(peer[0]), int(peer[1])
+    def add(self, host: str, port: int) -> Connection | None:
         return self.table.add((host, port), lambda: self.closed.append((host, port)), lambda: False)
 
-    def open(self, host: str, port: int, known: bool = False) -> None:
-        assert self.add(host, port)
-        peer = host, port
-        self.table.opened(peer, lambda: self.closed.append(peer), lambda: False)
+    def open(self, host: str, port: int, known: bool = False) -> Connection:
+        connection = self.add(host, port)
+        assert connection is not None
+        self.table.opened(connection, connection.close)
         if known:
-            self.table.begin_request(peer)
-            self.table.end_request(peer, accepted=True)
+            self.table.begin_request(connection)
+            self.table.end_request(connection, accepted=True)
+        return connection
 
 
 def test_every_phase_has_its_time_limit() -> None:
     some = Connections(10)
     some.add("a", 1)
     some.open("a", 2)
-    some.open("a", 3)
-    some.table.begin_request(("a", 3))
+    some.table.begin_request(some.open("a", 3))
     for now, closed in ((10, []), (10.1, [1]), (15, [1]), (15.1, [1, 2]), (120, [1, 2]), (120.1, [1, 2, 3])):
         some.now = now
         some.table.sweep()
@@ -72,16 +75,24 @@ def test_a_full_table_gives_up_the_oldest_stranger_of_the_address_with_most_of_t
 
 def test_clients_in_the_middle_of_a_request_are_never_given_up() -> None:
     some = Connections(2)
-    for port in (1, 2):
-        some.open("client", port, known=True)
-    some.table.begin_request(("client", 1))
-    assert some.add("new", 1)
+    first, _ = (some.open("client", port, known=True) for port in (1, 2))
+    some.table.begin_request(first)
+    new = some.open("new", 1, known=True)
     assert some.closed == [("client", 2)]
-    some.table.opened(("new", 1), lambda: None, lambda: False)
-    some.table.begin_request(("new", 1))
-    some.table.end_request(("new", 1), accepted=True)
-    some.table.begin_request(("new", 1))
+    some.table.begin_request(new)
     assert not some.add("another", 1)
+
+
+def test_a_connection_from_the_port_of_one_that_is_ending_has_its_own_limits() -> None:
+    some = Connections(10)
+    ending = some.open("a", 1)
+    some.add("a", 1)
+    some.table.end_request(ending, accepted=True)
+    some.table.remove(ending)
+    assert len(some.table) == 1
+    some.now = 10.1
+    some.table.sweep()
+    assert some.closed == [("a", 1)]
 
 
 def test_connections_that_ended_are_forgotten() -> None:
@@ -229,3 +240,114 @@ def test_no_more_connections_than_this_process_can_have_files() -> None:
         assert limits.total == 1000 or files == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_port_that_is_used_again_at_once_is_no_way_around_the_limits(
+    certs: Certs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+
+    async def reset_and_return(port: int) -> socket.socket:
+        """Connect twice from one port: the proxy hears of the first one's end and of the second at the same time."""
+        first = await connect(port)
+        await asyncio.sleep(0.02)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset instead of an end
+        address = first.getsockname()
+        second = socket.socket()
+        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.close()
+        second.bind(address)
+        second.connect(("127.0.0.1", port))
+        second.setblocking(False)
+        return second
+
+    async def attack(port: int, paths: list[str], table: ConnectionTable) -> None:
+        for _ in range(5):
+            connection = await reset_and_return(port)
+            await asyncio.sleep(0.02)
+            assert len(table) >= 1
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1), 20) == b""
+            connection.close()
+
+    with_proxy(ConnectionLimits(handshake_s=0.2), certs, attack)
+
+
+async def is_empty(table: ConnectionTable) -> None:
+    """Wait until the table has no connection."""
+    while len(table):
+        await asyncio.sleep(0.05)
+        table.sweep()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("POST /v1/fleet/x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc", None),
+        ("POST /v1/fleet/%00 HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", b"404"),
+        ("POST /v1/fleet/../control HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", b"404"),
+        ("POST /v1/fleet/x HTTP/1.1\r\nhost: [\r\ncontent-length: 0\r\n\r\n", b"200"),
+        ("POST /v1/fleet/x HTTP/1.1\r\nhost: a\r\nx: \xe9\r\ncontent-length: 0\r\n\r\n", b"400"),
+        ("garbage\r\n\r\n", b"400"),
+    ],
+)
+def test_no_request_leaves_a_trace_in_the_log(
+    request_: str,
+    status: bytes | None,
+    certs: Certs,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """``None``: the sender ends before its request does."""
+
+    async def send(port: int, paths: list[str], table: ConnectionTable) -> None:
+        verify = ssl.create_default_context(cafile=str(certs.ca))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verify)
+        writer.write(request_.encode("latin-1"))
+        if status is not None:
+            assert (await asyncio.wait_for(reader.readline(), 20)).split()[1] == status
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await asyncio.wait_for(is_empty(table), 20)
+
+    with_proxy(ConnectionLimits(), certs, send)
+    assert not [record for record in caplog.records if record.name.startswith(("uvicorn", "asyncio"))]
+    assert not capsys.readouterr().err
+
+
+def test_the_log_has_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_log, "MAX_RECORDS", 3)
+    logger = logging.Logger("bounded")
+    logger.addHandler(bounded_log.BoundedHandler())
+    for number in range(10):
+        logger.error("error %d", number)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        *(f"error {number}" for number in range(3)),
+        "3 records were written: no more are until the next start",
+    ]
+
+
+def test_without_a_free_file_a_silent_connection_gives_way(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is not full: other things may have taken the files."""
+    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+
+    async def run_out(port: int, paths: list[str], table: ConnectionTable) -> None:
+        silent = await connect(port)
+        loop = asyncio.get_running_loop()
+        while not len(table):
+            await asyncio.sleep(0.01)
+        accept = loop.sock_accept
+        failed: list[socket.socket] = []
+
+        async def no_file_left(listener: socket.socket) -> tuple[socket.socket, object]:
+            if not failed:
+                failed.append(listener)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await accept(listener)
+
+        monkeypatch.setattr(loop, "sock_accept", no_file_left)
+        assert (await poll(port, certs.ca)).content == b"messages"  # ends the accept that had begun before
+        assert await asyncio.wait_for(loop.sock_recv(silent, 1), 20) == b""
+        silent.close()
+
+    with_proxy(ConnectionLimits(handshake_s=60), certs, run_out)

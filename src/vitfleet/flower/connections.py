@@ -48,9 +48,9 @@ class ConnectionLimits:
         return {Phase.HANDSHAKE: self.handshake_s, Phase.WAITING: self.waiting_s, Phase.REQUEST: self.request_s}[phase]
 
 
-@dataclass
+@dataclass(eq=False)
 class Connection:
-    """One connection.
+    """One connection. It is not identified by its peer: a new one may have the port of one that is just ending.
 
     Attributes
     ----------
@@ -76,56 +76,53 @@ class ConnectionTable:
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     clock: Callable[[], float] = time.monotonic
-    _connections: dict[Peer, Connection] = field(default_factory=dict, init=False, repr=False)
+    _connections: set[Connection] = field(default_factory=set, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    def add(self, peer: Peer, close: Callable[[], object], is_closed: Callable[[], bool]) -> bool:
-        """Add a new connection; ``False`` if there is no room for it, which only accepted clients can cause."""
-        if len(self) >= self.limits.total and not self.make_room():
-            return False
-        self._connections[peer] = Connection(peer, close, is_closed, self.clock())
-        return True
+    def add(self, peer: Peer, close: Callable[[], object], is_closed: Callable[[], bool]) -> Connection | None:
+        """Add a new connection; ``None`` if there is no room for it, which only accepted clients can cause."""
+        if len(self) >= self.limits.total:
+            self.sweep()
+        if len(self) >= self.limits.total and not self.evict():
+            return None
+        connection = Connection(peer, close, is_closed, self.clock())
+        self._connections.add(connection)
+        return connection
 
-    def opened(self, peer: Peer, close: Callable[[], object], is_closed: Callable[[], bool]) -> None:
+    def opened(self, connection: Connection, close: Callable[[], object]) -> None:
         """Note that a connection's handshake is over, and how it is closed from now on."""
-        if (connection := self._connections.get(peer)) is not None:
-            connection.close, connection.is_closed = close, is_closed
-            self._enter(connection, Phase.WAITING)
+        connection.close = close
+        self._enter(connection, Phase.WAITING)
 
-    def begin_request(self, peer: Peer) -> None:
+    def begin_request(self, connection: Connection) -> None:
         """Note that a request's headers have arrived."""
-        if (connection := self._connections.get(peer)) is not None:
-            self._enter(connection, Phase.REQUEST)
+        self._enter(connection, Phase.REQUEST)
 
-    def end_request(self, peer: Peer, accepted: bool) -> None:
+    def end_request(self, connection: Connection, accepted: bool) -> None:
         """Note that a reply was sent."""
-        if (connection := self._connections.get(peer)) is not None:
-            connection.known |= accepted
-            self._enter(connection, Phase.WAITING)
+        connection.known |= accepted
+        self._enter(connection, Phase.WAITING)
 
-    def remove(self, peer: Peer) -> None:
+    def remove(self, connection: Connection) -> None:
         """Forget a connection that has ended."""
-        self._connections.pop(peer, None)
+        self._connections.discard(connection)
 
     def sweep(self) -> None:
         """Forget the connections that have ended, and close those that have been in one phase for too long."""
         now = self.clock()
-        for connection in list(self._connections.values()):
+        for connection in list(self._connections):
             if connection.is_closed():
-                self.remove(connection.peer)
+                self.remove(connection)
             elif now - connection.since > self.limits.seconds(connection.phase):
                 self._close(connection)
 
-    def make_room(self) -> bool:
+    def evict(self) -> bool:
         """Close one connection; ``False`` if all belong to clients in the middle of a request."""
-        self.sweep()
-        if len(self) < self.limits.total:
-            return True
-        strangers = [connection for connection in self._connections.values() if not connection.known]
+        strangers = [connection for connection in self._connections if not connection.known]
         per_address = Counter(connection.peer[0] for connection in strangers)
-        idle = [connection for connection in self._connections.values() if connection.phase is not Phase.REQUEST]
+        idle = [connection for connection in self._connections if connection.phase is not Phase.REQUEST]
         if strangers:
             self._close(max(strangers, key=lambda connection: (per_address[connection.peer[0]], -connection.since)))
         elif idle:  # its client connects again
@@ -138,5 +135,5 @@ class ConnectionTable:
         connection.phase, connection.since = phase, self.clock()
 
     def _close(self, connection: Connection) -> None:
-        self.remove(connection.peer)
+        self.remove(connection)
         connection.close()

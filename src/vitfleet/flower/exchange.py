@@ -20,12 +20,12 @@ from flwr.serverapp import Grid
 
 from vitfleet.config.schema import FleetConfig
 from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.flower.messages import pull_reply, push_message
 from vitfleet.flower.nodes import TTL_MARGIN_S, Node, NodeDirectory
 from vitfleet.flower.payloads import EvalPayload, TrainPayload
 from vitfleet.flower.polling import MAX_INTERVAL_S, MIN_INTERVAL_S, Clock, object_polling
 
 MAX_SENT = 5  # times that a client receives the same request: one that restarts all the time is not waited for
-MAX_REASON_LENGTH = 200  # characters of Flower's own error messages
 
 AnyReply = TypeVar("AnyReply", Reply, EvalReply)
 AnyPayload = TypeVar("AnyPayload", TrainPayload, EvalPayload)
@@ -52,12 +52,15 @@ class _Pending(Generic[AnyPayload]):
         To which the request was sent last.
     message_ids
         Of the request's copies that may still be answered.
+    failure
+        Why a copy was not answered, unless its client was away.
     """
 
     payload: AnyPayload
     node: Node
     message_ids: list[str]
     times_sent: int = 1
+    failure: str | None = None
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Exchange(Generic[AnyPayload, AnyReply]):
     def _push(self, payload: AnyPayload, node: Node) -> str | None:
         ttl = max(1.0, self._deadline - self.clock.now()) + TTL_MARGIN_S
         message = Message(self.pack(payload), node.id, self.message_type, ttl=ttl)
-        return next(iter(self.grid.push_messages([message])), None)
+        return push_message(self.grid, message)
 
     def _collect(self, required: int | None) -> Iterator[AnyReply]:
         usable, interval = 0, MIN_INTERVAL_S
@@ -126,32 +129,41 @@ class Exchange(Generic[AnyPayload, AnyReply]):
                     self._send_again()
 
     def _send_again(self) -> None:
-        """Send the requests again whose clients were restarted: their processes know nothing of them any more."""
+        """Send the requests again whose clients were restarted or away: they may know nothing of them any more."""
         nodes = self.nodes.connected()
         for client, pending in self._pending.items():
             node = nodes.get(client)
-            if node is None or node == pending.node or pending.times_sent == MAX_SENT:
+            waiting = node == pending.node and pending.message_ids
+            if node is None or waiting or pending.times_sent == MAX_SENT:
                 continue
-            logger.warning("client %s was restarted: its request is sent again", self.config.name_of(client))
+            logger.warning("client %s was away: its request is sent again", self.config.name_of(client))
             message_id = self._push(pending.payload, node)
-            pending.node = node
             pending.times_sent += 1
             if message_id is not None:
+                pending.node = node
                 pending.message_ids.append(message_id)
 
     def _pull(self, client: int, pending: _Pending[AnyPayload]) -> AnyReply | None:
-        """Return the reply to a request; ``None`` if there is none yet. Waits for a reply that is being uploaded."""
-        with object_polling(self._deadline - self.clock.now()):
-            messages = list(self.grid.pull_messages(pending.message_ids)) if pending.message_ids else []
-        for message in messages:
-            if not message.has_error():
-                return self.replies.unpack(client, message.content)
-            if message.error.code != ErrorCode.NODE_UNAVAILABLE:
-                incomplete = message.error.code == ErrorCode.MESSAGE_UNAVAILABLE and self.clock.now() >= self._deadline
-                reason = self._too_late if incomplete else _flower_reason(message.error.reason)
-                return self.replies.failed(client, reason)
-            pending.message_ids.remove(message.metadata.reply_to_message_id)
-        if not pending.message_ids and not self._may_return(client, pending):
+        """Return the reply to a request; ``None`` if there is none yet. Waits for a reply that is being uploaded.
+
+        A failed copy of the request counts only once no other copy can be answered any more.
+        """
+        for message_id in list(pending.message_ids):
+            with object_polling(self._deadline - self.clock.now()):
+                answer = pull_reply(self.grid, message_id)
+            if answer is None:
+                continue
+            if isinstance(answer, RecordDict):
+                return self.replies.unpack(client, answer)
+            pending.message_ids.remove(message_id)
+            if answer.code != ErrorCode.NODE_UNAVAILABLE:
+                incomplete = answer.code == ErrorCode.MESSAGE_UNAVAILABLE and self.clock.now() >= self._deadline
+                pending.failure = self._too_late if incomplete else answer.reason
+        if pending.message_ids:
+            return None
+        if pending.failure is not None:
+            return self.replies.failed(client, pending.failure)
+        if not self._may_return(client, pending):
             return self.replies.failed(
                 client, f"disconnected, and not back after fleet.rejoin_s = {self.config.rejoin_s:g}"
             )
@@ -163,9 +175,3 @@ class Exchange(Generic[AnyPayload, AnyReply]):
     @property
     def _too_late(self) -> str:
         return f"no reply within fleet.deadline_s = {self.config.deadline_s:g}"
-
-
-def _flower_reason(reason: str | None) -> str:
-    """Return the first line of Flower's reason for a failed message."""
-    lines = (reason or "").strip().splitlines()
-    return f"Flower: {lines[0][:MAX_REASON_LENGTH]}" if lines else "Flower lost the message"

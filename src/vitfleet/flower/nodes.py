@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common import MessageType
 from flwr.serverapp import Grid
 
 from vitfleet.config.schema import FleetConfig
+from vitfleet.flower.messages import pull_reply, push_message
 from vitfleet.flower.polling import MAX_INTERVAL_S, MIN_INTERVAL_S, Clock
 from vitfleet.flower.record_keys import CLIENT_NAME, HEADER
 
@@ -90,13 +91,21 @@ class NodeDirectory:
     def _query_names(self, nodes: list[int]) -> Iterator[tuple[int, str]]:
         """Ask nodes for their client names and yield each node with its answer."""
         content, ttl = RecordDict({HEADER: ConfigRecord()}), self.config.join_s + TTL_MARGIN_S
-        messages = [Message(content, node, f"{MessageType.QUERY}.{CLIENT_NAME}", ttl=ttl) for node in nodes]
-        pending = dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
+        query = f"{MessageType.QUERY}.{CLIENT_NAME}"
+        sent = {node: push_message(self.grid, Message(content, node, query, ttl=ttl)) for node in nodes}
+        pending = {node: message_id for node, message_id in sent.items() if message_id is not None}
         deadline = self.clock.now() + max(self.config.join_s, MAX_INTERVAL_S)
         while pending and self.clock.now() < deadline:
-            for reply in self.grid.pull_messages(list(pending)):
-                node = pending.pop(reply.metadata.reply_to_message_id)
-                name = "" if reply.has_error() else reply.content.config_records[HEADER].get(CLIENT_NAME, "")
-                yield node, str(name)
+            for node, message_id in list(pending.items()):
+                answer = pull_reply(self.grid, message_id)
+                if answer is not None:
+                    del pending[node]
+                    yield node, _reported_name(answer)
             if pending:
                 self.clock.sleep(MIN_INTERVAL_S)
+
+
+def _reported_name(answer: RecordDict | Error) -> str:
+    """Return the name that a node reports; "" if it reports none."""
+    header = answer.get(HEADER) if isinstance(answer, RecordDict) else None
+    return str(header.get(CLIENT_NAME, "")) if isinstance(header, ConfigRecord) else ""

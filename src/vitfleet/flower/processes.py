@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,11 +68,10 @@ def wait_for_superlink(settings: ServerSettings, port: int, superlink: subproces
     deadline = time.monotonic() + START_TIMEOUT_S
     with httpx.Client(verify=verify, trust_env=False) as client:
         while time.monotonic() < deadline and superlink.poll() is None:
-            try:
+            with suppress(httpx.TransportError):  # it does not listen yet
                 if client.get(url).is_success:
                     return
-            except httpx.TransportError:
-                time.sleep(POLL_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
     raise UserError(f"the SuperLink did not start; see {settings.home / SUPERLINK_LOG}")
 
 

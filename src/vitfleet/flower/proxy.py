@@ -4,14 +4,18 @@ A SuperLink serves clients, the command ``flwr`` and its own helper processes on
 clients: anyone who reached the port could start a run, and thereby code on every client. So the SuperLink listens on
 this machine's loopback only. The proxy listens outside, forwards ``/v1/fleet/…``, whose requests clients sign, and
 limits their size. It also limits connections, their headers and their patience (``connections.py``): whoever opens
-connections and says nothing, or very little, does not keep clients out.
+connections and says nothing, or very little, does not keep clients out. Nothing that arrives is logged, and its log is
+limited (``bounded_log.py``): nobody can fill the disk with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
+import logging
+import re
 import resource
 import socket
 import ssl
@@ -25,13 +29,14 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vitfleet.flower.connections import ConnectionLimits, ConnectionTable, Peer
+from vitfleet.flower.bounded_log import BoundedHandler
+from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable
 
-ALLOWED_PREFIX = "/v1/fleet/"
+ALLOWED_PATH = re.compile(r"/v1/fleet/[A-Za-z0-9_/-]+")
 MAX_REQUEST_BYTES = 16 * 2**20  # Flower sends arrays in pieces of 5 MiB, vitfleet's chunks are smaller
 MAX_HEADER_BYTES = 16 * 2**10
 SUPERLINK_TIMEOUT = httpx.Timeout(60.0)
@@ -42,41 +47,45 @@ COLLECT_INTERVAL_S = 60.0
 FILES_WANTED = 4096  # open at a time; a connection takes two: the client's and the one to the SuperLink
 FILES_RESERVED = 64
 BACKLOG = 1024
+NO_FILE_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Headers of one connection, which must not be forwarded.
 HOP_BY_HOP_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"})
 
 
-class RequestTooLargeError(Exception):
-    """A request exceeds ``MAX_REQUEST_BYTES``."""
+class RefusedRequestError(Exception):
+    """A request that is not forwarded."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
-MakeProtocol: TypeAlias = Callable[[], asyncio.Protocol]
+MakeProtocol: TypeAlias = Callable[[Connection], asyncio.Protocol]
 
 
 def make_proxy(superlink: httpx.AsyncClient, table: ConnectionTable) -> Starlette:
     """Return the proxy in front of a SuperLink. It notes in the table which connections have requests."""
 
     async def forward(request: Request) -> Response:
-        peer = _peer(request)
-        table.begin_request(peer)
-        path = request.url.path
-        if not path.startswith(ALLOWED_PREFIX) or ".." in path:
-            return _refuse("not found", 404, table, peer)
-        # h11 limits headers that arrive in parts only: what arrives at once may be as long as what is read at a time.
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
-            return _refuse("headers too large", 431, table, peer)
-        headers = [header for header in request.headers.items() if header[0] not in HOP_BY_HOP_HEADERS]
-        forwarded = superlink.build_request("POST", path, headers=headers, content=_limited_body(request))
+        connection: Connection = request.state.connection
+
+        def refuse(reason: str, status: int) -> Response:
+            table.end_request(connection, accepted=False)
+            return PlainTextResponse(f"{reason}\n", status_code=status)
+
+        table.begin_request(connection)
         try:
-            reply = await superlink.send(forwarded, stream=True)
-        except RequestTooLargeError:
-            return _refuse("request too large", 413, table, peer)
+            reply = await superlink.send(_forwarded(request, superlink), stream=True)
+        except RefusedRequestError as error:
+            return refuse(str(error), error.status)
         except httpx.TransportError:
-            return _refuse("the SuperLink does not answer", 503, table, peer)
+            return refuse("the SuperLink does not answer", 503)
+        except (ClientDisconnect, httpx.InvalidURL, ValueError):  # it ended too early, or it cannot be forwarded
+            return refuse("bad request", 400)
         reply_headers = {name: value for name, value in reply.headers.items() if name not in HOP_BY_HOP_HEADERS}
 
         async def end() -> None:
-            table.end_request(peer, accepted=reply.is_success)
+            table.end_request(connection, accepted=reply.is_success)
             await reply.aclose()
 
         return StreamingResponse(reply.aiter_raw(), reply.status_code, reply_headers, background=BackgroundTask(end))
@@ -84,13 +93,16 @@ def make_proxy(superlink: httpx.AsyncClient, table: ConnectionTable) -> Starlett
     return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
 
 
-def _peer(request: Request) -> Peer:
-    return ("", 0) if request.client is None else (request.client.host, request.client.port)
-
-
-def _refuse(reason: str, status: int, table: ConnectionTable, peer: Peer) -> Response:
-    table.end_request(peer, accepted=False)
-    return PlainTextResponse(f"{reason}\n", status_code=status)
+def _forwarded(request: Request, superlink: httpx.AsyncClient) -> httpx.Request:
+    """Return the request to the SuperLink."""
+    path = request.scope["path"]  # not that of `request.url`, which is made with the header `host`
+    if not ALLOWED_PATH.fullmatch(path):
+        raise RefusedRequestError("not found", 404)
+    # h11 limits headers that arrive in parts only: what arrives at once may be as long as what is read at a time.
+    if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
+        raise RefusedRequestError("headers too large", 431)
+    headers = [header for header in request.headers.items() if header[0] not in HOP_BY_HOP_HEADERS]
+    return superlink.build_request("POST", path, headers=headers, content=_limited_body(request))
 
 
 async def _limited_body(request: Request) -> AsyncIterator[bytes]:
@@ -98,7 +110,7 @@ async def _limited_body(request: Request) -> AsyncIterator[bytes]:
     async for data in request.stream():
         size += len(data)
         if size > MAX_REQUEST_BYTES:
-            raise RequestTooLargeError
+            raise RefusedRequestError("request too large", 413)
         yield data
 
 
@@ -111,14 +123,15 @@ def http_protocol(app: Starlette) -> MakeProtocol:
         lifespan="off",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         proxy_headers=False,  # whoever connects could claim another address
-        log_level="warning",
+        log_config=None,
+        log_level="error",  # a warning is logged for each invalid request
     )
     config.load()
     server = uvicorn.Server(config)
 
-    def make() -> asyncio.Protocol:
+    def make(connection: Connection) -> asyncio.Protocol:
         protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
-            config=config, server_state=server.server_state, app_state={}
+            config=config, server_state=server.server_state, app_state={"connection": connection}
         )
         return protocol
 
@@ -137,42 +150,54 @@ async def serve(
         while True:
             try:
                 accepted, address = await loop.sock_accept(listener)
-            except OSError:  # no file is left for it
-                table.make_room()
+            except OSError as error:
+                if error.errno in NO_FILE_LEFT:
+                    table.sweep()
+                    table.evict()
                 await asyncio.sleep(SWEEP_INTERVAL_S / 10)
                 continue
             peer = (str(address[0]), int(address[1]))
-            task = loop.create_task(_open(accepted, peer, make_protocol, table, context))
+            connection = table.add(peer, accepted.close, partial(_is_closed, accepted))
+            if connection is None:
+                accepted.close()
+                continue
+            task = loop.create_task(_open(accepted, connection, make_protocol, table, context))
             task.add_done_callback(partial(_end_handshake, accepted, handshakes))
             handshakes.add(task)
-            if not table.add(peer, task.cancel, task.done):
-                task.cancel()
+            connection.close = task.cancel
     finally:
         sweeper.cancel()
         for task in handshakes:
             task.cancel()
 
 
+def _is_closed(accepted: socket.socket) -> bool:
+    """Whether a socket is closed; one whose transport is closing still waits for the other side."""
+    return accepted.fileno() < 0
+
+
 async def _open(
     accepted: socket.socket,
-    peer: Peer,
+    connection: Connection,
     make_protocol: MakeProtocol,
     table: ConnectionTable,
     context: ssl.SSLContext | None,
 ) -> None:
     """Do the TLS handshake of a connection and hand it over to HTTP."""
     try:
-        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(make_protocol, accepted, ssl=context)
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+            partial(make_protocol, connection), accepted, ssl=context
+        )
     except OSError:  # the other side ended, or it does not speak TLS
-        table.remove(peer)
+        table.remove(connection)
         accepted.close()
         return
-    table.opened(peer, transport.abort, transport.is_closing)
+    table.opened(connection, transport.abort)
 
 
 def _end_handshake(accepted: socket.socket, handshakes: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
     handshakes.discard(task)
-    if task.cancelled():  # perhaps before it began
+    if task.cancelled() or task.exception() is not None:  # perhaps cancelled before it began
         accepted.close()
 
 
@@ -228,6 +253,7 @@ def main() -> None:
     parser.add_argument("--ca")
     parser.add_argument("--cert")
     parser.add_argument("--key")
+    logging.basicConfig(handlers=[BoundedHandler()])
     asyncio.run(_run(parser.parse_args()))
 
 
