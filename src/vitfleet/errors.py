@@ -27,6 +27,18 @@ def shown(value: object, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
+def printable(text: str, length: int = 500) -> str:
+    """Return the beginning of a text that another machine sent as one line, without a terminal's control sequences."""
+    line = "".join(_printable_character(character) for character in text[:length])
+    return line if len(text) <= length else f"{line}…"
+
+
+def _printable_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else "?"
+
+
 class UserError(Exception):
     """An error outside the program. The message says what is wrong, where, and how to fix it."""
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitfleet.errors import UserError, shown
+from vitfleet.errors import UserError, printable, shown
 from vitfleet.files import Data, write_atomically
 from vitfleet.message import Numbers, Payload, Tensors
 
@@ -125,7 +125,9 @@ def decode_chunks(
             tensors[name] = torch.empty(shape, dtype=dtype)
             reader.read_into(_memory(tensors[name]))
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise UserError(f"a {payload_type.__name__.lower()} of {size} bytes cannot be read: {error}") from error
+        raise UserError(
+            f"a {payload_type.__name__.lower()} of {size} bytes cannot be read: {printable(str(error))}"
+        ) from error
     return payload_type(tensors=tensors, numbers=numbers)
 
 
@@ -139,7 +141,12 @@ def parse_numbers(metadata: Mapping[str, str]) -> Numbers:
 
 def encoded_size(payload: Payload) -> int:
     """Return ``len(encode(payload))`` without reading a tensor: a simulation counts the bytes of every message."""
-    return len(_header(payload.tensors, _metadata(payload))) + tensors_size(payload)
+    return safetensors_size(payload.tensors, _metadata(payload))
+
+
+def safetensors_size(tensors: Tensors, metadata: Mapping[str, str]) -> int:
+    """Return how many bytes :func:`safetensors_chunks` yields, without reading a tensor."""
+    return len(_header(tensors, metadata)) + tensors_size(Payload(tensors))
 
 
 def tensors_size(payload: Payload) -> int:

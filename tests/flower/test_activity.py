@@ -14,8 +14,8 @@ from vitfleet.flower.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 
 
-def payload() -> TrainPayload:
-    return TrainPayload(Request(3, 0, Message()), RunSpec("ab12", "{}", [], 1, 8), None)
+def payload(run_id: str = "ab12") -> TrainPayload:
+    return TrainPayload(Request(3, 0, Message()), RunSpec(run_id, "{}", [], 1, 8), None)
 
 
 def test_line_of_a_round_names_images_loss_and_accuracy() -> None:
@@ -45,11 +45,37 @@ def test_reader_returns_each_complete_line_once(tmp_path: Path) -> None:
 
 def test_a_long_file_is_begun_anew(tmp_path: Path) -> None:
     log, reader = ActivityLog(tmp_path / "activity.log"), ActivityReader(tmp_path / "activity.log")
-    log.add("x" * MAX_BYTES)
+    log.path.write_text("x" * MAX_BYTES + "\n")
     assert len(reader.new_lines()) == 1
     log.add("next")
     assert reader.new_lines() == ["next"]
     assert (tmp_path / "activity.log").read_text() == "next\n"
+
+
+def test_a_refused_run_cannot_forge_lines_or_control_the_owners_terminal(tmp_path: Path) -> None:
+    log, reader = ActivityLog(tmp_path / "activity.log"), ActivityReader(tmp_path / "activity.log")
+    run_id = "x\r\x1b]0;owned\x07\x1b[2Jrun good\u2028forged\x85\x0b\x9b"
+    log.add(round_line(payload(run_id), Reply(0, None, failure="bad\u202e\nname")))
+    assert reader.new_lines() == ["run x ?]0;owned??[2Jrun good forged  ?, round 3: not trained: bad? name"]
+
+
+def test_a_line_is_short_whatever_a_server_sends(tmp_path: Path) -> None:
+    log = ActivityLog(tmp_path / "activity.log")
+    line = round_line(payload("x" * 5_000_000), Reply(0, None, failure="no room"))
+    assert line.endswith("x…, round 3: not trained: no room"), "the reason is still shown"
+    log.add(line)
+    log.add("y" * 5_000_000)
+    assert log.path.stat().st_size < 2000
+
+
+def test_a_deleted_file_counts_as_empty(tmp_path: Path) -> None:
+    log = ActivityLog(tmp_path / "activity.log")
+    log.add("before")
+    reader = ActivityReader(log.path)
+    log.path.unlink()
+    assert reader.new_lines() == []
+    log.add("a longer line than the one before")
+    assert reader.new_lines() == ["a longer line than the one before"]
 
 
 def test_client_reports_its_lines_and_keeps_flowers_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
 from conftest import MakeConfig
+from vitfleet.config import load_config
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.client import FlowerClient
+from vitfleet.flower.client_handler import local_client
 from vitfleet.flower.client_limits import ClientLimits
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.fleet import make_run_spec
 from vitfleet.flower.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.run.setup import open_run
+from vitfleet.training.evaluator import Evaluator
 
 TASKS = {"count": 3, "classes": 3, "per_client": [1, 3], "rounds_per_task": 1}
 
@@ -73,7 +79,10 @@ def test_what_an_honest_server_asks_for_is_allowed_and_shown(spec: RunSpec, tmp_
         ({"model__name": "hf-hub:owner/model"}, "it may name no hub and no path"),
         ({"model__name": "../model"}, "it may name no hub and no path"),
         ({"machine__device": "cuda:7"}, "keys of the table machine"),
-        ({"train__epochs": 2000}, "the server asks for epochs = 2000; this client's owner allows 1000"),
+        (
+            {"train__epochs": 2000},
+            "the server asks for epochs = 2000 (epochs per round); this client's owner allows 1000",
+        ),
         ({"train__epochs": 10**30}, "train.epochs"),
         ({"model__depth": 1000}, "model.depth"),
     ],
@@ -118,6 +127,8 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
         ("width=15", {}),
         ("classes=9", {}),
         ("batch_size=15", {}),
+        ("batch_size=31", {"method": {"name": "er", "replays": 1}, "data__tasks": TASKS}),
+        ("batch_size=4096", {"method": {"name": "dytox", "replays": 1000}, "data__tasks": TASKS}),
         ("tasks=2", {"data__tasks": TASKS}),
         ("epochs=4", {"train__epochs": 4, "method": {"name": "fedvit", "tune_epochs": 5}, "data__tasks": TASKS}),
         ("stored_share=0.1", {"method": {"name": "gem", "rho": 0.2}, "data__tasks": TASKS}),
@@ -171,3 +182,71 @@ def test_a_state_larger_than_the_disk_limit_is_not_stored(
     assert reply.failure == "no room"
     assert sizes[1] > sum(tensor.nbytes for tensor in weights.values()), "the client's own model counts"
     assert [path.name for path in (tmp_path / "state").rglob("*.safetensors")] == ["base.safetensors"]
+
+
+def test_a_run_with_the_same_name_cannot_grow_the_clients_model_unchecked(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    monkeypatch.setattr(ClientStorage, "check_room", lambda storage, size, limit_mb: checked.append(size))
+    data = load_dataset(tiny_config().data)
+    client = FlowerClient(lambda *_: data, tmp_path / "state", MachineConfig(device="cpu", threads=1))
+    for number, width in enumerate((16, 64), start=1):
+        config = tiny_config(f"model.dim={width}")
+        context = open_run(config, tmp_path / str(number))
+        request = Request(number, 0, Message(context.components.net.initial_weights()))
+        before = sum(path.stat().st_size for path in (tmp_path / "state").glob("*/*"))
+        client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
+        after = sum(path.stat().st_size for path in (tmp_path / "state").glob("*/*"))
+        assert after - before <= sum(checked)
+        checked.clear()
+
+
+def test_evaluation_has_no_more_images_at_once_than_its_owner_allows(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("eval.batch_size=1000000", "train.batch_size=4")
+    data = load_dataset(config.data)
+    sizes: list[int] = []
+    logits = Evaluator._logits
+
+    def spied(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in logits(*arguments):
+            sizes.append(len(batch[1]))
+            yield batch
+
+    monkeypatch.setattr(Evaluator, "_logits", spied)
+    limits = ClientLimits(batch_size=8)
+    client = FlowerClient(lambda *_: data, tmp_path / "state", MachineConfig(device="cpu", threads=1), limits)
+    context = open_run(config, tmp_path / "run")
+    request = Request(1, 0, Message(context.components.net.initial_weights()), evaluate=True)
+    reply = client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
+    assert reply.evaluation is not None
+    assert reply.evaluation.tested == len(data.test) == sum(sizes)
+    assert max(sizes) == 8
+
+
+def test_a_cache_of_images_is_written_only_where_it_fits_and_gives_way_to_runs(tmp_path: Path) -> None:
+    photos, root = tmp_path / "photos" / "cat", tmp_path / "runs"
+    photos.mkdir(parents=True)
+    for number in range(4):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(photos / f"{number}.png")
+    cache = root / "images"
+
+    def load(side: int, disk_mb: int) -> None:
+        client = local_client(tmp_path / "photos", root, MachineConfig(), ClientLimits(disk_mb=disk_mb))
+        config = load_config("digits", ["data.test_share=0.25"])
+        assert len(client.load_images(config, RunSpec("run", "", ["cat"], 3, side)).train) == 3
+
+    load(side=400, disk_mb=1)  # 4 · 400² · 3 bytes: 1.9 MB
+    assert not list(cache.iterdir())
+    load(side=250, disk_mb=1)  # 0.75 MB
+    (file,) = cache.iterdir()
+    run = ClientStorage.of_run(root, "run")
+    run.check_room(200_000, limit_mb=1)
+    assert file.exists()
+    run.check_room(900_000, limit_mb=1)  # the run's file is needed, the cache is not
+    assert not list(cache.iterdir())
+    with pytest.raises(UserError, match=r"would take 1\.1 MB"):
+        run.check_room(1_100_000, limit_mb=1)
+    assert not run.folder.exists()

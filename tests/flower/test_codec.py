@@ -27,6 +27,7 @@ from vitfleet.flower.codec import (
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
+from vitfleet.methods.base import RejectedUpdateError
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -129,6 +130,39 @@ def test_unpack_eval_reply_rejects_impossible_counts(header: dict[str, Any]) -> 
     reply = unpack_eval_reply(RecordDict({HEADER: ConfigRecord(header)}), 7, 2)
     assert reply.failure
     assert reply.evaluations == ()
+
+
+@pytest.mark.parametrize("failure", ["\x1b]0;owned\x07\x1b[2J\r\u2028round 5: all fine", "x" * 10**6])
+def test_a_reported_failure_is_one_short_line_without_control_characters(failure: str) -> None:
+    content = RecordDict({HEADER: ConfigRecord({"failure": failure, "state_lost": False})})
+    for reply in (unpack_reply(content, 3, 100), unpack_eval_reply(content, 3, 2)):
+        assert reply.failure is not None
+        assert reply.failure.isprintable()
+        assert len(reply.failure) <= 501
+
+
+LONG = "\x1b" * 10**6
+
+
+@pytest.mark.parametrize(
+    "key", ["round", "client", "task_index", "last_round", "channels", "side", "classes", "plugins"]
+)
+def test_a_wrong_value_of_a_request_is_shortened_in_the_error(key: str) -> None:
+    content = pack_train_request(TrainPayload(Request(5, 2, MESSAGE), RUN_SPEC, None))
+    content.config_records[HEADER][key] = LONG
+    with pytest.raises(RejectedUpdateError, match=f"its '{key}' is ") as error:
+        unpack_train_request(content)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("counts", [{"correct": LONG, "tested": 1}, {"correct": 1, "tested": LONG}])
+def test_a_wrong_count_of_a_reply_is_shortened_in_the_failure(counts: dict[str, Any]) -> None:
+    content = pack_reply(Reply(0, Message({}, {"loss": 0.5, "samples": 1})))
+    content.config_records[HEADER].update(counts)
+    failure = unpack_reply(content, 0, 10**6).failure
+    assert failure is not None
+    assert failure.isprintable()
+    assert len(failure) < 300
 
 
 def test_unpack_eval_reply_inverts_pack_eval_reply() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitfleet.flower import processes
-from vitfleet.flower.supernode_log import HEAD_BYTES, TAIL_BYTES, ending_cause, read_log_from
+from vitfleet.flower.supernode_log import HEAD_BYTES, MAX_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
 
 LOGS = Path(__file__).parent / "supernode_logs"
 KEY = Path("/srv/fleet/nodes/kitchen")
@@ -49,6 +49,41 @@ def test_of_much_text_beginning_and_end_are_read(tmp_path: Path) -> None:
     assert read_log_from(log, 3) == "a" * HEAD_BYTES + "\n" + "c" * TAIL_BYTES
     log.write_bytes(b"oldnew")
     assert read_log_from(log, 3) == "new"
+
+
+def test_a_deleted_log_is_empty(tmp_path: Path) -> None:
+    assert read_log_from(tmp_path / "supernode.log", 7) == ""
+    log = SuperNodeLog(tmp_path / "supernode.log")
+    with log.open() as file:
+        log.path.unlink()
+        file.write(b"lost")
+    log.cut()
+    assert log.text() == ""
+
+
+def test_a_log_stays_short_while_it_is_written_and_its_last_part_is_kept(tmp_path: Path) -> None:
+    log = SuperNodeLog(tmp_path / "supernode.log")
+    log.path.write_bytes(b"earlier")
+    with log.open() as file:
+        file.write(b"head")
+        for part in (b"a", b"b", b"c"):
+            file.write(part * (MAX_BYTES + 1))
+            file.flush()
+            log.cut()
+            assert log.path.stat().st_size == 0
+            assert (tmp_path / "supernode.old.log").read_bytes() == part * MAX_BYTES
+        file.write(b"end")
+    assert log.path.read_bytes() == b"end"
+    assert log.text() == "head" + "a" * (HEAD_BYTES - 4) + "end", "what it wrote first shows whether it connected"
+
+
+def test_a_start_does_not_keep_the_text_of_the_one_before(tmp_path: Path) -> None:
+    log = SuperNodeLog(tmp_path / "supernode.log")
+    for text in ("first" * MAX_BYTES, "second"):
+        with log.open() as file:
+            file.write(text.encode())
+    assert log.text() == "second"
+    assert log.path.read_text() == "second"
 
 
 def test_client_reports_the_cause_of_this_start_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

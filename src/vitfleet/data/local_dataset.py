@@ -6,13 +6,14 @@ Decoded images stay in memory, and in a cache file for the next process.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vitfleet.data.decode import decode_split, split_off_test
@@ -21,9 +22,10 @@ from vitfleet.data.image_folder import read_image_folder
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.parquet import has_parquet, read_parquet
 from vitfleet.errors import DataError
-from vitfleet.files import write_atomically
+from vitfleet.message import State
+from vitfleet.wire import encoded_size, write_payload
 
-MAX_CACHED_BYTES = 2**31  # of pixels: more is decoded again, to save an edge device's storage
+MAX_CACHED_BYTES = 2**31  # more is decoded again, to save an edge device's storage
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,17 @@ class LocalDataset:
         The images: see :func:`load_local`.
     cache_folder
         The folder of the cache file with the decoded images.
+    free_bytes
+        Returns the largest size that the cache file may have now. Images that do not fit are decoded again by the next
+        process.
     """
 
-    def __init__(self, path: Path, cache_folder: Path) -> None:
+    def __init__(
+        self, path: Path, cache_folder: Path, free_bytes: Callable[[], int] = lambda: MAX_CACHED_BYTES
+    ) -> None:
         self.path = path
         self.cache_folder = cache_folder
+        self.free_bytes = free_bytes
         self._loaded: tuple[str, DataSet] | None = None
 
     def load(self, spec: DataSpec) -> DataSet:
@@ -111,11 +119,11 @@ class LocalDataset:
         self.cache_folder.mkdir(parents=True, exist_ok=True)
         for outdated in self.cache_folder.glob("images-*.safetensors"):
             outdated.unlink()
-        if data.train.images.numel() + data.test.images.numel() <= MAX_CACHED_BYTES:
-            tensors: dict[str, Tensor] = {}
-            for name, split in (("train", data.train), ("test", data.test)):
-                tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
-            write_atomically(cache_file, save(tensors))
+        tensors: dict[str, Tensor] = {}
+        for name, split in (("train", data.train), ("test", data.test)):
+            tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
+        if encoded_size(State(tensors)) <= min(MAX_CACHED_BYTES, self.free_bytes()):
+            write_payload(cache_file, State(tensors))
         return data
 
 

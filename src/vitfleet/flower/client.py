@@ -19,15 +19,16 @@ from vitfleet.errors import UserError
 from vitfleet.files import link_atomically, parse_json
 from vitfleet.fleet.base import EvalReply, Reply
 from vitfleet.flower.activity import ActivityLog
-from vitfleet.flower.client_limits import ClientLimits, check_model, check_run, describe_run
+from vitfleet.flower.client_limits import ClientLimits, check_model, check_run, describe_run, within_limits
 from vitfleet.flower.client_setup import ClientSetup, set_up_client
 from vitfleet.flower.client_storage import ClientStorage
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import State, Tensors, to_device
+from vitfleet.message import State, to_device
+from vitfleet.methods.base import ClientUpdate
 from vitfleet.run.data_info import DataInfo
-from vitfleet.run.model_file import MODEL_FILE, model_info, write_model
+from vitfleet.run.model_file import MODEL_FILE, model_info, model_size, write_model
 from vitfleet.training.cohort_driver import run_cohort
-from vitfleet.wire import encoded_size, tensors_size
+from vitfleet.wire import encoded_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
 
@@ -97,19 +98,19 @@ class FlowerClient:
         (update,) = run_cohort([participant], setup.runtime.trainer)
         reply = setup.runtime.reply(request, update)
         if reply.message is not None:
-            state_bytes = encoded_size(update.client_state or State())
-            model_bytes = 0 if storage.model_path.exists() else tensors_size(State(update.model_weights))
-            storage.check_room(state_bytes + model_bytes, self.limits.disk_mb)
-            storage.save_state(request.round, update.client_state, request.last_round)
-            self._save_model(storage, setup, payload, update.model_weights)
+            self._save(storage, setup, payload, update)
         return reply
 
-    def _save_model(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, weights: Tensors) -> None:
-        """Write the client's own whole model, which its owner can use without the server."""
+    def _save(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, update: ClientUpdate) -> None:
+        """Write the client's state and its own whole model, which its owner can use without the server."""
         run_spec, request, net = payload.run_spec, payload.request, setup.runtime.trainer.net
         data = DataInfo(setup.config.data.name, tuple(run_spec.classes), run_spec.channels, run_spec.side)
         info = model_info(setup.config, data, net, request.round, request.client)
-        write_model(storage.model_path, net, weights, info)
+        state_bytes = encoded_size(update.client_state or State())
+        model_bytes = model_size(net, update.model_weights, info) - storage.model_bytes()
+        storage.check_room(state_bytes + max(0, model_bytes), self.limits.disk_mb)
+        storage.save_state(request.round, update.client_state, request.last_round)
+        write_model(storage.model_path, net, update.model_weights, info)
         link_atomically(self.root / MODEL_FILE, storage.model_path)
 
     def _evaluate(self, payload: EvalPayload) -> EvalReply:
@@ -138,7 +139,7 @@ class FlowerClient:
             check_model(config, run_spec, self.limits)
         if is_new and self.activity is not None:
             self.activity.add(describe_run(config, run_spec))
-        return config
+        return within_limits(config, self.limits)
 
     def _setup(self, config: Config, run_spec: RunSpec, client: int) -> ClientSetup:
         data = self.load_images(config, run_spec)

@@ -22,6 +22,7 @@ from vitfleet.errors import UserError
 from vitfleet.flower.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.client import FlowerClient
 from vitfleet.flower.client_limits import ClientLimits
+from vitfleet.flower.client_storage import IMAGES_FOLDER, free_bytes
 from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.payloads import RunSpec
 
@@ -57,7 +58,7 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
 @lru_cache(maxsize=1)
 def local_client(data: Path, state: Path, machine: MachineConfig, limits: ClientLimits) -> FlowerClient:
     """Return a client with images on this machine. It is cached, with its model and images."""
-    dataset = LocalDataset(data, state / "images")
+    dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
 
     def load_images(config: Config, run_spec: RunSpec) -> DataSet:
         spec = DataSpec(

@@ -31,7 +31,7 @@ class ClientLimits(Table):
     side: int = Field(1024, ge=1, description="pixels per side of the images")
     classes: int = Field(100_000, ge=1, description="classes")
     epochs: int = Field(1000, ge=1, description="epochs per round")
-    batch_size: int = Field(4096, ge=1, description="images per step")
+    batch_size: int = Field(4096, ge=1, description="images per step, replayed ones too")
     tasks: int = Field(1000, ge=1, description="tasks")
     disk_mb: int = Field(20_000, ge=1, description="megabytes of all runs' files on the client")
     stored_share: float = Field(1.0, gt=0, le=1, description="share of the images that may be stored as samples")
@@ -65,17 +65,17 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
         Names what it asks for and what the device's owner allows.
     """
     _check_form(config, run_spec)
-    tasks = config.data.tasks
+    tasks, method = config.data.tasks, config.method
     _check_limits(
         {
             "layers": config.model.depth,
             "width": config.model.dim if config.model.name == "vit" else None,
             "side": max(run_spec.side, config.model.image_size or 0),
             "classes": len(run_spec.classes),
-            "epochs": max(config.train.epochs, getattr(config.method, "tune_epochs", 0)),
-            "batch_size": config.train.batch_size,
+            "epochs": max(config.train.epochs, getattr(method, "tune_epochs", 0)),
+            "batch_size": config.train.batch_size * (1 + getattr(method, "replays", 0)),
             "tasks": tasks.count if tasks else None,
-            "stored_share": getattr(config.method, "rho", None),
+            "stored_share": getattr(method, "rho", None),
         },
         limits,
     )
@@ -96,13 +96,22 @@ def check_model(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None
     _check_limits({"layers": net.anatomy.depth, "width": net.embed_dim, "side": net.image_size}, limits)
 
 
+def within_limits(config: Config, limits: ClientLimits) -> Config:
+    """Return a run's configuration as a client follows it: it evaluates in batches that its owner allows.
+
+    The size of these batches changes a result by rounding at most, so a run is not refused for it.
+    """
+    batch_size = min(config.eval.batch_size, limits.batch_size)
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"batch_size": batch_size})})
+
+
 def _check_limits(asked: Mapping[str, float | None], limits: ClientLimits) -> None:
     for name, value in asked.items():
         allowed = getattr(limits, name)
         if value is not None and value > allowed:
             raise UserError(
-                f"the server asks for {name} = {value}; this client's owner allows {allowed} "
-                f"(vitfleet client --limit {name}=…)"
+                f"the server asks for {name} = {value} ({ClientLimits.model_fields[name].description}); this client's "
+                f"owner allows {allowed} (vitfleet client --limit {name}=…)"
             )
 
 

@@ -4,6 +4,9 @@ Each run has a folder. A state file is named after its round. Every request from
 reply it accepted, and the client continues from its state after that round. So a round whose reply was late, lost or
 rejected does not count, and a server that was killed during a round can repeat it. A client therefore stores two
 states: the one before a round and the one after it.
+
+Beside the runs' folders is one with a cache of decoded images. All of them count towards the owner's limit. The cache
+gives way to runs' files: it only saves time.
 """
 
 from __future__ import annotations
@@ -17,6 +20,13 @@ from vitfleet.run.model_file import MODEL_FILE
 from vitfleet.wire import PayloadType, read_payload, write_payload
 
 MEGABYTE = 1_000_000
+IMAGES_FOLDER = "images"  # of the cache of decoded images, in the folder of all runs
+
+
+def free_bytes(root: Path, limit_mb: int) -> int:
+    """Return how many bytes the owner's limit leaves in the folder of all runs; negative where there are too many."""
+    sizes = [path.stat().st_size for path in root.glob("*/*") if path.is_file()]  # `root` itself has links to them
+    return limit_mb * MEGABYTE - sum(sizes)
 
 
 class ClientStorage:
@@ -24,7 +34,6 @@ class ClientStorage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def of_run(cls, root: Path, run_id: str) -> ClientStorage:
@@ -34,18 +43,22 @@ class ClientStorage:
     def check_room(self, new_bytes: int, limit_mb: int) -> None:
         """Check that a file of this size may be added to those of this client's runs, before it is written.
 
+        The cache of decoded images is deleted if there is no room beside it.
+
         Raises
         ------
         UserError
             The owner's limit would be exceeded, by what this server asks for or by what earlier runs left.
         """
-        files = [path for path in self.folder.parent.glob("*/*.safetensors") if path.is_file()]
-        used = sum(path.stat().st_size for path in files)
-        if used + new_bytes > limit_mb * MEGABYTE:
+        root = self.folder.parent
+        if free_bytes(root, limit_mb) < new_bytes:
+            for cached in (root / IMAGES_FOLDER).glob("*"):
+                cached.unlink(missing_ok=True)
+        missing = new_bytes - free_bytes(root, limit_mb)
+        if missing > 0:
             raise UserError(
-                f"the files of this client's runs would take {(used + new_bytes) / MEGABYTE:,.1f} MB; its owner allows "
-                f"{limit_mb:,} (vitfleet client --limit disk_mb=…); runs that are over can be deleted from "
-                f"{self.folder.parent}"
+                f"the files of this client's runs would take {limit_mb + missing / MEGABYTE:,.1f} MB; its owner allows "
+                f"{limit_mb:,} (vitfleet client --limit disk_mb=…); runs that are over can be deleted from {root}"
             )
 
     def load_base(self) -> Message | None:
@@ -54,6 +67,7 @@ class ClientStorage:
 
     def save_base(self, base: Message) -> None:
         """Write the base message and delete all states: only a new client receives it, and that has no state."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("after-*"):
             path.unlink()
         write_payload(self._base_path, base)
@@ -73,6 +87,10 @@ class ClientStorage:
     def model_path(self) -> Path:
         """File of the client's own whole model, as it trained it last."""
         return self.folder / MODEL_FILE
+
+    def model_bytes(self) -> int:
+        """Return the size of that file; 0 if there is none yet."""
+        return self.model_path.stat().st_size if self.model_path.exists() else 0
 
     @property
     def _base_path(self) -> Path:

@@ -4,8 +4,8 @@ Tensors travel as safetensors, never as pickle, cut into chunks, each in a recor
 received message in memory once. (It holds an array three times: in the pieces it arrived in, joined, and as bytes.)
 Unpacking removes the chunks one by one.
 
-Every field that comes from the other end is checked for its type here. The meaning of tensors and numbers is checked
-where they are used.
+Every field that comes from the other end is checked for its type here, and a text that is printed is made printable.
+The meaning of tensors and numbers is checked where they are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import fields
 from flwr.app import ConfigRecord, RecordDict
 from flwr.app.message.recorddict import RecordType
 
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, printable, shown
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
@@ -23,8 +23,6 @@ from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.reported_numbers import MAX_NUMBER, check_numbers
 from vitfleet.wire import decode_received, encode_chunks
-
-MAX_FAILURE_LENGTH = 500
 
 
 def pack_train_request(payload: TrainPayload) -> RecordDict:
@@ -83,8 +81,7 @@ def unpack_eval_reply(content: RecordDict, client: int, num_tasks: int) -> EvalR
     """Read a client's reply to an evaluation request. An invalid reply becomes a failure that names the reason."""
     try:
         header = _header(content)
-        failure = str(header["failure"])[:MAX_FAILURE_LENGTH] or None
-        if failure is not None:
+        if failure := printable(str(header["failure"])):
             return EvalReply(client, failure=failure)
         correct, tested = header["correct"], header["tested"]
         if not (isinstance(correct, list) and isinstance(tested, list) and len(correct) == len(tested) == num_tasks):
@@ -93,7 +90,7 @@ def unpack_eval_reply(content: RecordDict, client: int, num_tasks: int) -> EvalR
     except KeyError as error:
         return EvalReply(client, failure=f"its reply has no {error.args[0]!r}")
     except RejectedUpdateError as error:
-        return EvalReply(client, failure=str(error)[:MAX_FAILURE_LENGTH])
+        return EvalReply(client, failure=printable(str(error)))
 
 
 def pack_reply(reply: Reply) -> RecordDict:
@@ -120,8 +117,7 @@ def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
     """
     try:
         header = _header(content)
-        failure = str(header["failure"])[:MAX_FAILURE_LENGTH] or None
-        if failure is not None:
+        if failure := printable(str(header["failure"])):
             return Reply(client, None, failure=failure, state_lost=bool(header["state_lost"]))
         message = _pop_message(content, "message", max_bytes)
         check_numbers(message.numbers)
@@ -130,7 +126,7 @@ def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
     except KeyError as error:
         return Reply(client, None, failure=f"its reply has no {error.args[0]!r}")
     except (RejectedUpdateError, UserError) as error:
-        return Reply(client, None, failure=str(error)[:MAX_FAILURE_LENGTH])
+        return Reply(client, None, failure=printable(str(error)))
 
 
 def _pack(
@@ -164,7 +160,8 @@ def _evaluation(correct: object, tested: object) -> EvalResult:
     """Return an evaluation if its counts are possible."""
     if isinstance(correct, int) and isinstance(tested, int) and 0 <= correct <= tested <= MAX_NUMBER:
         return EvalResult(correct, tested)
-    raise RejectedUpdateError(f"its evaluation is impossible: {correct} of {tested} images predicted correctly")
+    counts = f"{shown(correct)} of {shown(tested)}"
+    raise RejectedUpdateError(f"its evaluation is impossible: {counts} images predicted correctly")
 
 
 def _chunks(name: str, message: Message) -> dict[str, ConfigRecord]:
@@ -210,12 +207,12 @@ def _header(content: RecordDict) -> ConfigRecord:
 def _strings(header: ConfigRecord, name: str) -> list[str]:
     values = header[name]
     if not isinstance(values, list):
-        raise RejectedUpdateError(f"its {name!r} is {values!r}, not a list")
+        raise RejectedUpdateError(f"its {name!r} is {shown(values)}, not a list")
     return [str(value) for value in values]
 
 
 def _integer(header: ConfigRecord, name: str) -> int:
     value = header[name]
     if not isinstance(value, int):
-        raise RejectedUpdateError(f"its {name!r} is {value!r}, not an integer")
+        raise RejectedUpdateError(f"its {name!r} is {shown(value)}, not an integer")
     return value

@@ -13,6 +13,8 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from vitfleet.errors import printable
+
 MAX_REASON_LENGTH = 200  # characters of Flower's own error messages
 # What Flower's classes raise when they read made-up bytes. No error of the connection to the SuperLink is one of these.
 UNREADABLE = (
@@ -51,6 +53,8 @@ def pull_reply(grid: Grid, message_id: str) -> RecordDict | Error | None:
 
 
 def _one_line(error: Error) -> Error:
-    """Return Flower's error with the first line of its reason."""
+    """Return Flower's error with the first line of its reason, which a client may have made up."""
     lines = (error.reason or "").strip().splitlines()
-    return Error(error.code, f"Flower: {lines[0][:MAX_REASON_LENGTH]}" if lines else "Flower lost the message")
+    return Error(
+        error.code, f"Flower: {printable(lines[0], MAX_REASON_LENGTH)}" if lines else "Flower lost the message"
+    )

@@ -26,7 +26,7 @@ from vitfleet.flower.commands import (
     superlink_command,
 )
 from vitfleet.flower.flwr_cli import register_clients
-from vitfleet.flower.supernode_log import read_log_from
+from vitfleet.flower.supernode_log import SuperNodeLog
 from vitfleet.system import die_with_parent
 
 START_TIMEOUT_S = 60.0
@@ -115,7 +115,7 @@ def run_forever(
 ) -> NoReturn:
     """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
 
-    Flower's own output goes to ``supernode.log`` in ``home``.
+    Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`.
 
     A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
     same node is connected: for a minute after it was killed.
@@ -128,15 +128,20 @@ def run_forever(
         Returns why a SuperNode ended, from what it wrote to its log; see :mod:`vitfleet.flower.supernode_log`.
     """
     home.mkdir(parents=True, exist_ok=True)
-    lines, log_path = ActivityReader(activity), home / SUPERNODE_LOG
+    lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)
+
+    def show_news() -> None:
+        supernode_log.cut()
+        for line in lines.new_lines():
+            report(line)
+
     while True:
-        with log_path.open("ab") as log:
-            began = log.tell()
+        with supernode_log.open() as log:
             process = subprocess.Popen(
                 command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
             )
         try:
-            code = _wait_and_report(process, lines, report)
+            code = _wait_and_poll(process, show_news)
         except KeyboardInterrupt:
             process.terminate()
             try:
@@ -145,17 +150,16 @@ def run_forever(
                 process.kill()
                 process.wait()
             raise
-        cause = explain(read_log_from(log_path, began)) or f"Flower's SuperNode ended with code {code}"
-        report(f"{cause} (see {log_path}); trying again in {RESTART_DELAY_S:g} seconds")
+        cause = explain(supernode_log.text()) or f"Flower's SuperNode ended with code {code}"
+        report(f"{cause} (see {supernode_log.path}); trying again in {RESTART_DELAY_S:g} seconds")
         time.sleep(RESTART_DELAY_S)
 
 
-def _wait_and_report(process: subprocess.Popen[bytes], lines: ActivityReader, report: Callable[[str], None]) -> int:
-    """Wait until a process ends, and report the lines that its children write until then."""
+def _wait_and_poll(process: subprocess.Popen[bytes], poll: Callable[[], None]) -> int:
+    """Wait until a process ends, and call a function now and then, for the last time after the end."""
     while True:
         code = process.poll()
-        for line in lines.new_lines():
-            report(line)
+        poll()
         if code is not None:
             return code
         time.sleep(REPORT_INTERVAL_S)

@@ -1,9 +1,13 @@
-"""Why a client's SuperNode ended, from what it wrote to its log."""
+"""The log of a client's SuperNode: cut when it is long, and read for why a SuperNode ended."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
+MAX_BYTES = 2**22  # of a log; a longer one is begun anew, and its last part is kept in a second file
 HEAD_BYTES = 2**14  # what a SuperNode writes while it connects
 TAIL_BYTES = 2**16  # what it writes when it ends
 
@@ -12,16 +16,55 @@ ENDED = "SuperNode terminated gracefully"
 NOT_REACHED = "Connection attempt failed"
 
 
+class SuperNodeLog:
+    """A file to which SuperNodes append, one after the other. What a server sends can make it grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._began = 0  # where the current SuperNode's text begins
+        self._head = ""  # what it wrote first, if that has been cut off
+
+    def open(self) -> BinaryIO:
+        """Open the file for the next SuperNode."""
+        self.cut()
+        file = self.path.open("ab")  # it must append: the file can become shorter meanwhile
+        self._began, self._head = file.tell(), ""
+        return file
+
+    def cut(self) -> None:
+        """Begin a long file anew, also while a SuperNode writes to it."""
+        try:
+            if self.path.stat().st_size <= MAX_BYTES:
+                return
+            with self.path.open("rb") as file:
+                file.seek(self._began)
+                self._head = self._head or file.read(HEAD_BYTES).decode(errors="replace")
+                file.seek(-MAX_BYTES, 2)
+                with suppress(OSError):  # a full disk: then the file is cut all the same
+                    self.path.with_suffix(".old.log").write_bytes(file.read(MAX_BYTES))
+            os.truncate(self.path, 0)
+            self._began = 0
+        except FileNotFoundError:  # deleted
+            return
+
+    def text(self) -> str:
+        """Return what the current SuperNode wrote; of much text only its beginning and its end."""
+        return self._head + read_log_from(self.path, self._began)
+
+
 def read_log_from(path: Path, position: int) -> str:
     """Return what was added to a log after a position; of much text only its beginning and its end."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(position)
-        if size - position <= HEAD_BYTES + TAIL_BYTES:
-            return file.read().decode(errors="replace")
-        head = file.read(HEAD_BYTES)
-        file.seek(-TAIL_BYTES, 2)
-        return f"{head.decode(errors='replace')}\n{file.read().decode(errors='replace')}"
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(position)
+            if size - position <= HEAD_BYTES + TAIL_BYTES:
+                return file.read().decode(errors="replace")
+            head = file.read(HEAD_BYTES)
+            file.seek(-TAIL_BYTES, 2)
+            return f"{head.decode(errors='replace')}\n{file.read().decode(errors='replace')}"
+    except FileNotFoundError:  # deleted
+        return ""
 
 
 def ending_cause(log: str, name: str, key: Path | None) -> str | None:

@@ -28,7 +28,10 @@ from typing import TypeAlias
 
 from flwr.app import ConfigRecord, RecordDict
 
+from vitfleet.errors import printable
+
 IDLE_TIMEOUT_S = 600.0  # an idle worker exits, which frees its memory
+MAX_TRACEBACK = 100  # last lines of an error's traceback that are logged; a server chooses what causes it
 PARENT_POLL_S = 1.0  # where the system cannot signal the end of another process
 SETTINGS, FAILURE = "settings", "failure"  # records added to those of a message
 _LENGTHS = struct.Struct("<IQ")  # of a record's name, of its bytes
@@ -155,8 +158,10 @@ def _serve(file: SocketFile) -> None:
 
         reply = handle_message(settings, content)
     except Exception as error:  # noqa: BLE001  (as in Flower's own process: the message fails, the client continues)
-        traceback.print_exc()
-        reply = RecordDict({FAILURE: ConfigRecord({"reason": f"{type(error).__name__}: {error}"})})
+        print(
+            *map(printable, traceback.format_exc().split("\n")[-MAX_TRACEBACK:]), sep="\n", file=sys.stderr, flush=True
+        )
+        reply = RecordDict({FAILURE: ConfigRecord({"reason": printable(f"{type(error).__name__}: {error}")})})
     del content
     _write_records(file, reply)
 

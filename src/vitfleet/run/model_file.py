@@ -18,7 +18,7 @@ from vitfleet.files import parse_json, write_atomically
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.run.data_info import DataInfo
-from vitfleet.wire import safetensors_chunks
+from vitfleet.wire import safetensors_chunks, safetensors_size
 
 MODEL_FILE = "model.safetensors"
 METADATA_KEY = "vitfleet"
@@ -82,8 +82,17 @@ def model_info(
 
 def write_model(path: Path, net: Net, weights: Tensors, info: ModelInfo) -> None:
     """Write a whole model."""
-    tensors = {name: weights[name] for name in net.anatomy.shapes}
-    write_atomically(path, safetensors_chunks(tensors, {METADATA_KEY: json.dumps(asdict(info))}))
+    write_atomically(path, safetensors_chunks(*_contents(net, weights, info)))
+
+
+def model_size(net: Net, weights: Tensors, info: ModelInfo) -> int:
+    """Return the bytes of the file that :func:`write_model` writes."""
+    return safetensors_size(*_contents(net, weights, info))
+
+
+def _contents(net: Net, weights: Tensors, info: ModelInfo) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and the metadata of a model file."""
+    return {name: weights[name] for name in net.anatomy.shapes}, {METADATA_KEY: json.dumps(asdict(info))}
 
 
 def read_model(path: Path) -> tuple[ModelInfo, Tensors]:

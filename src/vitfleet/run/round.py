@@ -11,6 +11,7 @@ from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
 from vitfleet.costs.dry_run import message_size
 from vitfleet.data.images import Shard
+from vitfleet.errors import printable
 from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State
 from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
@@ -154,7 +155,7 @@ def _take_reply(
         numbers = parse_numbers(reply.message.numbers, context.method)
         aggregator.add(plan.client, _up_to_date(context.config, state.server, reply.message, plan))
     except RejectedUpdateError as error:
-        return _entry(plan, up_bytes, failure=str(error))
+        return _entry(plan, up_bytes, failure=printable(str(error)))  # it may name what the client sent
     previous = None if reply.state_lost else state.client_metrics.get(plan.client)
     gflops = context.client_gflops(round, plan.client, numbers, previous)
     return _entry(plan, up_bytes, numbers, evaluation=reply.evaluation, gflops=gflops)
