@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import logging
 import resource
 import socket
 import ssl
@@ -17,10 +16,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vitfleet.flower import bounded_log
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable, Peer
-from vitfleet.flower.proxy import MAX_HEADER_BYTES, http_protocol, make_proxy, raise_file_limit, serve
+from vitfleet.flower.proxy import (
+    MAX_HEADER_BYTES,
+    http_protocol,
+    make_proxy,
+    raise_file_limit,
+    serve,
+)
 
 POLL = "/v1/fleet/pull-messages"
 
@@ -133,10 +137,10 @@ async def running_proxy(table: ConnectionTable, certs: Certs) -> AsyncIterator[t
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def poll(port: int, ca: Path) -> httpx.Response:
+async def poll(port: int, ca: Path, path: str = POLL, body: bytes = b"x") -> httpx.Response:
     verify = ssl.create_default_context(cafile=str(ca))
     async with httpx.AsyncClient(verify=verify, trust_env=False, timeout=30) as client:
-        return await client.post(f"https://127.0.0.1:{port}{POLL}", content=b"x")
+        return await client.post(f"https://127.0.0.1:{port}{path}", content=body)
 
 
 def with_proxy(
@@ -270,61 +274,6 @@ def test_a_port_that_is_used_again_at_once_is_no_way_around_the_limits(
             connection.close()
 
     with_proxy(ConnectionLimits(handshake_s=0.2), certs, attack)
-
-
-async def is_empty(table: ConnectionTable) -> None:
-    """Wait until the table has no connection."""
-    while len(table):
-        await asyncio.sleep(0.05)
-        table.sweep()
-
-
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        ("POST /v1/fleet/x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nabc", None),
-        ("POST /v1/fleet/%00 HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", b"404"),
-        ("POST /v1/fleet/../control HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", b"404"),
-        ("POST /v1/fleet/x HTTP/1.1\r\nhost: [\r\ncontent-length: 0\r\n\r\n", b"200"),
-        ("POST /v1/fleet/x HTTP/1.1\r\nhost: a\r\nx: \xe9\r\ncontent-length: 0\r\n\r\n", b"400"),
-        ("garbage\r\n\r\n", b"400"),
-    ],
-)
-def test_no_request_leaves_a_trace_in_the_log(
-    request_: str,
-    status: bytes | None,
-    certs: Certs,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """``None``: the sender ends before its request does."""
-
-    async def send(port: int, paths: list[str], table: ConnectionTable) -> None:
-        verify = ssl.create_default_context(cafile=str(certs.ca))
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=verify)
-        writer.write(request_.encode("latin-1"))
-        if status is not None:
-            assert (await asyncio.wait_for(reader.readline(), 20)).split()[1] == status
-        await asyncio.sleep(0.1)
-        writer.transport.abort()
-        await asyncio.wait_for(is_empty(table), 20)
-
-    with_proxy(ConnectionLimits(), certs, send)
-    assert not [record for record in caplog.records if record.name.startswith(("uvicorn", "asyncio"))]
-    assert not capsys.readouterr().err
-
-
-def test_the_log_has_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_log, "MAX_RECORDS", 3)
-    logger = logging.Logger("bounded")
-    logger.addHandler(bounded_log.BoundedHandler())
-    for number in range(10):
-        logger.error("error %d", number)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        *(f"error {number}" for number in range(3)),
-        "3 records were written: no more are until the next start",
-    ]
 
 
 def test_without_a_free_file_a_silent_connection_gives_way(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,11 @@
 
 A SuperLink serves clients, the command ``flwr`` and its own helper processes on one port, and authenticates only
 clients: anyone who reached the port could start a run, and thereby code on every client. So the SuperLink listens on
-this machine's loopback only. The proxy listens outside, forwards ``/v1/fleet/…``, whose requests clients sign, and
-limits their size. It also limits connections, their headers and their patience (``connections.py``): whoever opens
-connections and says nothing, or very little, does not keep clients out. Nothing that arrives is logged, and its log is
-limited (``bounded_log.py``): nobody can fill the disk with it.
+this machine's loopback only. The proxy listens outside, forwards ``/v1/fleet/…``, whose requests clients sign, limits
+their size, and refuses messages that are not replies of the client that sends them (``push_check.py``). It also limits
+connections, their headers and their patience (``connections.py``): whoever opens connections and says nothing, or very
+little, does not keep clients out. No request is logged, and `vitfleet server` limits its log (``log_limit.py``): nobody
+can fill the disk with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import asyncio
 import errno
 import gc
-import logging
 import re
 import resource
 import socket
@@ -33,11 +33,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from vitfleet.flower.bounded_log import BoundedHandler
 from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable
+from vitfleet.flower.push_check import has_own_replies_only
 
 ALLOWED_PATH = re.compile(r"/v1/fleet/[A-Za-z0-9_/-]+")
-MAX_REQUEST_BYTES = 16 * 2**20  # Flower sends arrays in pieces of 5 MiB, vitfleet's chunks are smaller
+PUSH_MESSAGES = "/v1/fleet/push-messages"
+MAX_PUSH_BYTES = 2**20  # it names a reply's objects, about 70 bytes for each MiB; the objects follow in other requests
+# The largest has a chunk of a message, 1 MiB. The SuperLink has all of it in memory before it sees who signed it.
+MAX_REQUEST_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 16 * 2**10
 SUPERLINK_TIMEOUT = httpx.Timeout(60.0)
 # A request that arrives slowly must not take the place of another one: the proxy's own connections are limited.
@@ -75,7 +78,7 @@ def make_proxy(superlink: httpx.AsyncClient, table: ConnectionTable) -> Starlett
 
         table.begin_request(connection)
         try:
-            reply = await superlink.send(_forwarded(request, superlink), stream=True)
+            reply = await superlink.send(await _forwarded(request, superlink), stream=True)
         except RefusedRequestError as error:
             return refuse(str(error), error.status)
         except httpx.TransportError:
@@ -93,7 +96,7 @@ def make_proxy(superlink: httpx.AsyncClient, table: ConnectionTable) -> Starlett
     return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
 
 
-def _forwarded(request: Request, superlink: httpx.AsyncClient) -> httpx.Request:
+async def _forwarded(request: Request, superlink: httpx.AsyncClient) -> httpx.Request:
     """Return the request to the SuperLink."""
     path = request.scope["path"]  # not that of `request.url`, which is made with the header `host`
     if not ALLOWED_PATH.fullmatch(path):
@@ -102,14 +105,20 @@ def _forwarded(request: Request, superlink: httpx.AsyncClient) -> httpx.Request:
     if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
         raise RefusedRequestError("headers too large", 431)
     headers = [header for header in request.headers.items() if header[0] not in HOP_BY_HOP_HEADERS]
-    return superlink.build_request("POST", path, headers=headers, content=_limited_body(request))
+    if path != PUSH_MESSAGES:
+        content = _limited_body(request, MAX_REQUEST_BYTES)
+        return superlink.build_request("POST", path, headers=headers, content=content)
+    body = b"".join([data async for data in _limited_body(request, MAX_PUSH_BYTES)])
+    if not has_own_replies_only(body):
+        raise RefusedRequestError("not a reply of the node that sends it", 403)
+    return superlink.build_request("POST", path, headers=headers, content=body)
 
 
-async def _limited_body(request: Request) -> AsyncIterator[bytes]:
+async def _limited_body(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     size = 0
     async for data in request.stream():
         size += len(data)
-        if size > MAX_REQUEST_BYTES:
+        if size > max_bytes:
             raise RefusedRequestError("request too large", 413)
         yield data
 
@@ -253,7 +262,6 @@ def main() -> None:
     parser.add_argument("--ca")
     parser.add_argument("--cert")
     parser.add_argument("--key")
-    logging.basicConfig(handlers=[BoundedHandler()])
     asyncio.run(_run(parser.parse_args()))
 
 

@@ -10,7 +10,8 @@ from typing import TypeAlias
 from vitfleet.errors import UserError
 from vitfleet.flower.commands import ServerSettings
 from vitfleet.flower.flwr_cli import run_status, start_run
-from vitfleet.flower.processes import SUPERLINK_LOG, running_server
+from vitfleet.flower.log_limit import cut_log
+from vitfleet.flower.processes import PROXY_LOG, SUPERLINK_LOG, running_server
 from vitfleet.flower.progress_file import ERROR_FILE, PROGRESS_FILE, ProgressMirror, read_progress
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.records import RoundRecord, read_records, read_seconds
@@ -67,6 +68,8 @@ def follow(
     while not (folder / SUMMARY_FILE).exists():
         shown, seconds = _show_new_rounds(folder, show_round, shown, seconds)
         mirror.show(read_progress(folder))
+        for log in (SUPERLINK_LOG, PROXY_LOG):
+            cut_log(settings.home / log)
         if (folder / ERROR_FILE).exists():
             raise UserError((folder / ERROR_FILE).read_text())
         if time.monotonic() - last_query > STATUS_INTERVAL_S:

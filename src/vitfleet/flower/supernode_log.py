@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_BYTES = 2**22  # of a log; a longer one is begun anew, and its last part is kept in a second file
+from vitfleet.flower.log_limit import cut_log, is_long
+
 HEAD_BYTES = 2**14  # what a SuperNode writes while it connects
 TAIL_BYTES = 2**16  # what it writes when it ends
 
@@ -33,19 +33,13 @@ class SuperNodeLog:
 
     def cut(self) -> None:
         """Begin a long file anew, also while a SuperNode writes to it."""
-        try:
-            if self.path.stat().st_size <= MAX_BYTES:
-                return
-            with self.path.open("rb") as file:
-                file.seek(self._began)
-                self._head = self._head or file.read(HEAD_BYTES).decode(errors="replace")
-                file.seek(-MAX_BYTES, 2)
-                with suppress(OSError):  # a full disk: then the file is cut all the same
-                    self.path.with_suffix(".old.log").write_bytes(file.read(MAX_BYTES))
-            os.truncate(self.path, 0)
-            self._began = 0
-        except FileNotFoundError:  # deleted
+        if not is_long(self.path):
             return
+        with suppress(FileNotFoundError), self.path.open("rb") as file:  # deleted
+            file.seek(self._began)
+            self._head = self._head or file.read(HEAD_BYTES).decode(errors="replace")
+        cut_log(self.path)
+        self._began = 0
 
     def text(self) -> str:
         """Return what the current SuperNode wrote; of much text only its beginning and its end."""
