@@ -18,13 +18,7 @@ import pytest
 
 from vitfleet.flower.certificates import Certs, make_certs
 from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable, Peer
-from vitfleet.flower.proxy import (
-    MAX_HEADER_BYTES,
-    http_protocol,
-    make_proxy,
-    raise_file_limit,
-    serve,
-)
+from vitfleet.flower.proxy import MAX_HEADER_BYTES, http_protocol, make_proxy, raise_file_limit, serve
 
 POLL = "/v1/fleet/pull-messages"
 

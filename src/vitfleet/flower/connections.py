@@ -35,7 +35,7 @@ class ConnectionLimits:
     total
         Number of connections.
     handshake_s, waiting_s, request_s
-        How long a connection may be in each phase. The slowest client that is supported sends 5 MiB at 70 kB/s.
+        How long a connection may be in each phase. The largest request, 2 MiB, may arrive at 18 kB/s.
     """
 
     total: int = 1000
