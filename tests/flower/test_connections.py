@@ -247,14 +247,15 @@ def test_a_port_that_is_used_again_at_once_is_no_way_around_the_limits(
 
     async def reset_and_return(port: int) -> socket.socket:
         """Connect twice from one port: the proxy hears of the first one's end and of the second at the same time."""
-        first = await connect(port)
+        first, second = socket.socket(), socket.socket()
+        for client in (first, second):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        first.connect(("127.0.0.1", port))
         await asyncio.sleep(0.02)
         first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset instead of an end
-        address = first.getsockname()
-        second = socket.socket()
-        second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        second.bind(first.getsockname())  # before the port is free: another process could take it
         first.close()
-        second.bind(address)
         second.connect(("127.0.0.1", port))
         second.setblocking(False)
         return second
