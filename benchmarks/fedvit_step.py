@@ -61,12 +61,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action="store_true", help="compile the model, as machine.compile does")
     parser.add_argument("--parts-at-once", type=int, help="stored tasks in one backward pass; default: as in a run")
     parser.add_argument("--restore-every", type=int, default=1, help="steps between two computations of the gradients")
     parser.add_argument("--reference-dtype", choices=("fp32", "bf16"), default="fp32", help="type of stored gradients")
     args = parser.parse_args()
 
-    machine = replace(set_up_machine(MachineConfig(device=args.device)), cohort=args.clients)
+    machine = replace(set_up_machine(MachineConfig(device=args.device, compile=args.compile)), cohort=args.clients)
     net = build_model(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")
@@ -128,7 +129,7 @@ def main() -> None:
     print(
         f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
         f"samples per stored task, restored every {args.restore_every} steps, in {args.reference_dtype}; "
-        f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}, torch {torch.__version__}, "
+        f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}{', compiled' if args.compile else ''}, torch {torch.__version__}, "
         f"Python {platform.python_version()}\n"
     )
     print("| step | ms | × plain |")

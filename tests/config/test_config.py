@@ -131,6 +131,16 @@ def test_another_model_starts_from_its_own_sizes() -> None:
     assert load_config("transfl-cifar10", ["model.name=vit"]).model.depth == 6
 
 
+def test_another_family_keeps_the_image_size_of_the_experiment() -> None:
+    preset = "fedvit-families-tinyimagenet"  # its images have 64 pixels
+    assert load_config(preset).model.image_size == 32
+    for family in ("cait", "swin", "t2t"):
+        model = load_config(preset, [f"model.name={family}"]).model
+        assert (model.name, model.image_size) == (family, 32)
+    assert load_config("transfl-cifar10", ["model.name=swin", "model.image_size=64"]).model.image_size == 64
+    assert load_config("transfl-cifar10", ["model.name=swin"]).model.depth is None
+
+
 def test_a_title_is_kept_only_while_it_is_true() -> None:
     title = load_config("digits").title
     assert title

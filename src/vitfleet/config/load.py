@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from vitfleet.config import plugins as plugin_loader
 from vitfleet.config.explain import explain
 from vitfleet.config.limits import MAX_SAVED_TEXT, MAX_TEXT, check_key, check_text, check_tree, check_words
-from vitfleet.config.registry import ALL, Registry
+from vitfleet.config.registry import ALL, MODELS, Registry
 from vitfleet.config.run_title import titled_parts
 from vitfleet.config.schema import Config
 from vitfleet.config.train import NAMED_WEIGHTS
@@ -271,7 +271,19 @@ def _put(tree: Tree, key: str, value: Any) -> None:
         if not isinstance(table, dict):
             raise ConfigError(".".join(parents[: depth + 1]), table, f"is a value, so {key!r} cannot be set in it")
     if FRESH.get(".".join(parents)) == leaf and table.get(leaf) != value:
-        table.clear()
+        _clear(table, key, value)
     if key in FRESH and not isinstance(value, dict):
         raise ConfigError(key, value, f"is a table of keys, not a value; did you mean {key}.{FRESH[key]}={value}?")
     table[leaf] = copy.deepcopy(value)
+
+
+def _clear(table: Tree, key: str, value: Any) -> None:
+    """Empty a table whose deciding key changes.
+
+    Registered models take any image size, so the size is part of the experiment and is kept. The models of timm have
+    sizes of their own.
+    """
+    kept = {"image_size": table["image_size"]} if key == "model.name" and "image_size" in table else {}
+    table.clear()
+    if kept and isinstance(value, str) and value in MODELS:
+        table.update(kept)
