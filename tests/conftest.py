@@ -32,6 +32,7 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
+from vitfleet.training import cpu_bf16
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -42,6 +43,11 @@ settings.load_profile("patient")
 # Background jobs of a shell may ignore SIGINT, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where the CPU's matrix instructions do not work, tests of bfloat16 use its other ones.
+if not cpu_bf16.bf16_runs():
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    cpu_bf16.product_runs.cache_clear()
 
 pytest_plugins = ["emulated_graphs", "made_photos", "made_runs", "made_sets"]  # modules of fixtures
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Literal
 
 import pytest
 import torch
 
 from vitfleet.config.schema import MachineConfig
-from vitfleet.training import machine
+from vitfleet.errors import ConfigError
+from vitfleet.training import cpu_bf16, machine
 from vitfleet.training.machine import MAX_WORKERS, resolve_machine_config, set_up_machine, thread_limit
 
 
@@ -19,10 +21,30 @@ from vitfleet.training.machine import MAX_WORKERS, resolve_machine_config, set_u
 def test_cpu_uses_bf16_where_it_is_supported_and_the_model_is_wide(
     has_bf16: bool, width: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(machine, "cpu_has_bf16", lambda: has_bf16)
     assert set_up_machine(MachineConfig(device="cpu"), width).bf16 is expected
     assert set_up_machine(MachineConfig(device="cpu", precision="bf16"), width).bf16
     assert not set_up_machine(MachineConfig(device="cpu", precision="fp32"), width).bf16
+
+
+def test_a_cpu_whose_matrix_instructions_fail_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def illegal_instruction() -> None:
+        os.kill(os.getpid(), signal.SIGILL)
+
+    monkeypatch.setattr(cpu_bf16, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(cpu_bf16, "multiply_and_exit", illegal_instruction)
+    cpu_bf16.product_runs.cache_clear()
+    try:
+        assert not set_up_machine(MachineConfig(device="cpu"), 256).bf16
+        with pytest.raises(ConfigError, match=r"machine\.precision = 'bf16'.*announces.*set it to fp32"):
+            set_up_machine(MachineConfig(device="cpu", precision="bf16"), 256)
+    finally:
+        cpu_bf16.product_runs.cache_clear()
+
+
+def test_a_product_in_a_child_process_runs_or_is_found_not_to() -> None:
+    # Where this fails, the tests' set-up has chosen other instructions than this CPU has.
+    assert cpu_bf16.product_runs()
 
 
 def test_cpu_does_not_stack_clients_by_default() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
+from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
@@ -87,11 +88,9 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
         # The thread of the first backward pass warns once and then sets the context: the user need not do anything.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-    bf16_pays_off = torch.cuda.is_bf16_supported() if cuda else width >= MIN_BF16_WIDTH and _cpu_has_bf16()
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and bf16_pays_off)
     return Machine(
         device,
-        bf16,
+        bf16=_uses_bf16(config.precision, device, width),
         graphs=cuda and config.graphs,
         kernels=cuda and config.kernels and find_spec("triton") is not None,
         compile=compiles,
@@ -117,6 +116,18 @@ def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineCo
     )
 
 
+def _uses_bf16(precision: str, device: torch.device, width: int) -> bool:
+    """Return whether matrix products are computed in bfloat16."""
+    cuda = device.type == "cuda"
+    if precision == "auto":
+        return torch.cuda.is_bf16_supported() if cuda else width >= MIN_BF16_WIDTH and cpu_has_bf16()
+    if precision == "bf16" and not cuda and not bf16_runs():
+        remedy = "set it to fp32, or the environment variable ONEDNN_MAX_CPU_ISA to AVX512_CORE_BF16"
+        cause = "this CPU announces matrix instructions that it does not execute, which would end the process"
+        raise ConfigError("machine.precision", precision, f"{cause}; {remedy}")
+    return precision == "bf16"
+
+
 def _default_workers(client_bytes: int) -> int:
     most = min(torch.get_num_threads(), MAX_WORKERS)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -132,12 +143,6 @@ def thread_limit(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether this CPU has instructions for bfloat16. Other CPUs emulate it, slowly."""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check is not None and bool(check()) for check in checks)
 
 
 def gpu_memory_bytes(device: torch.device) -> int:
