@@ -1,4 +1,4 @@
-"""A damaged checkpoint is found before it is used; a full or read-only disk ends a run with one sentence."""
+"""A damaged checkpoint is found before it is used; a full disk or GPU ends a run with one sentence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vitfleet.message import State
 from vitfleet.run import checkpoint
 from vitfleet.run.checkpoint import Checkpoints
 from vitfleet.run.state import RunState
+from vitfleet.training.evaluator import Evaluator
 
 Damage = Callable[[Path], None]
 
@@ -137,3 +139,36 @@ def test_a_disk_that_refuses_ends_the_run_with_one_sentence_and_a_sound_checkpoi
     gc.collect()  # a command that ends releases its lock; here the process goes on
     resumed = vitfleet(tmp_path, "resume", "run")
     assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(torch.OutOfMemoryError, "CUDA out of memory."), (RuntimeError, "CUDA error: out of memory\nmore lines")],
+)
+def test_a_full_gpu_ends_the_run_with_one_sentence_and_it_can_be_resumed(
+    kind: type[RuntimeError],
+    message: str,
+    vitfleet: Command,
+    tiny_overrides: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluate, calls = Evaluator.evaluate, []
+
+    def fail_in_round_two(*args: Any, **kwargs: Any) -> Any:
+        if (tmp_path / "run" / "checkpoint" / "checkpoint.json").exists():
+            calls.append(args)
+            raise kind(message)
+        return evaluate(*args, **kwargs)
+
+    options = [part for override in tiny_overrides for part in ("-o", override)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", fail_in_round_two)
+        result = vitfleet(tmp_path, "run", "digits", *options, "--out", "run")
+    assert calls
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "its memory is full; end what else uses it" in result.stderr
+    assert "vitfleet resume" in result.stderr
+    gc.collect()
+    assert vitfleet(tmp_path, "resume", "run").returncode == 0

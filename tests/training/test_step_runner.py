@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,19 @@ import torch
 from conftest import MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.errors import UserError
 from vitfleet.methods.er import replay_loss
 from vitfleet.models.net import Net
 from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.cohort import Cohort
+from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
 from vitfleet.training.objective import Fit, FitResult, Objective
-from vitfleet.training.step_runner import CudaGraphRunner, clients_per_step
+from vitfleet.training.step_runner import CudaGraphRunner, StepKind, clients_per_step
 from vitfleet.training.surgery import GradientIntegrator
 from vitfleet.training.trainer import Trainer
 
@@ -65,7 +68,8 @@ def test_captured_step_replays_the_stored_samples_of_another_group(
             for client, fit in enumerate(fits)
         ]
         assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
-    assert len(captured) == 1, "buffers of any size up to the common padding"
+    assert len(set(map(id, captured))) == 1, "buffers of any size up to the common padding"
+    assert [kind.num_clients for kind in captured[0].graphs] == [2, 1], "half of the clients have the last steps"
 
 
 def test_captured_step_serves_another_group(
@@ -249,7 +253,9 @@ def test_clients_per_step() -> None:
     assert clients_per_step(active, captured=False) == active
     expected = [20, 20, 20, 16, 12, 12, 12, 12, *[6] * 9, 2, 1]
     assert clients_per_step(active, captured=True) == expected
-    assert clients_per_step([5, 5, 4], captured=True) == [5, 5, 5], "too few steps to capture fewer clients"
+    assert clients_per_step([5, 5, 2], captured=True) == [5, 5, 5], "too few steps to capture fewer clients"
+    assert clients_per_step([5, 5, 4, 3, 1], captured=True) == [5, 5, 5, 3, 3], "all clients or half of them"
+    assert clients_per_step([1, 1, 1, 1], captured=True) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
@@ -283,3 +289,31 @@ def test_client_states_are_not_overwritten_by_later_clients(
 
 def _set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
     return replace(set_up_machine(config, width, client_bytes), graphs=graphs)
+
+
+def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer then continues with fewer clients; any other error of a capture names the key to change."""
+    trainer = make_trainer()
+    shard = make_shard(0, 8)
+    group = [
+        ClientFit(Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1), shard, RngContext(0, 1, 0))
+    ]
+    inputs = stack_inputs(group, tiny_net, 0.0)
+    batches = trainer._epoch_batches(group, 0, trainer.config, 1)
+    cohort = Cohort(trainer.engine, group, inputs)
+    runner = CudaGraphRunner(cohort, batches, None, trainer.runners.warmup, trainer.runners.execution)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    message = "CUDA error: out of memory"
+    monkeypatch.setattr(CudaGraphRunner, "_step", lambda self, kind: raise_runtime_error(message))
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        runner._capture(StepKind(False, True, 1))
+    message = "CUDA error: operation not permitted when stream is capturing"
+    with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured"):
+        runner._capture(StepKind(False, True, 1))
+
+
+def raise_runtime_error(message: str) -> None:
+    raise RuntimeError(message)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from vitfleet.run.folder import RunFolder, create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
+from vitfleet.training.memory_budget import is_out_of_memory
 
 if TYPE_CHECKING:
     from vitfleet.api.run import Run
@@ -144,13 +146,32 @@ def run_in(
     data
         The data set of a run that was started with data from Python.
     """
-    with join_process_group() as processes:
+    with join_process_group() as processes, _memory_sentence(folder):
         processes.broadcast(str(folder.path.resolve()).encode())
         context = open_run(folder.config(), folder.path, progress, processes=processes, data=data)
         draw_setup(context)
         result = run_rounds(context, callbacks=callbacks, progress=progress)
     draw_results(folder.path)
     return result.summary
+
+
+@contextmanager
+def _memory_sentence(folder: RunFolder) -> Iterator[None]:
+    """Turn the error of a full GPU, which is no defect of the program, into a sentence.
+
+    Trainings continue with fewer clients; this is for what cannot be divided.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "end what else uses it, or set machine.cohort, train.batch_size or eval.batch_size to less"
+        hint = f"; the run goes on from its last checkpoint with vitfleet resume {folder.path}"
+        resumes = hint if (folder.path / "checkpoint" / "checkpoint.json").exists() else ""
+        raise UserError(
+            f"machine.device = {folder.config().machine.device}: its memory is full; {remedy}{resumes}"
+        ) from error
 
 
 def _command() -> list[str]:

@@ -46,6 +46,11 @@ class MemoryBudget:
         self.bytes_per_client = max(self.bytes_per_client, taken / num_clients)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a GPU's memory is full: torch's allocator has its own error, CUDA a general one."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
+
+
 def _allocator_bytes(device: torch.device, statistic: str, moment: str) -> int:
     """Read a statistic of torch's allocator.
 

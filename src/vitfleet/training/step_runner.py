@@ -16,9 +16,13 @@ from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionLog, RunnerName
+from vitfleet.training.memory_budget import is_out_of_memory
 from vitfleet.training.warmup import WarmupTimer
 
-LONG_EPOCH = 8  # steps; only then is it worth capturing steps of fewer clients
+# A capture takes some tenths of a second. Epochs of at least so many steps are worth it for steps of half of the
+# clients, and for steps of any number of clients.
+HALVED_EPOCH = 4
+LONG_EPOCH = 8
 BUFFERED_STEPS = 32  # steps whose batches a captured step can read; a longer epoch is loaded chunk by chunk
 BUFFERED_BYTES = 1 << 28  # but fewer steps if their batches are larger than this, as those of features are
 
@@ -69,17 +73,21 @@ def clients_per_step(active_clients: Sequence[int], captured: bool) -> list[int]
     """Return how many clients compute each step of an epoch.
 
     Eagerly, it is the number of clients that have the step. A captured step needs a capture per number of clients: so
-    the number is rounded up to one of a few, and a short epoch is computed for all clients.
+    the number is rounded up to one of a few. In a shorter epoch it is all clients or half of them, in a very short one
+    always all.
 
     Parameters
     ----------
     active_clients
         How many clients have each step; it never grows from step to step.
     """
+    if not captured:
+        return list(active_clients)
     all_clients = active_clients[0]
-    if captured and len(active_clients) >= LONG_EPOCH:
+    if len(active_clients) >= LONG_EPOCH:
         return [min(all_clients, _round_up(count)) for count in active_clients]
-    return [all_clients] * len(active_clients) if captured else list(active_clients)
+    half = (all_clients + 1) // 2 if len(active_clients) >= HALVED_EPOCH else all_clients
+    return [half if count <= half else all_clients for count in active_clients]
 
 
 def _round_up(count: int) -> int:
@@ -187,6 +195,8 @@ class CudaGraphRunner:
         except torch.OutOfMemoryError:  # the trainer continues with fewer clients
             raise
         except RuntimeError as error:
+            if is_out_of_memory(error):  # within a capture CUDA itself may say so
+                raise torch.OutOfMemoryError(str(error)) from error
             remedy = "a step of this model cannot be captured; set it to false"
             raise UserError(f"machine.graphs = true: {remedy} ({error})") from error
         finally:
