@@ -129,8 +129,8 @@ def main() -> None:
     print(
         f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
         f"samples per stored task, restored every {args.restore_every} steps, in {args.reference_dtype}; "
-        f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}{', compiled' if args.compile else ''}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}\n"
+        f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}{', compiled' if args.compile else ''}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}\n"
     )
     print("| step | ms | × plain |")
     print("|---|---|---|")
