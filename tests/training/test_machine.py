@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -13,6 +15,7 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 from vitfleet.training import cpu_bf16, machine
 from vitfleet.training.machine import MAX_WORKERS, resolve_machine_config, set_up_machine, thread_limit
+from vitfleet.training.memory_budget import CONTEXT_BYTES, GPU_SHARE_VARIABLE, MemoryBudget, limit_to_share
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,7 @@ def test_cpu_uses_bf16_where_it_is_supported_and_the_model_is_wide(
 
 def test_a_cpu_whose_matrix_instructions_fail_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     def illegal_instruction() -> None:
+        faulthandler.disable()
         os.kill(os.getpid(), signal.SIGILL)
 
     monkeypatch.setattr(cpu_bf16, "has_matrix_unit", lambda: True)
@@ -77,3 +81,27 @@ def test_thread_limit_restores_the_number_of_threads() -> None:
     with thread_limit(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_runs_that_share_a_gpu_have_a_share_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, limits = 100 * 2**30, []
+    properties = SimpleNamespace(total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: limits.append(fraction))
+    gpu = torch.device("cuda", 0)
+    limit_to_share(gpu)
+    assert not limits, "alone, a run may take all of it"
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, "0.25")
+    limit_to_share(gpu)
+    assert limits == [0.25 - CONTEXT_BYTES / total]
+
+    # 20 of 100 GiB are free, and 4 of those that this process has reserved are not in use: its limit allows less.
+    statistics = {"reserved_bytes": 8 * 2**30, "allocated_bytes": 4 * 2**30}
+    nested = {name: {"all": {"current": value}} for name, value in statistics.items()}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, total))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
+    budget = MemoryBudget()
+    budget.bytes_per_client = 2**30
+    assert budget.max_clients(100, gpu) == int(0.8 * (25 - 0.5 - 4))
+    monkeypatch.delenv(GPU_SHARE_VARIABLE)
+    assert budget.max_clients(100, gpu) == int(0.8 * (20 + 8 - 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import product
@@ -20,6 +21,8 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import RunEstimate, combine, estimate_run, mean_estimate
 from vitfleet.data.images import DataSet
+from vitfleet.data.shared_images import images_key, shared_images
+from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
@@ -100,10 +103,11 @@ class Comparison:
             Called with each run that has ended, where there are several at a time.
         """
         _check_jobs(jobs, data)
-        if jobs > 1:
-            self._run_jobs(self.left, jobs, progress, on_job_end)
-        else:
-            self._run_in_turn(self.left, as_data_set(data), callbacks, progress)
+        with shared_images(self.path):
+            if jobs > 1:
+                self._run_jobs(self.left, jobs, progress, on_job_end)
+            else:
+                self._run_in_turn(self.left, as_data_set(data), callbacks, progress)
         return self
 
     @property
@@ -153,6 +157,7 @@ class Comparison:
         progress: Progress,
         on_job_end: Callable[[JobResult], None] | None,
     ) -> None:
+        _decode_common_images(members, progress)
         for member in members:
             self._open(member).release()
         failed = []
@@ -353,3 +358,12 @@ def _check_jobs(jobs: int, data: Any) -> None:
         raise UserError(f"jobs = {jobs}: must be at least 1")
     if jobs > 1 and data is not None:
         raise UserError(f"jobs = {jobs}: must be 1 with data from Python, which other processes do not have")
+
+
+def _decode_common_images(members: Sequence[ComparedRun], progress: Progress) -> None:
+    """Decode what several runs have in common before their processes start: else each would decode it."""
+    tables = {images_key(member.config.data): member.config.data for member in members}
+    counts = Counter(images_key(member.config.data) for member in members)
+    for key, table in tables.items():
+        if counts[key] > 1:
+            load_dataset(table, progress)

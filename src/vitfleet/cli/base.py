@@ -40,7 +40,11 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print one line of JSON at the end; everything else goes to standard error.")
 ]
 Jobs = Annotated[
-    int, typer.Option(min=1, help="Number of runs at a time, each in a process of its own. They can share a GPU.")
+    int,
+    typer.Option(
+        min=1,
+        help="Number of runs at a time, each in a process of its own. On a GPU each has an equal share of its memory.",
+    ),
 ]
 DataDir = Annotated[
     str | None, typer.Option(envvar="VITFLEET_DATA", help="Folder of the data sets, one subfolder each.")

@@ -18,6 +18,7 @@ from vitfleet.data.hub import HubDataset, read_hub
 from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
 from vitfleet.data.parquet import has_parquet, read_parquet
+from vitfleet.data.shared_images import read_shared, write_shared
 from vitfleet.data.subsets import hold_out_validation
 from vitfleet.errors import ConfigError, DataError
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -86,7 +87,8 @@ class DataRequest:
 def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSet:
     """Load a registered data set by its name, the user's own from ``data.path``, or one of the hub (``hf:owner/name``).
 
-    With ``data.validation``, validation images take the place of the test images.
+    With ``data.validation``, validation images take the place of the test images. The runs of a comparison share what
+    they decode (:mod:`vitfleet.data.shared_images`).
 
     Raises
     ------
@@ -100,7 +102,11 @@ def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSe
         raise ConfigError(
             "data.fingerprint", config.fingerprint, f"the run was started with data from Python; {remedy}"
         )
-    return hold_out_validation(_load(DataRequest(config, progress)), config.validation)
+    data = read_shared(config)
+    if data is None:
+        data = _load(DataRequest(config, progress))
+        write_shared(config, data)
+    return hold_out_validation(data, config.validation)
 
 
 def _load(request: DataRequest) -> DataSet:

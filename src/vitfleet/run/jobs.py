@@ -14,6 +14,7 @@ from pathlib import Path
 from vitfleet.config import read_config
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.system import die_with_parent
+from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE
 
 OUTPUT = "output.txt"  # in a run's folder: the output of its process
 POLL_SECONDS = 0.2
@@ -82,12 +83,16 @@ def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
 
 
 def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
-    # Processes that each use all threads of the machine slow each other down.
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    # Processes that each use all threads of the machine slow each other down, and those that each take all that is free
+    # of a GPU's memory end each other.
+    shares = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)),
+        GPU_SHARE_VARIABLE: f"{1 / jobs:.4f}",
+    }
     with (folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "vitfleet", "resume", str(folder)],
-            env={**threads, **os.environ},
+            env={**shares, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

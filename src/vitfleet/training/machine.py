@@ -15,6 +15,7 @@ import torch
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
+from vitfleet.training.memory_budget import limit_to_share
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
@@ -85,6 +86,7 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
     if device.index is not None:
         torch.cuda.set_device(device)  # streams and captures use the current device
     if cuda:
+        limit_to_share(device)
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
         # The thread of the first backward pass warns once and then sets the context: the user need not do anything.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

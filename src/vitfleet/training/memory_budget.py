@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,8 @@ WEIGHT_COPIES = 5  # as received, as trained, gradients, and AdamW's two moments
 SAVED_PER_TOKEN_NUMBER = 16  # numbers that a layer saves for the backward pass per number in a token, roughly
 
 USABLE_FRACTION = 0.8  # of the free memory: the allocator leaves gaps
+GPU_SHARE_VARIABLE = "VITFLEET_GPU_SHARE"  # the share of a GPU's memory for each of several runs at a time
+CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to what torch allocates, roughly
 
 
 class MemoryBudget:
@@ -27,10 +30,11 @@ class MemoryBudget:
         """Return how many clients may be trained at once: at least one, and at most ``wanted``."""
         if device.type != "cuda" or not self.bytes_per_client:
             return wanted
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
         # Memory that torch has reserved but not allocated is available to it.
         free += _allocator_bytes(device, "reserved_bytes", "current")
-        free -= _allocator_bytes(device, "allocated_bytes", "current")
+        allocated = _allocator_bytes(device, "allocated_bytes", "current")
+        free = min(free, int(memory_fraction(total) * total)) - allocated
         return max(1, min(wanted, int(USABLE_FRACTION * free / self.bytes_per_client)))
 
     @contextmanager
@@ -44,6 +48,19 @@ class MemoryBudget:
         yield
         taken = _allocator_bytes(device, "allocated_bytes", "peak") - before
         self.bytes_per_client = max(self.bytes_per_client, taken / num_clients)
+
+
+def limit_to_share(device: torch.device) -> None:
+    """Limit this process to its share of a GPU's memory, where several runs share the GPU."""
+    fraction = memory_fraction(torch.cuda.get_device_properties(device).total_memory)
+    if fraction < 1:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def memory_fraction(total: int) -> float:
+    """Return the fraction of a GPU's memory, ``total`` bytes, that torch may allocate in this process."""
+    share = float(os.environ.get(GPU_SHARE_VARIABLE, "1"))
+    return max(0.0, share - CONTEXT_BYTES / total) if share < 1 else 1.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

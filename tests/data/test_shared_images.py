@@ -1,0 +1,111 @@
+"""The runs of a comparison decode their images once, and get the same images."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vitfleet
+from made_photos import draw_photos
+from vitfleet.config.schema import DataConfig, TasksConfig
+from vitfleet.data import decode, sources
+from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.data.shared_images import FOLDER, VARIABLE, images_key, read_shared, shared_images
+from vitfleet.data.sources import load_dataset
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> DataConfig:
+    draw_photos(tmp_path / "photos", ("grass", "roof", "sea"), 10)
+    (tmp_path / "photos" / "sea" / "broken.png").write_bytes(b"not an image")
+    return DataConfig(name="mine", path=str(tmp_path / "photos"), max_corrupt=0.5)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which every decoding appends the name of its data set."""
+    names: list[str] = []
+
+    def record(name: str, *args: Any, **kwargs: Any) -> DataSet:
+        names.append(name)
+        return decode.decode_dataset(name, *args, **kwargs)
+
+    monkeypatch.setattr(sources, "decode_dataset", record)
+    return names
+
+
+def assert_equal(first: DataSet, second: DataSet) -> None:
+    assert (first.name, first.classes, first.skipped) == (second.name, second.classes, second.skipped)
+    for one, other in ((first.train, second.train), (first.test, second.test)):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
+        assert (one.sources is None) == (other.sources is None)
+        assert one.sources is None or other.sources is None or torch.equal(one.sources, other.sources)
+
+
+def test_images_are_decoded_once_and_the_same_for_all(photos: DataConfig, decoded: list[str], tmp_path: Path) -> None:
+    alone = load_dataset(photos)
+    assert alone.skipped
+    decoded.clear()
+    with shared_images(tmp_path):
+        first, second = load_dataset(photos), load_dataset(photos)
+        validation = load_dataset(photos.model_copy(update={"validation": 0.2}))
+        assert decoded == ["mine"], "validation images are held out of the same images"
+        load_dataset(photos.model_copy(update={"limit": 12}))
+        assert decoded == ["mine", "mine"], "a limit gives other images"
+    assert_equal(first, alone)
+    assert_equal(second, alone)
+    assert len(validation.train) < len(alone.train)
+    assert not (tmp_path / FOLDER).exists()
+    assert VARIABLE not in os.environ
+    load_dataset(photos)
+    assert decoded == ["mine"] * 3, "nothing is shared outside of a comparison"
+
+
+def test_sources_of_images_are_shared(photos: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ImageSet(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4), torch.arange(4))
+    data = DataSet("mine", ("a", "b", "c", "d"), images, images)
+    monkeypatch.setattr(sources, "_load", lambda request: data)
+    with shared_images(tmp_path):
+        load_dataset(photos)
+        shared = read_shared(photos)
+    assert shared is not None
+    assert_equal(shared, data)
+
+
+def test_only_what_is_done_later_with_the_images_may_differ(photos: DataConfig) -> None:
+    later = {"validation": 0.1, "tasks": TasksConfig()}
+    assert images_key(photos.model_copy(update=later)) == images_key(photos)
+    for key, value in {"limit": 5, "path": "other", "name": "other", "test_share": 0.4, "max_corrupt": 0.1}.items():
+        assert images_key(photos.model_copy(update={key: value})) != images_key(photos), key
+
+
+def test_images_that_take_too_much_of_the_disk_are_decoded_again(
+    photos: DataConfig, decoded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitfleet.data.shared_images.MAX_BYTES", 100)
+    with shared_images(tmp_path):
+        load_dataset(photos)
+        load_dataset(photos)
+    assert decoded == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_comparison_decodes_once(
+    jobs: int, photos: DataConfig, decoded: list[str], tiny_overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = [key for key in tiny_overrides if not key.startswith("data.")]
+    comparison = vitfleet.compare(
+        "digits",
+        overrides=[*keys, f"data.path={photos.path}", "data.max_corrupt=0.5", "data.partition.kind=iid", "rounds=1"],
+        seeds=(0, 1),
+        jobs=jobs,
+        out=tmp_path / "both",
+    )
+    assert len(comparison.left) == 0
+    assert decoded == ["photos"], "with several processes, before they start"
+    assert not (tmp_path / "both" / FOLDER).exists()
