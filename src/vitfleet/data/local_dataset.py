@@ -12,18 +12,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from vitfleet.data.decode import decode_split, split_off_test
+from vitfleet.data.decoded_file import read_decoded, write_decoded
 from vitfleet.data.encoded import EncodedSplit
 from vitfleet.data.image_folder import read_image_folder
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.parquet import has_parquet, read_parquet
 from vitfleet.errors import DataError
-from vitfleet.message import State
-from vitfleet.wire import encoded_size, write_payload
 
 MAX_CACHED_BYTES = 2**31  # more is decoded again, to save an edge device's storage
 
@@ -112,29 +108,15 @@ class LocalDataset:
         return self._loaded[1]
 
     def _load(self, spec: DataSpec, cache_file: Path) -> DataSet:
-        splits = _read_cache(cache_file)
+        splits = read_decoded(cache_file)
         if splits is not None:
             return DataSet(self.path.name, spec.classes, *splits)
         data = load_local(self.path, spec)
         self.cache_folder.mkdir(parents=True, exist_ok=True)
         for outdated in self.cache_folder.glob("images-*.safetensors"):
             outdated.unlink()
-        tensors: dict[str, Tensor] = {}
-        for name, split in (("train", data.train), ("test", data.test)):
-            tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
-        if encoded_size(State(tensors)) <= min(MAX_CACHED_BYTES, self.free_bytes()):
-            write_payload(cache_file, State(tensors))
+        write_decoded(data, cache_file, min(MAX_CACHED_BYTES, self.free_bytes()))
         return data
-
-
-def _read_cache(file: Path) -> tuple[ImageSet, ImageSet] | None:
-    """Return the cached splits; ``None`` if there is no cache file or if it is damaged."""
-    try:
-        tensors = load_file(file)
-        train, test = (ImageSet(tensors[f"{name}.images"], tensors[f"{name}.labels"]) for name in ("train", "test"))
-    except (FileNotFoundError, SafetensorError, KeyError):
-        return None
-    return train, test
 
 
 def _hash_files(path: Path, spec: DataSpec) -> str:

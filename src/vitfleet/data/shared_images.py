@@ -13,14 +13,10 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from safetensors.torch import load_file
-from torch import Tensor
-
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.data.decoded_file import read_decoded, write_decoded
+from vitfleet.data.images import DataSet
 from vitfleet.files import read_json, write_atomically
-from vitfleet.message import State
-from vitfleet.wire import encoded_size, write_payload
 
 VARIABLE = "VITFLEET_SHARED_IMAGES"  # names the folder, for this process and those that it starts
 FOLDER = ".images"
@@ -61,12 +57,8 @@ def read_shared(config: DataConfig) -> DataSet | None:
     files = _files(config)
     if files is None or not files[1].exists():  # the second file is written last
         return None
-    tensors, tree = load_file(files[0]), read_json(files[1])
-
-    def split(name: str) -> ImageSet:
-        return ImageSet(tensors[f"{name}.images"], tensors[f"{name}.labels"], tensors.get(f"{name}.sources"))
-
-    return DataSet(tree["name"], tuple(tree["classes"]), split("train"), split("test"), tuple(tree["skipped"]))
+    splits, tree = read_decoded(files[0]), read_json(files[1])
+    return None if splits is None else DataSet(tree["name"], tuple(tree["classes"]), *splits, tuple(tree["skipped"]))
 
 
 def write_shared(config: DataConfig, data: DataSet) -> None:
@@ -74,16 +66,10 @@ def write_shared(config: DataConfig, data: DataSet) -> None:
     files = _files(config)
     if files is None:
         return
-    tensors: dict[str, Tensor] = {}
-    for name, split in (("train", data.train), ("test", data.test)):
-        tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
-        if split.sources is not None:
-            tensors[f"{name}.sources"] = split.sources
     folder = files[0].parent
-    if encoded_size(State(tensors)) > min(MAX_BYTES, shutil.disk_usage(folder.parent).free // 2):
-        return
     folder.mkdir(exist_ok=True)
-    write_payload(files[0], State(tensors))
+    if not write_decoded(data, files[0], min(MAX_BYTES, shutil.disk_usage(folder).free // 2)):
+        return
     tree = {"name": data.name, "classes": data.classes, "skipped": data.skipped}
     write_atomically(files[1], json.dumps(tree).encode())
 
