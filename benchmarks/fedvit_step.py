@@ -149,7 +149,7 @@ def solve_seconds(clients: int, k: int, parameters: int, device: torch.device, r
     rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
     gradients = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
     gram, slack, size = torch.vmap(
-        lambda gradient, references: inner_products(to_chunks({"w": gradient[None]}), to_chunks({"w": references}))
+        lambda gradient, references: inner_products(to_chunks({"w": references}, {"w": gradient[None]}))
     )(gradients, rows)
     lifted = torch.vmap(lambda a, b, c: solve_dual(a, b, c).v)
 

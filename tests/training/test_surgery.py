@@ -71,7 +71,7 @@ def test_project_gradient_equals_quadprog_on_200_random_problems() -> None:
 def test_solve_dual_satisfies_the_optimality_conditions_to_1e_8(k: int) -> None:
     for seed in range(20):
         gradient, rows = problem(1000 + seed, k, size=80)
-        gram, slack, size = inner_products(to_chunks({"w": gradient[None]}), to_chunks({"w": rows}))
+        gram, slack, size = inner_products(to_chunks({"w": rows}, {"w": gradient[None]}))
         solution = solve_dual(gram, slack, size)
         # The Karush-Kuhn-Tucker conditions, for rows and gradient of unit length.
         lengths = gram.diagonal().sqrt()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vitfleet.message import Tensors
 from vitfleet.training.dual_solver import VIOLATION_TOLERANCE, solve_dual
@@ -28,7 +29,7 @@ from vitfleet.training.objective import ReferenceGradients, Step
 
 VANISHING_RATIO = 1e-7  # a projected gradient that is this much shorter than g is all rounding errors: it is zero
 MIN_COSINE = -1e-6  # of the angle to a reference that passes as not obtuse
-CHUNK = 8192  # numbers of a gradient that are multiplied at once: see `to_chunks`
+CHUNK = 4096  # numbers of a gradient that are multiplied at once: see `to_chunks`. Divides the matrices of most ViTs.
 
 # Names of the counters of steps, as they are sent and recorded: see `ProjectedGradient`.
 COUNT_NAMES = ("integrated", "rotated", "degenerate", "unsolved")
@@ -70,9 +71,21 @@ def project_gradient(
     margin
         GEM's γ: the lower bound of every multiplier, or of each, ``[k]``, once any constraint is violated.
     """
-    gradient = to_chunks({name: tensor[None] for name, tensor in gradients.items()})
-    rows = to_chunks(references, gradients)
-    gram, slack, squared_norm = inner_products(gradient, rows)
+    rows = to_chunks(references, as_row(gradients))
+    return project_last_row(rows, gradients, present, margin)
+
+
+def project_last_row(rows: Tensor, like: Tensors, present: Tensor, margin: float | Tensor = 0.0) -> ProjectedGradient:
+    """Project a gradient as :func:`project_gradient` does, from references and gradient in chunks.
+
+    Parameters
+    ----------
+    rows
+        The references, then the gradient: see :func:`to_chunks`.
+    like
+        The names, shapes and types of the result, in the order of the chunks.
+    """
+    gram, slack, squared_norm = inner_products(rows)
     mask = present.to(torch.float64)
     gram, slack = gram * mask[:, None] * mask[None, :], slack * mask
     lengths = gram.diagonal().clamp(min=0).sqrt()
@@ -81,60 +94,98 @@ def project_gradient(
     # v = lower_bound + u with u ≥ 0 is the same problem with another slack.
     solution = solve_dual(gram, slack + gram @ lower_bound, squared_norm)
     v = torch.where(violated, solution.v + lower_bound, torch.zeros_like(lower_bound))
-    shifted = gradient + v[None, None, :] @ rows
+    shifted = torch.cat([v, v.new_ones(1)])[None, None, :] @ rows
     # Its length from its own numbers: ‖g‖² + 2vᵀGg + vᵀGGᵀv would cancel, down to rounding errors of ‖g‖².
     vanished = violated & ((shifted * shifted).sum() <= VANISHING_RATIO**2 * squared_norm)
-    projected = torch.where(violated, torch.where(vanished, 0, shifted), gradient)
+    projected = torch.where(violated, torch.where(vanished, 0, shifted), rows[:, -1:])
     zero_reference = (present & (lengths == 0)).any()
     degenerate = zero_reference | (squared_norm == 0) | (violated & solution.dependent) | vanished
     unsolved = violated & ~solution.solved
-    return ProjectedGradient(from_chunks(projected, gradients), violated.float(), degenerate.float(), unsolved.float())
+    return ProjectedGradient(from_chunks(projected, like), violated.float(), degenerate.float(), unsolved.float())
 
 
-def to_chunks(gradients: Tensors, names: Iterable[str] | None = None) -> Tensor:
-    """Return k gradients, ``[k, …]`` each, as ``[chunks, k, CHUNK]`` in float64, padded with zeros.
+def as_row(gradients: Tensors) -> dict[str, Tensor]:
+    """Return one gradient as a group of one row: see :func:`to_chunks`."""
+    return {name: tensor[None] for name, tensor in gradients.items()}
+
+
+def to_chunks(*groups: Tensors) -> Tensor:
+    """Return the gradients of all groups as ``[chunks, rows, CHUNK]`` in float64.
 
     In float64, because float32 products on a GPU (TF32) are too coarse for the angles. In chunks, because a matrix
     product of few rows with millions of columns keeps only a few of a GPU's processors busy: every chunk is multiplied
     separately, and the products are summed.
 
+    The chunks are those of the first tensor, of the second, and so on; then what is left of all of them, which fills no
+    chunk of its own, and zeros up to the end of the last chunk.
+
     Parameters
     ----------
-    names
-        The order of the tensors; by default that of ``gradients``.
+    groups
+        Gradients of the same weights, ``[rows, …]`` each. The order of the tensors is that of the last group.
     """
-    flat = [gradients[name].flatten(1) for name in (gradients if names is None else names)]
-    missing = -sum(tensor.shape[1] for tensor in flat) % CHUNK
-    rows = torch.cat([*flat, flat[0].new_zeros(flat[0].shape[0], missing)], dim=1)
-    return rows.reshape(rows.shape[0], -1, CHUNK).transpose(0, 1).contiguous().double()
+    pieces = [_cut(group, groups[-1]) for group in groups]
+    num_chunks, num_rows = sum(piece.shape[0] for piece in pieces[0]), sum(group[0].shape[1] for group in pieces)
+    # Every number is read once and written once, in its place and type. `torch.cat` would join groups by another pass.
+    chunks = pieces[-1][0].new_empty(num_chunks, num_rows, CHUNK, dtype=torch.float64)
+    row = 0
+    for group in pieces:
+        position, end = 0, row + group[0].shape[1]
+        for piece in group:
+            chunks[position : position + piece.shape[0], row:end].copy_(piece)
+            position += piece.shape[0]
+        row = end
+    return chunks
+
+
+def _cut(gradients: Tensors, names: Iterable[str]) -> list[Tensor]:
+    """Return the pieces of some gradients, ``[chunks, rows, CHUNK]`` each; all but the last are views."""
+    flat = [gradients[name].flatten(1) for name in names]
+    whole = [tensor[:, : tensor.shape[1] // CHUNK * CHUNK] for tensor in flat]
+    rest = torch.cat([tensor[:, part.shape[1] :] for tensor, part in zip(flat, whole, strict=True)], dim=1)
+    rest = functional.pad(rest, (0, -rest.shape[1] % CHUNK))
+    return [torch.unflatten(part, 1, (-1, CHUNK)).transpose(0, 1) for part in (*whole, rest) if part.shape[1]]
 
 
 def from_chunks(chunks: Tensor, like: Tensors) -> dict[str, Tensor]:
     """Return a single gradient, ``[chunks, 1, CHUNK]``, in the names, shapes and types of ``like``."""
     sizes = [tensor.numel() for tensor in like.values()]
-    parts = torch.split(chunks.flatten()[: sum(sizes)], sizes)
+    rest = [size % CHUNK for size in sizes]
+    whole = [size - left for size, left in zip(sizes, rest, strict=True)]
+    parts = torch.split(chunks.flatten()[: sum(sizes)], [*whole, *rest])
+    numbers = [_join(*pair) for pair in zip(parts[: len(sizes)], parts[len(sizes) :], strict=True)]
     return {
         name: part.reshape(tensor.shape).to(tensor.dtype)
-        for (name, tensor), part in zip(like.items(), parts, strict=True)
+        for (name, tensor), part in zip(like.items(), numbers, strict=True)
     }
 
 
-def inner_products(gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inner products of the rows, those of the rows with the gradient, and its squared length.
+def _join(whole: Tensor, rest: Tensor) -> Tensor:
+    """Concatenate two vectors; one of them is not copied if the other is empty."""
+    if not rest.numel():
+        return whole
+    return torch.cat([whole, rest]) if whole.numel() else rest
+
+
+def inner_products(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inner products of the references, those of the references with the gradient, and its squared length.
 
     Parameters
     ----------
-    gradient, rows
-        In chunks: see :func:`to_chunks`.
+    rows
+        The references, then the gradient: see :func:`to_chunks`.
     """
-    gram, slack = (rows @ rows.mT).sum(0), (rows @ gradient.mT).sum(0).squeeze(-1)
-    return gram, slack, (gradient * gradient).sum()
+    products = (rows @ rows.mT).sum(0)
+    return products[:-1, :-1], products[:-1, -1], products[-1, -1]
 
 
 def has_obtuse_angle(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
     """Return whether the cosine of the angle to some reference is below −1e-6: 0 or 1, a float32 scalar."""
-    gradient = to_chunks({name: tensor[None] for name, tensor in gradients.items()})
-    gram, slack, squared_norm = inner_products(gradient, to_chunks(references, gradients))
+    return _has_obtuse_angle(to_chunks(references, as_row(gradients)), present)
+
+
+def _has_obtuse_angle(rows: Tensor, present: Tensor) -> Tensor:
+    gram, slack, squared_norm = inner_products(rows)
     lengths = (gram.diagonal() * squared_norm).sqrt()
     return (present & (slack < MIN_COSINE * lengths)).any().float()
 
@@ -166,7 +217,7 @@ class GradientIntegrator:
         if references is None:
             return gradients, dict.fromkeys(self.counts, step.sample_weight.new_zeros(()))
         projected = project_gradient(gradients, references.gradients, references.present, self.margin)
-        return projected.gradients, _step_counts(projected, references, self.check)
+        return projected.gradients, _step_counts(projected, references.present, (references.gradients,), self.check)
 
 
 @dataclass(frozen=True)
@@ -199,24 +250,25 @@ class GradientRotation:
     ) -> tuple[Tensors, Tensors]:
         """Return the rotated gradient."""
         assert references is not None
-        before = {name: rows[-1] for name, rows in references.gradients.items()}
+        before = {name: references.gradients[name][-1] for name in gradients}
         # The gradient at the aggregated weights takes the place of the one before: stored tasks, then g_a.
-        constraints = {
-            name: torch.cat([rows[:-1], gradients[name][None]]) for name, rows in references.gradients.items()
-        }
+        stored = {name: references.gradients[name][:-1] for name in gradients}
+        constraints = stored, as_row(gradients)
         is_stored = (
             torch.arange(len(references.present), device=references.present.device) < len(references.present) - 1
         )
-        projected = project_gradient(before, constraints, references.present, self.margin * is_stored)
-        counts = _step_counts(projected, ReferenceGradients(constraints, references.present), self.check)
-        return projected.gradients, counts
+        rows = to_chunks(*constraints, as_row(before))
+        projected = project_last_row(rows, before, references.present, self.margin * is_stored)
+        return projected.gradients, _step_counts(projected, references.present, constraints, self.check)
 
 
-def _step_counts(projected: ProjectedGradient, references: ReferenceGradients, check: bool) -> dict[str, Tensor]:
-    flags = references.present.any().float(), projected.rotated, projected.degenerate, projected.unsolved
+def _step_counts(
+    projected: ProjectedGradient, present: Tensor, references: tuple[Tensors, ...], check: bool
+) -> dict[str, Tensor]:
+    flags = present.any().float(), projected.rotated, projected.degenerate, projected.unsolved
     counts = dict(zip(COUNT_NAMES, flags, strict=True))
     if check:
-        counts[OBTUSE] = has_obtuse_angle(projected.gradients, references.gradients, references.present)
+        counts[OBTUSE] = _has_obtuse_angle(to_chunks(*references, as_row(projected.gradients)), present)
     return counts
 
 
@@ -284,12 +336,11 @@ def cosines(gradients: Tensors, references: Tensors) -> Tensor:
 
     References are converted to float64 one by one, as those in :func:`wasserstein_distances` are sorted.
     """
-    gradient = torch.cat([tensor.flatten() for tensor in gradients.values()]).double()
-    norm = torch.linalg.vector_norm(gradient)
     num_references = next(iter(references.values())).shape[0]
     values = []
     for index in range(num_references):
-        reference = torch.cat([references[name][index].flatten() for name in gradients]).double()
-        lengths = norm * torch.linalg.vector_norm(reference)
-        values.append(torch.where(lengths > 0, (gradient * reference).sum() / torch.where(lengths > 0, lengths, 1), 1))
+        reference = {name: references[name][index : index + 1] for name in gradients}
+        gram, product, squared_norm = inner_products(to_chunks(reference, as_row(gradients)))
+        lengths = gram[0, 0].sqrt() * squared_norm.sqrt()
+        values.append(torch.where(lengths > 0, product[0] / torch.where(lengths > 0, lengths, 1), 1))
     return torch.stack(values)
