@@ -1,9 +1,10 @@
 """Digests of final weights and recorded numbers: every method on a CPU, two rounds or tasks on digits, and a fleet.
 
 A change that is meant to change no result is held to these: run it before the change with ``--write FILE`` and
-afterwards with ``--check FILE``. A digest is of one processor type, torch version and number of threads.
+afterwards with ``--check FILE``. A digest is of one model of processor, torch version and number of threads: matrix
+libraries choose their kernels by the processor. So there is a file for each kind of machine in ``tests/digests``.
 
-    OMP_NUM_THREADS=1 python benchmarks/digests.py --check tests/digests/digests.json
+    OMP_NUM_THREADS=1 python benchmarks/digests.py --check tests/digests/intel-6-207.json
 """
 
 from __future__ import annotations
@@ -91,8 +92,18 @@ def environment() -> dict[str, str]:
     return {
         "torch": torch.__version__.split("+")[0],
         "machine": platform.machine(),
+        "processor": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def processor() -> str:
+    """Return the vendor, the family and the model of the processor, where Linux tells."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    known = [fields.get(name) for name in ("vendor_id", "cpu family", "model")]
+    return " ".join(part for part in known if part) or platform.processor()
 
 
 def vitfleet(*arguments: str) -> list[str]:
