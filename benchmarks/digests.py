@@ -98,7 +98,7 @@ def environment() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the vendor, the family and the model of the processor, where Linux tells."""
+    """Return the vendor, the family and the model of the processor; other systems than Linux name it differently."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))

@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,10 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from plot_curves import COLOURS
 from vitfleet.config.registry import method_label
 from vitfleet.run.compare import read_members
 
-COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]
 TITLES = {"average_accuracy": "Average accuracy after the last task", "forgetting": "Forgetting"}
 
 
@@ -50,11 +52,16 @@ def read(comparison: Path, key: str) -> list[Result]:
             continue
         group: Any = member.config.model_dump(mode="json")
         for part in key.split("."):
-            group = group[part]
-        continual = json.loads(summary.read_text())["continual"]
+            group = group.get(part) if isinstance(group, dict) else None
+        continual = json.loads(summary.read_text()).get("continual")
+        if group is None or continual is None:
+            raise SystemExit(f"{member.name}: has no {key}" if continual else f"{member.name}: is not a run on tasks")
         learned = statistics.mean(row[task] for task, row in enumerate(continual["matrix"]))
         values = {name: continual[name] for name in TITLES} | {"just_learned": learned}
         results.append(Result(str(group), method_label(member.config.method.name), member.config.seed, values))
+    bars = Counter((result.group, result.method, result.seed) for result in results)
+    if repeated := [bar for bar, count in bars.items() if count > 1]:
+        raise SystemExit(f"{repeated[0]}: several runs; compare variants of a method in comparisons of their own")
     return results
 
 
@@ -78,7 +85,7 @@ def draw(results: list[Result], path: Path) -> None:
     for axis, (kind, title) in zip(figure.subplots(1, 2), TITLES.items(), strict=True):
         for index, method in enumerate(methods):
             seeds = [[r.values[kind] for r in results if (r.group, r.method) == (group, method)] for group in groups]
-            heights = [statistics.mean(values) if values else 0.0 for values in seeds]
+            heights = [statistics.mean(values) if values else math.nan for values in seeds]
             errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in seeds]
             places = [place + (index - (len(methods) - 1) / 2) * width for place in range(len(groups))]
             axis.bar(places, heights, width * 0.92, label=method, color=COLOURS[index % len(COLOURS)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import torch
 
 import vitfleet
 from made_photos import draw_photos
+from vitfleet.config.registry import DATASETS, Origin
 from vitfleet.config.schema import DataConfig, TasksConfig
 from vitfleet.data import decode, sources
+from vitfleet.data import shared_images as module
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.shared_images import FOLDER, VARIABLE, images_key, read_shared, shared_images
+from vitfleet.data.shared_images import VARIABLE, images_key, read_shared, shared_images
 from vitfleet.data.sources import load_dataset
 
 
@@ -51,26 +56,26 @@ def test_images_are_decoded_once_and_the_same_for_all(photos: DataConfig, decode
     alone = load_dataset(photos)
     assert alone.skipped
     decoded.clear()
-    with shared_images(tmp_path):
+    with shared_images([photos, photos]):
         first, second = load_dataset(photos), load_dataset(photos)
         validation = load_dataset(photos.model_copy(update={"validation": 0.2}))
         assert decoded == ["mine"], "validation images are held out of the same images"
         load_dataset(photos.model_copy(update={"limit": 12}))
-        assert decoded == ["mine", "mine"], "a limit gives other images"
+        load_dataset(photos.model_copy(update={"limit": 12}))
+        assert decoded == ["mine"] * 3, "a limit gives other images, which are not shared here"
     assert_equal(first, alone)
     assert_equal(second, alone)
     assert len(validation.train) < len(alone.train)
-    assert not (tmp_path / FOLDER).exists()
     assert VARIABLE not in os.environ
     load_dataset(photos)
-    assert decoded == ["mine"] * 3, "nothing is shared outside of a comparison"
+    assert decoded == ["mine"] * 4, "nothing is shared outside of a comparison"
 
 
 def test_sources_of_images_are_shared(photos: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = ImageSet(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4), torch.arange(4))
     data = DataSet("mine", ("a", "b", "c", "d"), images, images)
     monkeypatch.setattr(sources, "_load", lambda request: data)
-    with shared_images(tmp_path):
+    with shared_images([photos, photos]):
         load_dataset(photos)
         shared = read_shared(photos)
     assert shared is not None
@@ -84,11 +89,55 @@ def test_only_what_is_done_later_with_the_images_may_differ(photos: DataConfig) 
         assert images_key(photos.model_copy(update={key: value})) != images_key(photos), key
 
 
+def test_a_file_that_cannot_be_written_or_read_costs_only_time(
+    photos: DataConfig, decoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: object) -> bool:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch, shared_images([photos, photos]):
+        patch.setattr(module, "write_decoded", full_disk)
+        load_dataset(photos)
+        load_dataset(photos)
+    assert decoded == ["mine", "mine"]
+    with shared_images([photos, photos]):
+        load_dataset(photos)
+        folder = Path(os.environ[VARIABLE]) / images_key(photos)
+        for name, content in (("data.json", b"{"), ("images.safetensors", b"damaged")):
+            before = (folder / name).read_bytes()
+            (folder / name).write_bytes(content)
+            assert read_shared(photos) is None
+            (folder / name).write_bytes(before)
+        assert read_shared(photos) is not None
+        shutil.rmtree(folder)
+        assert read_shared(photos) is None
+
+
+def test_comparisons_that_overlap_share_nothing_wrong(photos: DataConfig) -> None:
+    first, second = shared_images([photos, photos]), shared_images([photos, photos])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    load_dataset(photos)
+    assert read_shared(photos) is None
+
+
+def test_a_users_data_set_may_use_every_key(photos: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, held_out = DataConfig(), DataConfig(validation=0.2)
+    assert images_key(plain) == images_key(held_out)
+    entry = DATASETS.get("digits")
+    assert entry is not None
+    own = replace(entry, origin=Origin("mine"))
+    monkeypatch.setitem(DATASETS._entries, "digits", own)
+    assert images_key(plain) != images_key(held_out)
+
+
 def test_images_that_take_too_much_of_the_disk_are_decoded_again(
     photos: DataConfig, decoded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitfleet.data.shared_images.MAX_BYTES", 100)
-    with shared_images(tmp_path):
+    with shared_images([photos, photos]):
         load_dataset(photos)
         load_dataset(photos)
     assert decoded == ["mine", "mine"]
@@ -108,4 +157,3 @@ def test_a_comparison_decodes_once(
     )
     assert len(comparison.left) == 0
     assert decoded == ["photos"], "with several processes, before they start"
-    assert not (tmp_path / "both" / FOLDER).exists()

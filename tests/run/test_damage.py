@@ -156,7 +156,7 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_it_can_be_resumed(
     evaluate, calls = Evaluator.evaluate, []
 
     def fail_in_round_two(*args: Any, **kwargs: Any) -> Any:
-        if (tmp_path / "run" / "checkpoint" / "checkpoint.json").exists():
+        if (tmp_path / "my run" / "checkpoint" / "checkpoint.json").exists():
             calls.append(args)
             raise kind(message)
         return evaluate(*args, **kwargs)
@@ -164,11 +164,11 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_it_can_be_resumed(
     options = [part for override in tiny_overrides for part in ("-o", override)]
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "evaluate", fail_in_round_two)
-        result = vitfleet(tmp_path, "run", "digits", *options, "--out", "run")
+        result = vitfleet(tmp_path, "run", "digits", *options, "--out", "my run")
     assert calls
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
-    assert "its memory is full; end what else uses it" in result.stderr
-    assert "vitfleet resume" in result.stderr
+    assert "the GPU's memory is full; end what else uses it, then resume with vitfleet resume" in result.stderr
+    assert "'" in result.stderr.split("vitfleet resume ")[1], "a path with a space is quoted"
     gc.collect()
-    assert vitfleet(tmp_path, "resume", "run").returncode == 0
+    assert vitfleet(tmp_path, "resume", "my run").returncode == 0

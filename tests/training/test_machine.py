@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
 from types import SimpleNamespace
 from typing import Literal
 
@@ -12,10 +13,23 @@ import pytest
 import torch
 
 from vitfleet.config.schema import MachineConfig
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.training import cpu_bf16, machine
-from vitfleet.training.machine import MAX_WORKERS, resolve_machine_config, set_up_machine, thread_limit
-from vitfleet.training.memory_budget import CONTEXT_BYTES, GPU_SHARE_VARIABLE, MemoryBudget, limit_to_share
+from vitfleet.training.machine import (
+    MAX_WORKERS,
+    gpu_memory_bytes,
+    resolve_machine_config,
+    set_up_machine,
+    thread_limit,
+)
+from vitfleet.training.memory_budget import (
+    CONTEXT_BYTES,
+    GPU_SHARE_VARIABLE,
+    MemoryBudget,
+    is_out_of_memory,
+    limit_to_share,
+    memory_fraction,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +44,15 @@ def test_cpu_uses_bf16_where_it_is_supported_and_the_model_is_wide(
     assert not set_up_machine(MachineConfig(device="cpu", precision="fp32"), width).bf16
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a product is tried in a forked process")
 def test_a_cpu_whose_matrix_instructions_fail_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    def illegal_instruction() -> None:
+    def illegal_instruction() -> int:
         faulthandler.disable()
         os.kill(os.getpid(), signal.SIGILL)
+        return 0
 
     monkeypatch.setattr(cpu_bf16, "has_matrix_unit", lambda: True)
-    monkeypatch.setattr(cpu_bf16, "multiply_and_exit", illegal_instruction)
+    monkeypatch.setattr(cpu_bf16, "multiply", illegal_instruction)
     cpu_bf16.product_runs.cache_clear()
     try:
         assert not set_up_machine(MachineConfig(device="cpu"), 256).bf16
@@ -46,9 +62,30 @@ def test_a_cpu_whose_matrix_instructions_fail_computes_in_fp32(monkeypatch: pyte
         cpu_bf16.product_runs.cache_clear()
 
 
-def test_a_product_in_a_child_process_runs_or_is_found_not_to() -> None:
-    # Where this fails, the tests' set-up has chosen other instructions than this CPU has.
-    assert cpu_bf16.product_runs()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a product is tried in a forked process")
+def test_a_product_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise KeyboardInterrupt
+
+    try:
+        # Where this fails, the tests' set-up has chosen other instructions than this CPU has.
+        assert cpu_bf16.product_runs()
+        monkeypatch.setattr(cpu_bf16, "multiply", fail)
+        cpu_bf16.product_runs.cache_clear()
+        assert not cpu_bf16.product_runs(), "an error of the child ends the child"
+        monkeypatch.setattr(cpu_bf16, "multiply", lambda: time.sleep(60))
+        monkeypatch.setattr(cpu_bf16, "CHECK_SECONDS", 0.05)
+        cpu_bf16.product_runs.cache_clear()
+        assert cpu_bf16.product_runs(), "a slow child was not killed by an instruction"
+        monkeypatch.setattr(os, "fork", lambda: raise_os_error())
+        cpu_bf16.product_runs.cache_clear()
+        assert cpu_bf16.product_runs(), "nothing is known without a child"
+    finally:
+        cpu_bf16.product_runs.cache_clear()
+
+
+def raise_os_error() -> int:
+    raise OSError
 
 
 def test_cpu_does_not_stack_clients_by_default() -> None:
@@ -103,5 +140,25 @@ def test_runs_that_share_a_gpu_have_a_share_of_its_memory(monkeypatch: pytest.Mo
     budget = MemoryBudget()
     budget.bytes_per_client = 2**30
     assert budget.max_clients(100, gpu) == int(0.8 * (25 - 0.5 - 4))
+    assert gpu_memory_bytes(gpu) == int(24.5 * 2**30)
     monkeypatch.delenv(GPU_SHARE_VARIABLE)
     assert budget.max_clients(100, gpu) == int(0.8 * (20 + 8 - 4))
+
+
+@pytest.mark.parametrize(("share", "words"), [("half", "must be a number"), ("0.01", "too little of 8 GiB; run fewer")])
+def test_a_share_of_a_gpu_that_is_no_use_is_refused(share: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_SHARE_VARIABLE, share)
+    with pytest.raises(UserError, match=words):
+        memory_fraction(8 * 2**30)
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "MPS backend out of memory"]
+)
+def test_errors_that_say_that_memory_is_full(message: str) -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError())
+    assert is_out_of_memory(RuntimeError(message))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    later = RuntimeError("capture_end: the capture was invalidated")
+    later.__context__ = RuntimeError(message)
+    assert is_out_of_memory(later)

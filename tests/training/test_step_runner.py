@@ -306,10 +306,14 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     runner = CudaGraphRunner(cohort, batches, None, trainer.runners.warmup, trainer.runners.execution)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    streams: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "before")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     message = "CUDA error: out of memory"
     monkeypatch.setattr(CudaGraphRunner, "_step", lambda self, kind: raise_runtime_error(message))
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="out of memory"):
         runner._capture(StepKind(False, True, 1))
+    assert streams == ["before"]
     message = "CUDA error: operation not permitted when stream is capturing"
     with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured"):
         runner._capture(StepKind(False, True, 1))

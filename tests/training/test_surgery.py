@@ -219,7 +219,7 @@ def test_projection_and_selection_are_the_same_lifted_over_clients(k: int) -> No
 
     def project_and_select(gradient: Tensor, row: Tensor, present: Tensor) -> tuple[Tensor, ...]:
         projected = project_gradient({"w": gradient}, {"w": row}, present)
-        obtuse = has_obtuse_angle(projected.gradients, {"w": row}, present)
+        obtuse = has_obtuse_angle(projected.gradients, ({"w": row},), present)
         selected = [selector({"w": gradient}, ReferenceGradients({"w": row}, present)) for selector in selectors]
         return projected.gradients["w"], projected.rotated, projected.degenerate, projected.unsolved, obtuse, *selected
 
@@ -258,9 +258,9 @@ def test_gradient_integrator_counts_its_steps() -> None:
 def test_has_obtuse_angle() -> None:
     rows = torch.eye(2, 3)
     present = torch.ones(2, dtype=torch.bool)
-    assert has_obtuse_angle({"w": torch.tensor([1.0, -1e-5, 0.0])}, {"w": rows}, present) == 1
-    assert has_obtuse_angle({"w": torch.tensor([1.0, -1e-7, 0.0])}, {"w": rows}, present) == 0
-    assert has_obtuse_angle({"w": torch.tensor([1.0, -1.0, 0.0])}, {"w": rows}, torch.tensor([True, False])) == 0
+    assert has_obtuse_angle({"w": torch.tensor([1.0, -1e-5, 0.0])}, ({"w": rows},), present) == 1
+    assert has_obtuse_angle({"w": torch.tensor([1.0, -1e-7, 0.0])}, ({"w": rows},), present) == 0
+    assert has_obtuse_angle({"w": torch.tensor([1.0, -1.0, 0.0])}, ({"w": rows},), torch.tensor([True, False])) == 0
 
 
 def test_gradient_integrator_passes_its_check_for_many_float32_parameters() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from vitfleet.api.frames import Row, as_frame, flatten
 from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
-from vitfleet.config.schema import Config
+from vitfleet.config.schema import Config, DataConfig
 from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import RunEstimate, combine, estimate_run, mean_estimate
 from vitfleet.data.images import DataSet
-from vitfleet.data.shared_images import images_key, shared_images
+from vitfleet.data.shared_images import shared_images
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -103,11 +102,13 @@ class Comparison:
             Called with each run that has ended, where there are several at a time.
         """
         _check_jobs(jobs, data)
-        with shared_images(self.path):
+        left, images = self.left, as_data_set(data)
+        with shared_images(member.config.data for member in left if images is None) as common:
             if jobs > 1:
-                self._run_jobs(self.left, jobs, progress, on_job_end)
+                _decode(common, progress)
+                self._run_jobs(left, jobs, progress, on_job_end)
             else:
-                self._run_in_turn(self.left, as_data_set(data), callbacks, progress)
+                self._run_in_turn(left, images, callbacks, progress)
         return self
 
     @property
@@ -157,7 +158,6 @@ class Comparison:
         progress: Progress,
         on_job_end: Callable[[JobResult], None] | None,
     ) -> None:
-        _decode_common_images(members, progress)
         for member in members:
             self._open(member).release()
         failed = []
@@ -360,10 +360,8 @@ def _check_jobs(jobs: int, data: Any) -> None:
         raise UserError(f"jobs = {jobs}: must be 1 with data from Python, which other processes do not have")
 
 
-def _decode_common_images(members: Sequence[ComparedRun], progress: Progress) -> None:
-    """Decode what several runs have in common before their processes start: else each would decode it."""
-    tables = {images_key(member.config.data): member.config.data for member in members}
-    counts = Counter(images_key(member.config.data) for member in members)
-    for key, table in tables.items():
-        if counts[key] > 1:
+def _decode(tables: Iterable[DataConfig], progress: Progress) -> None:
+    """Decode images that several runs share before their processes start: else each would decode them."""
+    for table in tables:
+        with suppress(UserError):  # the runs that need them end with the reason, the others do not
             load_dataset(table, progress)

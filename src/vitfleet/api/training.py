@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitfleet.api.configuration import ConfigSource, MethodSource, make_config, source_name
 from vitfleet.api.consent import check_estimate
-from vitfleet.config.load import Overrides
+from vitfleet.config.load import Overrides, read_config
 from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import estimate_run
 from vitfleet.data.images import DataSet
@@ -23,7 +25,7 @@ from vitfleet.run.folder import RunFolder, create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.memory_budget import is_out_of_memory
+from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
 
 if TYPE_CHECKING:
     from vitfleet.api.run import Run
@@ -146,7 +148,7 @@ def run_in(
     data
         The data set of a run that was started with data from Python.
     """
-    with join_process_group() as processes, _memory_sentence(folder):
+    with join_process_group() as processes, full_memory_as_sentence(folder.path):
         processes.broadcast(str(folder.path.resolve()).encode())
         context = open_run(folder.config(), folder.path, progress, processes=processes, data=data)
         draw_setup(context)
@@ -156,7 +158,7 @@ def run_in(
 
 
 @contextmanager
-def _memory_sentence(folder: RunFolder) -> Iterator[None]:
+def full_memory_as_sentence(folder: Path) -> Iterator[None]:
     """Turn the error of a full GPU, which is no defect of the program, into a sentence.
 
     Trainings continue with fewer clients; this is for what cannot be divided.
@@ -166,12 +168,12 @@ def _memory_sentence(folder: RunFolder) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        remedy = "end what else uses it, or set machine.cohort, train.batch_size or eval.batch_size to less"
-        hint = f"; the run goes on from its last checkpoint with vitfleet resume {folder.path}"
-        resumes = hint if (folder.path / "checkpoint" / "checkpoint.json").exists() else ""
-        raise UserError(
-            f"machine.device = {folder.config().machine.device}: its memory is full; {remedy}{resumes}"
-        ) from error
+        config = read_config(folder / "config.json")
+        remedy = "run fewer at a time (--jobs)" if GPU_SHARE_VARIABLE in os.environ else "end what else uses it"
+        resumable = (folder / "checkpoint" / "checkpoint.json").exists() and config.data.fingerprint is None
+        command = f", then resume with vitfleet resume {shlex.quote(str(folder))}" if resumable else ""
+        less = "machine.cohort, train.batch_size or eval.batch_size"
+        raise UserError(f"the GPU's memory is full; {remedy}{command}; or start again with less {less}") from error
 
 
 def _command() -> list[str]:

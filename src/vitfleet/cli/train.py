@@ -181,6 +181,7 @@ def process_rank() -> int:
 
 def _follow() -> None:
     """Take part in the run that the first process started."""
+    from vitfleet.api.training import full_memory_as_sentence
     from vitfleet.config.load import read_config
     from vitfleet.fleet.distributed import join_process_group
     from vitfleet.run.loop import follow
@@ -189,6 +190,7 @@ def _follow() -> None:
     try:
         with join_process_group() as processes:
             folder = Path(processes.broadcast(b"").decode())
-            follow(open_run(read_config(folder / "config.json"), folder, processes=processes))
+            with full_memory_as_sentence(folder):
+                follow(open_run(read_config(folder / "config.json"), folder, processes=processes))
     except KeyboardInterrupt:  # the first process prints how to resume
         raise typer.Exit(130) from None

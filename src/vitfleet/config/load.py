@@ -74,6 +74,7 @@ def from_tree(
     check_tree([tree, *(value for _, value in given)])
     tree = copy.deepcopy(tree)
     tree["plugins"] = [*_listed_plugins(tree), *map(str, plugins)]
+    plugin_loader.load_plugins(tree["plugins"])  # what they register counts as known below
     meant = copy.deepcopy(titled_parts(tree))
     for key, value in (base or {}).items():
         _put(tree, key, value)
@@ -285,5 +286,5 @@ def _clear(table: Tree, key: str, value: Any) -> None:
     """
     kept = {"image_size": table["image_size"]} if key == "model.name" and "image_size" in table else {}
     table.clear()
-    if kept and isinstance(value, str) and value in MODELS:
+    if kept and isinstance(value, str) and (value in MODELS or ".py:" in value):  # registered, or to be registered
         table.update(kept)

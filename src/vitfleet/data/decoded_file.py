@@ -14,7 +14,7 @@ from vitfleet.wire import encoded_size, write_payload
 
 
 def write_decoded(data: DataSet, file: Path, max_bytes: int) -> bool:
-    """Write both splits of a data set, unless the file would be larger than ``max_bytes``; return whether it was."""
+    """Write both splits of a data set if the file has at most ``max_bytes``; return whether it was written."""
     tensors: dict[str, Tensor] = {}
     for name, split in (("train", data.train), ("test", data.test)):
         tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}

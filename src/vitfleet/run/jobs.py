@@ -47,6 +47,7 @@ def run_jobs(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRES
 
     Closing the generator stops all processes. Their runs can be resumed.
     """
+    jobs = max(1, min(jobs, len(folders)))  # shares of the machine are those of the runs that there are
     waiting = list(folders)
     running: dict[Path, _Job] = {}
     rounds_done = {folder: _rounds_done(folder) for folder in folders}
@@ -83,8 +84,8 @@ def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
 
 
 def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
-    # Processes that each use all threads of the machine slow each other down, and those that each take all that is free
-    # of a GPU's memory end each other.
+    # Processes that each use all threads of the machine slow each other down. If each takes all that is free of a GPU's
+    # memory, some of them find too little.
     shares = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)),
         GPU_SHARE_VARIABLE: f"{1 / jobs:.4f}",

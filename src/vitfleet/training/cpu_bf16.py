@@ -1,7 +1,7 @@
-"""Whether this CPU computes in bfloat16, and whether it survives it.
+"""Whether this CPU computes in bfloat16.
 
-Some virtual machines announce matrix instructions (AMX) that they do not execute. Torch trusts the announcement, and
-the process is killed by an illegal instruction, so a product is tried in a child process first.
+Some virtual machines announce matrix instructions (AMX) that they do not execute. Torch uses what is announced, and the
+process is killed by an illegal instruction. So a product is tried in a child process first.
 """
 
 from __future__ import annotations
@@ -41,34 +41,45 @@ def _announces(name: str) -> bool:
 
 @cache
 def product_runs() -> bool:
-    """Try a product in a child process; torch's first one takes a few milliseconds."""
+    """Whether a product in a child process ends; it takes some hundredths of a second.
+
+    Where no process can be started or waited for, nothing is known, and the announcement counts.
+    """
+    try:
+        return _child_status() in (None, 0)
+    except OSError:
+        return True
+
+
+def _child_status() -> int | None:
+    """Return how a child process that computes a product ended; ``None`` if it took too long."""
     with warnings.catch_warnings():
         # Other threads of this process do not exist in the child, which computes with one thread and ends.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        multiply_and_exit()
+        code = 1
+        try:
+            code = multiply()
+        finally:
+            os._exit(code)  # whatever happened: the parent's code must not go on here
     deadline = time.monotonic() + CHECK_SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return status == 0
+            return status
         time.sleep(POLL_SECONDS)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return True
+    return None
 
 
-def multiply_and_exit() -> None:
-    """Compute a product in bfloat16 and end the process with 0 if it is right."""
+def multiply() -> int:
+    """Compute a product in bfloat16 and return 0 if it is right."""
     import resource  # not on Windows
 
-    faulthandler.disable()  # whoever debugs the parent process needs no report of this one
+    faulthandler.disable()  # a report of this process would look like one of its parent
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        ones = torch.ones(64, 64, dtype=torch.bfloat16)
-        code = int((ones @ ones)[0, 0].item() != 64)
-    finally:
-        os._exit(code)
+    torch.set_num_threads(1)
+    ones = torch.ones(64, 64, dtype=torch.bfloat16)
+    return int((ones @ ones)[0, 0].item() != 64)

@@ -15,7 +15,7 @@ import torch
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
 from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
-from vitfleet.training.memory_budget import limit_to_share
+from vitfleet.training.memory_budget import limit_to_share, memory_fraction
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
@@ -148,8 +148,11 @@ def thread_limit(threads: int) -> Iterator[None]:
 
 
 def gpu_memory_bytes(device: torch.device) -> int:
-    """Return the size of a GPU's memory; 0 for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    """Return the part of a GPU's memory that this process may use; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(memory_fraction(total) * total)
 
 
 def normalize_device(device: torch.device) -> torch.device:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from vitfleet.config.schema import TrainConfig
+from vitfleet.errors import UserError, shown
 from vitfleet.models.net import Net
 
 FLOAT_BYTES = 4
@@ -17,6 +18,8 @@ SAVED_PER_TOKEN_NUMBER = 16  # numbers that a layer saves for the backward pass 
 
 USABLE_FRACTION = 0.8  # of the free memory: the allocator leaves gaps
 GPU_SHARE_VARIABLE = "VITFLEET_GPU_SHARE"  # the share of a GPU's memory for each of several runs at a time
+# How errors that are not of torch's own class say that memory is full.
+FULL_MEMORY = ("error: out of memory", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
 CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to what torch allocates, roughly
 
 
@@ -58,14 +61,39 @@ def limit_to_share(device: torch.device) -> None:
 
 
 def memory_fraction(total: int) -> float:
-    """Return the fraction of a GPU's memory, ``total`` bytes, that torch may allocate in this process."""
-    share = float(os.environ.get(GPU_SHARE_VARIABLE, "1"))
-    return max(0.0, share - CONTEXT_BYTES / total) if share < 1 else 1.0
+    """Return the fraction of a GPU's memory, ``total`` bytes, that torch may allocate in this process.
+
+    Raises
+    ------
+    UserError
+        If the share is no number, or so small that nothing can be trained with it.
+    """
+    text = os.environ.get(GPU_SHARE_VARIABLE, "1")
+    try:
+        share = float(text)
+    except ValueError:
+        raise UserError(f"{GPU_SHARE_VARIABLE} = {shown(text)}: must be a number between 0 and 1") from None
+    if share >= 1:
+        return 1.0
+    fraction = share - CONTEXT_BYTES / total
+    if fraction * total < CONTEXT_BYTES:
+        remedy = "run fewer at a time (--jobs)"
+        raise UserError(f"{GPU_SHARE_VARIABLE} = {text}: is too little of {total / 2**30:.0f} GiB; {remedy}")
+    return fraction
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a GPU's memory is full: torch's allocator has its own error, CUDA a general one."""
-    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that a GPU's memory is full.
+
+    Torch's allocator has an error of its own; CUDA, its libraries and other devices have general ones. After a failed
+    capture the first error is the context of another one.
+    """
+    while error is not None:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or any(phrase in text for phrase in FULL_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _allocator_bytes(device: torch.device, statistic: str, moment: str) -> int:

@@ -184,7 +184,7 @@ class CudaGraphRunner:
         self.position.zero_()
 
     def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # A garbage collection during the capture could destroy an old graph, which would break the capture.
         collecting = gc.isenabled()
         gc.disable()
@@ -192,11 +192,10 @@ class CudaGraphRunner:
             # Only calls of this thread can break the capture: another thread may be copying a checkpoint to the host.
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 self._step(kind)
-        except torch.OutOfMemoryError:  # the trainer continues with fewer clients
-            raise
         except RuntimeError as error:
-            if is_out_of_memory(error):  # within a capture CUDA itself may say so
-                raise torch.OutOfMemoryError(str(error)) from error
+            torch.cuda.set_stream(stream)  # a capture that cannot be ended leaves its own stream behind
+            if is_out_of_memory(error):  # the trainer continues with fewer clients
+                raise
             remedy = "a step of this model cannot be captured; set it to false"
             raise UserError(f"machine.graphs = true: {remedy} ({error})") from error
         finally:

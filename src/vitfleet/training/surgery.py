@@ -179,13 +179,15 @@ def inner_products(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return products[:-1, :-1], products[:-1, -1], products[-1, -1]
 
 
-def has_obtuse_angle(gradients: Tensors, references: Tensors, present: Tensor) -> Tensor:
-    """Return whether the cosine of the angle to some reference is below −1e-6: 0 or 1, a float32 scalar."""
-    return _has_obtuse_angle(to_chunks(references, as_row(gradients)), present)
+def has_obtuse_angle(gradients: Tensors, references: tuple[Tensors, ...], present: Tensor) -> Tensor:
+    """Return whether the cosine of the angle to some reference is below −1e-6: 0 or 1, a float32 scalar.
 
-
-def _has_obtuse_angle(rows: Tensor, present: Tensor) -> Tensor:
-    gram, slack, squared_norm = inner_products(rows)
+    Parameters
+    ----------
+    references
+        Groups of references: see :func:`to_chunks`.
+    """
+    gram, slack, squared_norm = inner_products(to_chunks(*references, as_row(gradients)))
     lengths = (gram.diagonal() * squared_norm).sqrt()
     return (present & (slack < MIN_COSINE * lengths)).any().float()
 
@@ -268,7 +270,7 @@ def _step_counts(
     flags = present.any().float(), projected.rotated, projected.degenerate, projected.unsolved
     counts = dict(zip(COUNT_NAMES, flags, strict=True))
     if check:
-        counts[OBTUSE] = _has_obtuse_angle(to_chunks(*references, as_row(projected.gradients)), present)
+        counts[OBTUSE] = has_obtuse_angle(projected.gradients, references, present)
     return counts
 
 
@@ -336,11 +338,12 @@ def cosines(gradients: Tensors, references: Tensors) -> Tensor:
 
     References are converted to float64 one by one, as those in :func:`wasserstein_distances` are sorted.
     """
+    gradient = to_chunks(as_row(gradients))
+    norm = torch.linalg.vector_norm(gradient)
     num_references = next(iter(references.values())).shape[0]
     values = []
     for index in range(num_references):
-        reference = {name: references[name][index : index + 1] for name in gradients}
-        gram, product, squared_norm = inner_products(to_chunks(reference, as_row(gradients)))
-        lengths = gram[0, 0].sqrt() * squared_norm.sqrt()
-        values.append(torch.where(lengths > 0, product[0] / torch.where(lengths > 0, lengths, 1), 1))
+        reference = to_chunks({name: references[name][index : index + 1] for name in gradients})
+        lengths = norm * torch.linalg.vector_norm(reference)
+        values.append(torch.where(lengths > 0, (gradient * reference).sum() / torch.where(lengths > 0, lengths, 1), 1))
     return torch.stack(values)

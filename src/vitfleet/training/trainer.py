@@ -26,7 +26,7 @@ from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionSummary
 from vitfleet.training.fit_results import fit_results
 from vitfleet.training.machine import Machine
-from vitfleet.training.memory_budget import MemoryBudget
+from vitfleet.training.memory_budget import MemoryBudget, is_out_of_memory
 from vitfleet.training.objective import Fit, FitResult
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.runner_cache import RunnerCache
@@ -98,8 +98,8 @@ class Trainer:
             try:
                 with self.memory_budget.measure(len(group), self.machine.device):
                     return self._fit(group)
-            except torch.OutOfMemoryError:
-                if len(group) == 1:
+            except RuntimeError as error:
+                if len(group) == 1 or not is_out_of_memory(error):
                     raise
             self.runners.clear()
             torch.cuda.empty_cache()
