@@ -49,7 +49,13 @@ if not cpu_bf16.bf16_runs():
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     cpu_bf16.product_runs.cache_clear()
 
-pytest_plugins = ["emulated_graphs", "made_photos", "made_runs", "made_sets"]  # modules of fixtures
+pytest_plugins = [
+    "emulated_compiler",
+    "emulated_graphs",
+    "made_photos",
+    "made_runs",
+    "made_sets",
+]  # modules of fixtures
 
 CLASSES = 5
 SIDE = 8

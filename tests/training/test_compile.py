@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,22 +19,6 @@ from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.machine import set_up_machine
 from vitfleet.training.objective import Fit, Objective
 from vitfleet.training.trainer import Trainer
-
-
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Compile without a C++ compiler; return the list to which every compilation appends its number of operations."""
-    graphs: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        graphs.append(len(graph.graph.nodes))
-        return graph.forward
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", partial(compile, backend=backend))
-    torch._dynamo.reset()
-    yield graphs
-    torch._dynamo.reset()
 
 
 def local_and_head(net: Net) -> Selection:
