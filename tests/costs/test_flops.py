@@ -228,7 +228,7 @@ def test_round_flops_match_torch_flop_counter_during_training(
         # computes them on few images, as the last of an epoch with teachers does.
         # The other way round, DyTox's tokens are projected once per step and counted with every sample.
         inexact = table["name"] in ("fedknow", "dytox") or {"body_mask_ratio", "restore_every"} & table.keys()
-        uncounted = 0.05 if inexact else 0.02
+        uncounted = 0.06 if inexact else 0.02
         assert counted == pytest.approx(sum(torch_flops) / 1e9, rel=uncounted)
         for entry in record.clients:
             per_sample = (entry.gflops or 0.0) / int(str(entry.numbers["samples"]))

@@ -121,6 +121,8 @@ def test_a_step_that_cannot_be_captured_names_the_key(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured; set it to"):
         graphed.fit_cohort(group)
 
