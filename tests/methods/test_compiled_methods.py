@@ -22,7 +22,7 @@ KEYS = (
     *("machine.precision=fp32", "machine.workers=1", "machine.cohort=3", "train.optimizer=sgd", "train.lr=0.01"),
 )
 WITHOUT_TASKS = {"eftvit", "fedbfpt"}  # their layers need a model and rounds of their own
-IN_CI = {"fedvit"}
+IN_CI = {"fedper"}
 
 
 def final_weights(folder: Path, *overrides: str) -> Tensors:
