@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 
-from vitfleet.training.step_runner import CudaGraphRunner, StepKind
+from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind
 
 
 @dataclass(frozen=True)
@@ -32,5 +31,5 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
 
     monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(CaptureSpace, "create", lambda: CaptureSpace(object(), object()))
     return runners

@@ -19,7 +19,7 @@ from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.execution import ExecutionSummary
 from vitfleet.training.machine import Machine
 from vitfleet.training.objective import Fit, Objective
-from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 
@@ -118,7 +118,7 @@ def test_a_step_that_cannot_be_captured_names_the_key(monkeypatch: pytest.Monkey
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(CaptureSpace, "create", lambda: CaptureSpace(object(), object()))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)

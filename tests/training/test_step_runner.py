@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,12 +24,13 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
+from vitfleet.training import runner_cache
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
 from vitfleet.training.objective import Fit, FitResult, Objective
-from vitfleet.training.step_runner import CudaGraphRunner, StepKind, clients_per_step
+from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
 from vitfleet.training.surgery import GradientIntegrator
 from vitfleet.training.trainer import Trainer
 
@@ -303,7 +306,8 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     inputs = stack_inputs(group, tiny_net, 0.0)
     batches = trainer._epoch_batches(group, 0, trainer.config, 1)
     cohort = Cohort(trainer.engine, group, inputs)
-    runner = CudaGraphRunner(cohort, batches, None, trainer.runners.warmup, trainer.runners.execution)
+    space = CaptureSpace(object(), object())
+    runner = CudaGraphRunner(cohort, batches, space, trainer.runners.warmup, trainer.runners.execution)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
     streams: list[object] = []
@@ -321,3 +325,65 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
 
 def raise_runtime_error(message: str) -> None:
     raise RuntimeError(message)
+
+
+def test_graphs_of_one_stream_are_destroyed_together(
+    tiny_net: Net,
+    captured: list[CudaGraphRunner],
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Destroying one frees the cuBLAS workspace of the others that were captured on its stream."""
+    monkeypatch.setattr(runner_cache, "MAX_RUNNERS", 2)
+    monkeypatch.setattr(runner_cache, "MAX_GRAPHS", 4)
+    trainer = make_trainer(batch_size=8)
+    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
+    graphs: list[weakref.ref[object]] = []
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+
+    def train(num_clients: int) -> list[bool]:
+        """Capture a step of so many clients; return which of all graphs exist."""
+        group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
+        graphed.fit_cohort(group)
+        (graph,) = captured.pop().graphs.values()
+        graphs.append(weakref.ref(graph))
+        del graph
+        gc.collect()  # an emulated graph refers to its runner
+        return [graph() is not None for graph in graphs]
+
+    assert [train(clients) for clients in (2, 3, 4, 5)][-1] == [True] * 4, "those of dropped runners are kept"
+    assert graphed.runners.num_graphs == 4
+    assert train(6) == [False] * 4 + [True]
+    assert graphed.runners.num_graphs == 1
+
+
+def test_steps_are_warmed_up_and_captured_on_the_stream_of_their_trainer(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(batch_size=8)
+    used: list[object] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            used.append(("waits for", other))
+
+    def capture(graph: object, pool: object, stream: object, capture_error_mode: str) -> nullcontext[None]:
+        used.append((pool, stream))
+        return nullcontext()
+
+    def enter(stream: object) -> nullcontext[None]:
+        used.append(stream)
+        return nullcontext()
+
+    main, side = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
+    graphed.fit(fit, make_shard(0, 8), RngContext(0, 1, 0))
+    assert used == [("waits for", main), side, ("waits for", side), ("pool", side)]

@@ -5,27 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from vitfleet.data.batches import EpochBatches
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionLog
-from vitfleet.training.step_runner import CudaGraphRunner, EagerRunner, StepRunner
+from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, EagerRunner, StepRunner
 from vitfleet.training.warmup import WarmupTimer
 
 MAX_RUNNERS = 10  # with captured steps
+MAX_GRAPHS = 128  # captured steps, those of dropped runners included
 
 
 class RunnerCache:
-    """Returns a runner for a group: one with captured steps that serves the group, or a new one."""
+    """Returns a runner for a group: one with captured steps that serves the group, or a new one.
+
+    The tensors of a runner that was not used for long are freed. Its graphs, which hold no tensors, are kept until all
+    runners are dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
+    """
 
     def __init__(self) -> None:
         self.warmup = WarmupTimer()
         self.execution = ExecutionLog()
         self._runners: list[CudaGraphRunner] = []  # the least recently used first
-        self._pool: Any = None  # an opaque handle
+        self._dropped_graphs: list[Any] = []
+        self._space: CaptureSpace | None = None
 
     def graph_runner(
         self,
@@ -42,15 +46,24 @@ class RunnerCache:
                 self._runners.remove(runner)
                 self._runners.append(runner)
                 return runner
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self.num_graphs >= MAX_GRAPHS:
+            self.clear()
+        if self._space is None:
+            self._space = CaptureSpace.create()
         trainable = engine.net.anatomy.trainable(group[0].fit.objective.trainable)
         # The tensors of later groups are copied into those of this one.
         cohort = Cohort(engine, group, inputs.with_own_tensors(trainable))
         cohort.restart(None, learning_rate)
-        runner = CudaGraphRunner(cohort, epoch_batches, self._pool, self.warmup, self.execution)
-        self._runners = [*self._runners[-(MAX_RUNNERS - 1) :], runner]
+        runner = CudaGraphRunner(cohort, epoch_batches, self._space, self.warmup, self.execution)
+        self._runners.append(runner)
+        if len(self._runners) > MAX_RUNNERS:
+            self._dropped_graphs += self._runners.pop(0).graphs.values()
         return runner
+
+    @property
+    def num_graphs(self) -> int:
+        """How many captured steps there are, those of dropped runners included."""
+        return len(self._dropped_graphs) + sum(len(runner.graphs) for runner in self._runners)
 
     def eager_runner(
         self, engine: StepEngine, group: Sequence[ClientFit], inputs: CohortInputs, learning_rate: float
@@ -63,4 +76,5 @@ class RunnerCache:
     def clear(self) -> None:
         """Drop all captured steps."""
         self._runners.clear()
-        self._pool = None
+        self._dropped_graphs.clear()
+        self._space = None

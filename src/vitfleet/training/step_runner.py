@@ -43,6 +43,29 @@ class StepRunner(Protocol):
 
 
 @dataclass(frozen=True)
+class CaptureSpace:
+    """Where steps are captured.
+
+    Attributes
+    ----------
+    pool
+        The memory pool of the captured steps, an opaque handle. No two of them run at the same time, so they share it.
+    stream
+        The CUDA stream on which steps are warmed up and captured. Torch keeps one cuBLAS workspace per stream: captured
+        steps have its address, and torch frees it when any graph captured on the stream is destroyed
+        (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a stream must be dropped together.
+    """
+
+    pool: Any
+    stream: Any
+
+    @classmethod
+    def create(cls) -> CaptureSpace:
+        """Return a pool and a stream of their own, on the current device."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
 class StepKind:
     """What distinguishes one captured step from another.
 
@@ -139,17 +162,22 @@ class CudaGraphRunner:
     ----------
     epoch_batches
         An epoch with batches of the shape of all later ones, of any length.
-    pool
-        The memory pool that all captured steps share.
+    space
+        Where the steps are captured.
     """
 
     name: RunnerName = "cuda graph"
 
     def __init__(
-        self, cohort: Cohort, epoch_batches: EpochBatches, pool: Any, warmup: WarmupTimer, execution: ExecutionLog
+        self,
+        cohort: Cohort,
+        epoch_batches: EpochBatches,
+        space: CaptureSpace,
+        warmup: WarmupTimer,
+        execution: ExecutionLog,
     ) -> None:
         self.cohort = cohort
-        self.pool = pool
+        self.space = space
         self.warmup = warmup
         self.execution = execution
         example = epoch_batches.chunk(0, 1)
@@ -190,7 +218,8 @@ class CudaGraphRunner:
         gc.disable()
         try:
             # Only calls of this thread can break the capture: another thread may be copying a checkpoint to the host.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            space = self.space
+            with torch.cuda.graph(graph, pool=space.pool, stream=space.stream, capture_error_mode="thread_local"):
                 self._step(kind)
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that cannot be ended leaves its own stream behind
@@ -220,8 +249,8 @@ class CudaGraphRunner:
         )
 
     def _warm_up(self, kind: StepKind) -> None:
-        """Run a step on a side stream, as a capture does."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        """Run a step on the stream of the capture."""
+        stream = self.space.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step(kind)
