@@ -65,6 +65,7 @@ def test_execution_summary_of_captured_training(
         "largest_cohort": 2,
         "captured_steps": len(captured),
         "stacking": "tensor operations",
+        "repeated_clients": 0,
     }
     assert len(captured) == 2
     assert str(graphed.execution_summary()) == "cuda graph, stacked 2 clients, captured 2 steps"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -12,12 +13,16 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
-from vitfleet.training.cohort_driver import Participant
+from vitfleet.training.cohort_driver import Participant, run_cohort
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 #: Evaluates model weights on the test images of clients' tasks.
 EvaluateTasks: TypeAlias = Callable[[Tensors, Sequence[ClientTask]], list[EvalResult]]
+#: Returns a client's update as a participant of a cohort, before its first step.
+MakeParticipant: TypeAlias = Callable[[Request], Participant[ClientUpdate]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,40 @@ class ClientRuntime:
             request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
         )
         return Participant(self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client))
+
+    def train(
+        self, requests: Sequence[Request], make_participant: MakeParticipant
+    ) -> Iterator[tuple[Reply, ClientUpdate]]:
+        """Train clients together, and yield each one's reply with its update.
+
+        Where captured steps diverged, the client is trained again without them. If it diverges again, training
+        diverges, and no client of this trainer is trained again.
+        """
+        updates = run_cohort([make_participant(request) for request in requests], self.trainer)
+        for request, update in zip(requests, updates, strict=True):
+            reply = self.reply(request, update)
+            doubtful = self.trainer.machine.graphs and not self.trainer.runners.execution.diverged
+            if reply.failure is not None and doubtful:
+                yield self._train_again(request, make_participant(request))
+            else:
+                yield reply, update
+
+    def _train_again(self, request: Request, participant: Participant[ClientUpdate]) -> tuple[Reply, ClientUpdate]:
+        """Train a client with plain steps. If they do not diverge, those that were captured are dropped."""
+        trainer = self.trainer
+        plain = replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
+        (update,) = run_cohort([participant], plain)
+        reply = self.reply(request, update)
+        trainer.runners.execution.add_repeated_client(diverged=reply.failure is not None)
+        if reply.failure is None:
+            trainer.runners.clear()
+            logger.warning(
+                "round %d: captured steps of client %d gave a loss that is not finite, the same steps uncaptured did "
+                "not; the client was trained with these, and steps are captured anew (off: -o machine.graphs=false)",
+                request.round,
+                request.client,
+            )
+        return reply, update
 
     def reply(self, request: Request, update: ClientUpdate) -> Reply:
         """Return the reply to a request: the update's message and evaluation, or that training diverged."""

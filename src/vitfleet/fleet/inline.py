@@ -16,7 +16,7 @@ from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
-from vitfleet.training.cohort_driver import Participant, run_cohort
+from vitfleet.training.cohort_driver import Participant
 from vitfleet.training.machine import thread_limit
 
 # Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
@@ -72,9 +72,8 @@ class InlineFleet:
 
     def _train_in_cohorts(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
         for cohort in batched(requests, self.runtime.trainer.machine.cohort):
-            updates = run_cohort([self._participant(request) for request in cohort], self.runtime.trainer)
-            for request, update in zip(cohort, updates, strict=True):
-                yield self.runtime.reply(request, update), update.client_state
+            for reply, update in self.runtime.train(cohort, self._participant):
+                yield reply, update.client_state
 
     def _train_in_threads(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
         """Train each client in a thread of its own, larger clients first within a window of requests.
@@ -103,8 +102,8 @@ class InlineFleet:
         self, threads: int, request: Request, participant: Participant[ClientUpdate]
     ) -> tuple[Reply, State | None]:
         torch.set_num_threads(threads)  # the setting is per Python thread
-        (update,) = run_cohort([participant], self.runtime.trainer)
-        return self.runtime.reply(request, update), update.client_state
+        ((reply, update),) = self.runtime.train([request], lambda _: participant)
+        return reply, update.client_state
 
     def _participant(self, request: Request) -> Participant[ClientUpdate]:
         shard = self.shard(request.client, request.task_index)

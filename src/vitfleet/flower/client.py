@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -27,7 +28,6 @@ from vitfleet.message import State, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.run.data_info import DataInfo
 from vitfleet.run.model_file import MODEL_FILE, model_info, model_size, write_model
-from vitfleet.training.cohort_driver import run_cohort
 from vitfleet.wire import encoded_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
@@ -89,14 +89,14 @@ class FlowerClient:
         if base is None or state is None:
             return Reply(request.client, None, failure=_state_lost(request.last_round), state_lost=True)
         setup = self._setup(config, payload.run_spec, request.client)
-        participant = setup.runtime.participant(
-            replace(request, message=request.message.to(setup.device)),
-            to_device(base.tensors, setup.device),
-            _client_state(state, setup.device),
-            setup.tasks.train_shard(request.task_index),
+        make_participant = partial(
+            setup.runtime.participant,
+            base_weights=to_device(base.tensors, setup.device),
+            client_state=_client_state(state, setup.device),
+            shard=setup.tasks.train_shard(request.task_index),
         )
-        (update,) = run_cohort([participant], setup.runtime.trainer)
-        reply = setup.runtime.reply(request, update)
+        on_device = replace(request, message=request.message.to(setup.device))
+        ((reply, update),) = setup.runtime.train([on_device], make_participant)
         if reply.message is not None:
             self._save(storage, setup, payload, update)
         return reply

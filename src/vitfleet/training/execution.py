@@ -32,6 +32,8 @@ class ExecutionSummary:
         CUDA graphs that were captured.
     stacking
         How clients were stacked: see :attr:`vitfleet.models.net.Net.stacking`; "none" where they were not.
+    repeated_clients
+        Clients that were trained again without captured steps, because the loss of captured ones was not finite.
     """
 
     clients: RunnerSummary = "none"
@@ -41,6 +43,7 @@ class ExecutionSummary:
     largest_cohort: int = 0
     captured_steps: int = 0
     stacking: Stacking = "none"
+    repeated_clients: int = 0
 
     def __str__(self) -> str:
         words: list[str] = [self.clients]
@@ -50,6 +53,8 @@ class ExecutionSummary:
             words.append(f"stacked {self.largest_cohort} clients" + (" with vmap" if self.stacking == "vmap" else ""))
         if self.captured_steps:
             words.append(f"captured {self.captured_steps} steps")
+        if self.repeated_clients:
+            words.append(f"repeated {self.repeated_clients} clients without capture")
         if self.compiled:
             words.append("compiled")
         if self.kernels:
@@ -69,6 +74,8 @@ class ExecutionLog:
     _largest_cohort: int = 0
     _captured_steps: int = 0
     _stacking: Stacking = "none"
+    _repeated_clients: int = 0
+    _diverged: bool = False
 
     def add_training(self, runner: RunnerName, engine: StepEngine, clients: int, server: bool) -> None:
         """Record a training that took at least one step: of some clients, or of the server."""
@@ -84,6 +91,18 @@ class ExecutionLog:
         with self._lock:
             self._captured_steps += 1
 
+    def add_repeated_client(self, diverged: bool) -> None:
+        """Record that a client was trained again without captured steps, and whether it diverged again."""
+        with self._lock:
+            self._repeated_clients += 1
+            self._diverged |= diverged
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a client that was trained again diverged again."""
+        with self._lock:
+            return self._diverged
+
     def summary(self) -> ExecutionSummary:
         """Return what was recorded so far."""
         with self._lock:
@@ -95,6 +114,7 @@ class ExecutionLog:
                 self._largest_cohort,
                 self._captured_steps,
                 self._stacking,
+                self._repeated_clients,
             )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import torch
 
 from vitfleet.data.batches import EpochBatches
 from vitfleet.training.cohort import Cohort
@@ -14,21 +15,21 @@ from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, EagerRu
 from vitfleet.training.warmup import WarmupTimer
 
 MAX_RUNNERS = 10  # with captured steps
-MAX_GRAPHS = 128  # captured steps, those of dropped runners included
+MAX_GRAPHS = 128  # captured steps, those of dropped runners included: beyond it, the next new runner drops all
 
 
 class RunnerCache:
     """Returns a runner for a group: one with captured steps that serves the group, or a new one.
 
-    The tensors of a runner that was not used for long are freed. Its graphs, which hold no tensors, are kept until all
-    runners are dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
+    With more than ``MAX_RUNNERS``, the tensors of the least recently used runner are freed. Its graphs, which keep no
+    tensors alive, are kept until all are dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
     """
 
     def __init__(self) -> None:
         self.warmup = WarmupTimer()
         self.execution = ExecutionLog()
         self._runners: list[CudaGraphRunner] = []  # the least recently used first
-        self._dropped_graphs: list[Any] = []
+        self._dropped_graphs: list[torch.cuda.CUDAGraph] = []
         self._space: CaptureSpace | None = None
 
     def graph_runner(
@@ -74,7 +75,7 @@ class RunnerCache:
         return EagerRunner(cohort, self.warmup)
 
     def clear(self) -> None:
-        """Drop all captured steps."""
+        """Drop all runners and their captured steps; later ones have another pool and stream."""
         self._runners.clear()
         self._dropped_graphs.clear()
         self._space = None

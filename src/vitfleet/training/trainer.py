@@ -99,9 +99,11 @@ class Trainer:
                 with self.memory_budget.measure(len(group), self.machine.device):
                     return self._fit(group)
             except RuntimeError as error:
-                if len(group) == 1 or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
-            self.runners.clear()
+                self.runners.clear()  # for a single client too: a capture that failed may have destroyed its graph
+                if len(group) == 1:
+                    raise
             torch.cuda.empty_cache()
             num_clients = (len(group) + 1) // 2
         parts = [group[start : start + num_clients] for start in range(0, len(group), num_clients)]

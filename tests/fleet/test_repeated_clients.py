@@ -1,0 +1,84 @@
+"""Clients whose captured steps diverge are trained again without capture; CUDA graphs are emulated on the CPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from conftest import MakeConfig
+from emulated_graphs import EmulatedGraph
+from vitfleet.config.schema import MachineConfig
+from vitfleet.run import setup
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.setup import open_run
+from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.step_runner import CudaGraphRunner
+
+TrainRun: TypeAlias = Callable[..., tuple[list[RoundRecord], dict[str, object]]]
+OVERRIDES = ("fleet.clients=4", "fleet.per_round=4", "rounds=3", "train.epochs=2", "machine.cohort=2")
+
+
+def set_up(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+    return replace(set_up_machine(config, width, client_bytes), graphs=graphs)
+
+
+@pytest.fixture
+def train(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainRun:
+    """Train a small run with captured steps or without; return its records and how its steps were executed."""
+
+    def train_run(graphs: bool, *keys: str) -> tuple[list[RoundRecord], dict[str, object]]:
+        monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
+        monkeypatch.setattr(setup, "set_up_machine", partial(set_up, graphs))
+        folder = tmp_path / f"graphs-{graphs}"
+        run_rounds(open_run(tiny_config(*OVERRIDES, "train.optimizer=sgd", *keys), folder))
+        return list(read_records(folder)), json.loads((folder / "summary.json").read_text())["execution"]
+
+    return train_run
+
+
+def test_clients_of_a_faulty_capture_are_trained_again(
+    captured: list[CudaGraphRunner],
+    train: TrainRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A replay that writes NaN, once, changes no result."""
+    replay, replays = EmulatedGraph.replay, 0
+
+    def faulty_replay(graph: EmulatedGraph) -> None:
+        nonlocal replays
+        replay(graph)
+        replays += 1
+        if replays == 3:
+            next(iter(graph.runner.cohort.leaves.values())).data.fill_(math.nan)
+
+    expected, _ = train(False)
+    monkeypatch.setattr(EmulatedGraph, "replay", faulty_replay)
+    with caplog.at_level(logging.WARNING):
+        records, execution = train(True)
+    assert execution["repeated_clients"] == 2, "both clients of the cohort"
+    assert execution["clients"] == "mixed"
+    assert not any(entry.failure for record in records for entry in record.clients)
+    for record, reference in zip(records, expected, strict=True):
+        assert record.loss == pytest.approx(reference.loss, rel=1e-4)
+    assert "captured steps of client" in caplog.text
+    assert len(caplog.records) == 2
+    steps_before = [id(runner) for runner in captured]
+    assert len(set(steps_before)) > 1, "steps were captured anew"
+
+
+def test_training_that_diverges_is_repeated_once(captured: list[CudaGraphRunner], train: TrainRun) -> None:
+    records, execution = train(True, "train.lr=1e30", "train.momentum=0")
+    assert execution["repeated_clients"] == 1
+    failures = [entry.failure or "" for record in records for entry in record.clients]
+    assert all("training diverged" in failure for failure in failures)
+    assert len(failures) == 12
