@@ -40,7 +40,7 @@ NOT_EXECUTED = {
     r"^vitfleet cost \S*cifar100$": "takes half a minute: sixteen methods with a ViT-B/16",
 }
 # Pages with many training commands, executed by the long tests.
-LONG_PAGES = {"researcher", "lecturer", "continual"}
+LONG_PAGES = {"researcher", "lecturer", "continual", "costs", "methods", "report", "using-models"}
 # What makes a run on digits take about a second.
 SMALL = ("data.limit=200", "rounds=1", "train.epochs=1", "model.dim=16", "model.patch_size=4")
 SMALL_TASKS = ("data.tasks.rounds_per_task=1", "train.epochs=2", "model.dim=16", "model.patch_size=4")

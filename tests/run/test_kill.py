@@ -245,6 +245,7 @@ def test_a_run_killed_at_every_kind_of_write_ends_with_the_same_bytes(
     assert_equal_runs(killed, undisturbed("rounds=2"))
 
 
+@pytest.mark.long
 def test_a_run_killed_while_a_client_state_is_written_ends_with_the_same_bytes(
     runner: MakeRunner, undisturbed: Undisturbed
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_run_killed_while_a_client_state_is_written_ends_with_the_same_bytes(
     assert_equal_runs(killed, undisturbed("method.name=standalone"))
 
 
+@pytest.mark.long
 def test_a_run_killed_within_the_third_task_ends_with_the_same_bytes(
     runner: MakeRunner, undisturbed: Undisturbed
 ) -> None:

@@ -52,9 +52,9 @@ class CaptureSpace:
         The memory pool of the captured steps, an opaque handle. No two of them run at the same time, so they share it.
     stream
         The CUDA stream on which steps are warmed up and captured. Torch keeps one cuBLAS workspace per stream and
-        handle, whose address captured steps contain. Some versions of torch (2.13 is one) free it when any graph captured
-        on the stream is destroyed (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a stream are
-        dropped together.
+        handle, whose address captured steps contain. Some versions of torch (2.13 is one) free it when any graph that
+        was captured on the stream is destroyed (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a
+        stream are dropped together.
         Torch has 32 streams and hands them out in turn.
     """
 
