@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from vitfleet.config.schema import MachineConfig
+from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind
 
 
@@ -33,3 +35,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
     monkeypatch.setattr(CudaGraphRunner, "_warm_up", CudaGraphRunner._step)
     monkeypatch.setattr(CaptureSpace, "create", lambda: CaptureSpace(object(), object()))
     return runners
+
+
+def set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+    """Set up the machine of a run that captures its steps, or not."""
+    return replace(set_up_machine(config, width, client_bytes), graphs=graphs)

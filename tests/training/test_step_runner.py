@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import MakeConfig, MakeShard, MakeTrainer
-from vitfleet.config.schema import MachineConfig
+from emulated_graphs import set_up_with_graphs
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import UserError
 from vitfleet.methods.er import replay_loss
@@ -27,7 +27,6 @@ from vitfleet.run.setup import open_run
 from vitfleet.training import runner_cache
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.memories import EpisodicMemory, ReplayBuffer
 from vitfleet.training.objective import Fit, FitResult, Objective
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
@@ -282,16 +281,12 @@ def test_client_states_are_not_overwritten_by_later_clients(
     losses = []
     monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
     for graphs in (False, True):
-        monkeypatch.setattr(setup, "set_up_machine", partial(_set_up_with_graphs, graphs))
+        monkeypatch.setattr(setup, "set_up_machine", partial(set_up_with_graphs, graphs))
         run_rounds(open_run(config, tmp_path / str(graphs)))
         records = read_records(tmp_path / str(graphs))
         losses.append([entry.numbers["loss"] for record in records for entry in record.clients])
     assert captured
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-def _set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
-    return replace(set_up_machine(config, width, client_bytes), graphs=graphs)
 
 
 def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(

@@ -102,6 +102,7 @@ class InlineFleet:
         self, threads: int, request: Request, participant: Participant[ClientUpdate]
     ) -> tuple[Reply, State | None]:
         torch.set_num_threads(threads)  # the setting is per Python thread
+        # There are threads only on a CPU, where no step is captured: nothing is trained twice.
         ((reply, update),) = self.runtime.train([request], lambda _: participant)
         return reply, update.client_state
 

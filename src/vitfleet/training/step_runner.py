@@ -54,8 +54,8 @@ class CaptureSpace:
         The CUDA stream on which steps are warmed up and captured. Torch keeps one cuBLAS workspace per stream and
         handle, whose address captured steps contain. Some versions of torch (2.13 is one) free it when any graph that
         was captured on the stream is destroyed (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a
-        stream are dropped together.
-        Torch has 32 streams and hands them out in turn.
+        stream are dropped together. (Torch has 32 streams and hands them out in turn: two trainers of one process
+        have different ones unless many are made.)
     """
 
     pool: Any
