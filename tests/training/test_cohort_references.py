@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fits_alone import assert_close, check_against_single_fits, random_weights
+from fits_alone import assert_close, check_against_single_fits, make_group, random_weights
 from torch import Tensor
 
 from conftest import MakeShard, MakeTrainer
@@ -16,7 +16,7 @@ from vitfleet.models.net import Net
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.memories import EpisodicMemory
-from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,21 @@ class LongestReferences:
     def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
         lengths = torch.stack([rows.square().flatten(1).sum(1) for rows in references.gradients.values()]).sum(0)
         return lengths.topk(self.k).indices.sort().values
+
+
+@dataclass(frozen=True)
+class FixedReferences:
+    """Selects the same references in every step."""
+
+    indices: tuple[int, ...]
+    every: int
+
+    @property
+    def k(self) -> int:
+        return len(self.indices)
+
+    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
+        return torch.tensor(self.indices)
 
 
 def make_memory(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
@@ -102,6 +117,31 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
         assert isinstance(fit.memory, EpisodicMemory)
         used = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
         assert float(result.observed["references"]) == result.steps * (used + reference_weights)
+
+
+@pytest.mark.parametrize("indices", [(0, 1), (0, 2), (1, 2), (2, 3)], ids=str)
+def test_selected_parts_are_computed_whole_until_the_next_selection(
+    indices: tuple[int, ...], tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """Parts of 18, 12, 6 and fewer samples: a step computes as many samples of the selected ones as there may be."""
+    trainer = replace(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), parts_at_once=2)
+    preprocess = trainer.preprocess
+    double = replace(preprocess, mean=preprocess.mean.double(), std=preprocess.std.double())
+
+    def train(every: int) -> list[FitResult]:
+        objective = Objective(
+            tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences(indices, every)
+        )
+        fits = [
+            Fit(weights, objective, 1, memory=make_memory(tiny_images, client, 4))
+            for client, weights in enumerate(random_weights(tiny_net))
+        ]
+        return replace(trainer, preprocess=double).fit_cohort(make_group(fits, make_shard))
+
+    kept, selected_anew = train(every=9), train(every=1)
+    assert max(result.steps for result in kept) > 2
+    for result, reference in zip(kept, selected_anew, strict=True):
+        assert_close(result.weights, reference.weights)
 
 
 def test_reference_gradient_is_the_gradient_of_its_memory_part(

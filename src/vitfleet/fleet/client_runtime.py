@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
+import torch
+
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.training.cohort_driver import Participant, run_cohort
 from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.memory_budget import is_out_of_memory
 from vitfleet.training.trainer import Trainer
 
 #: Evaluates model weights on the test images of clients' tasks.
@@ -61,16 +64,43 @@ class ClientRuntime:
         Where captured steps diverged, the client is trained again without them. If it diverges again, training
         diverges, and no client of this trainer is trained again.
         """
-        updates = run_cohort([make_participant(request) for request in requests], self.trainer)
-        for request, update in zip(requests, updates, strict=True):
+        for request, update in self._updates(requests, make_participant):
             reply = self.reply(request, update)
             doubtful = self.trainer.machine.graphs and not self.trainer.runners.execution.diverged
             if reply.failure is not None and doubtful:
-                yield self._train_again(request, make_participant(request))
+                yield self._train_again(request, make_participant(request), reply.failure)
             else:
                 yield reply, update
 
-    def _train_again(self, request: Request, participant: Participant[ClientUpdate]) -> tuple[Reply, ClientUpdate]:
+    def _updates(
+        self, requests: Sequence[Request], make_participant: MakeParticipant
+    ) -> Iterator[tuple[Request, ClientUpdate]]:
+        """Yield the update of each client.
+
+        The trainer divides a training that does not fit in memory. A method's own tensors may not fit either: then the
+        captured steps, which hold tensors of earlier trainings, are dropped, and half of the clients are trained at a
+        time.
+        """
+        runners = self.trainer.runners
+        steps_captured = runners.num_graphs > 0
+        try:
+            updates = run_cohort([make_participant(request) for request in requests], self.trainer)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or (len(requests) == 1 and not steps_captured):
+                raise
+        else:
+            yield from zip(requests, updates, strict=True)
+            return
+        runners.clear()
+        if self.trainer.machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = (len(requests) + 1) // 2
+        for part in (requests[:half], requests[half:]):
+            yield from self._updates(part, make_participant) if part else ()
+
+    def _train_again(
+        self, request: Request, participant: Participant[ClientUpdate], failure: str
+    ) -> tuple[Reply, ClientUpdate]:
         """Train a client with plain steps. If they do not diverge, those that were captured are dropped."""
         trainer = self.trainer
         plain = replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
@@ -80,10 +110,11 @@ class ClientRuntime:
         if reply.failure is None:
             trainer.runners.clear()
             logger.warning(
-                "round %d: captured steps of client %d gave a loss that is not finite, the same steps uncaptured did "
-                "not; the client was trained with these, and steps are captured anew (off: -o machine.graphs=false)",
+                "round %d: captured steps of client %d failed (%s), the same steps uncaptured did not; the client was "
+                "trained with these, and steps are captured anew (off: -o machine.graphs=false)",
                 request.round,
                 request.client,
+                failure,
             )
         return reply, update
 

@@ -87,6 +87,18 @@ class Cohort:
         of_model = {name: weights[name] for name in self.engine.net.anatomy.shapes if name in weights}
         return {**of_model, **composed}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the clients' tensors: inputs, moments of the optimisers, and kept references."""
+        optimizers = [self.optimizer] + ([] if self.companion_optimizer is None else [self.companion_optimizer])
+        tensors = [
+            *self.inputs.tensors(),
+            *self.memory_gradients.selected.values(),
+            *self.memory_gradients.restored.values(),
+            *(tensor for optimizer in optimizers for moment in optimizer.moments for tensor in moment.values()),
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
+
     def first(self, count: int) -> Cohort:
         """Return a cohort of the first ``count`` clients that works on the same memory."""
         if count == self.num_clients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -74,6 +74,11 @@ class CohortInputs:
     memory: Stack
     replay: Stack
     part_widths: tuple[int, ...]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors."""
+        for group in (*self._fixed_stacks, self.observer_state):
+            yield from group.tensors.values()
 
     def first(self, count: int) -> CohortInputs:
         """Return the inputs of the first ``count`` clients: views, not copies."""

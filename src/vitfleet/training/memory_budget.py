@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ USABLE_FRACTION = 0.8  # of the free memory: the allocator leaves gaps
 GPU_SHARE_VARIABLE = "VITFLEET_GPU_SHARE"  # the share of a GPU's memory for each of several runs at a time
 # How errors that are not of torch's own class say that memory is full.
 FULL_MEMORY = ("error: out of memory", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
+CAPTURED_FRACTION = 0.25  # of the memory of a run: more of it is not kept for the tensors of captured steps
 CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to what torch allocates, roughly
 
 
@@ -80,6 +82,14 @@ def memory_fraction(total: int) -> float:
         remedy = "run fewer at a time (--jobs)"
         raise UserError(f"{GPU_SHARE_VARIABLE} = {text}: is too little of {total / 2**30:.0f} GiB; {remedy}")
     return fraction
+
+
+def captured_bytes_limit(device: torch.device) -> float:
+    """Return how much memory the tensors of captured steps may take; there is no limit on a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    total = torch.cuda.get_device_properties(device).total_memory
+    return CAPTURED_FRACTION * memory_fraction(total) * total
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -132,7 +132,8 @@ class MemoryGradients:
         if selector is None or len(widths) <= selector.k:
             return references(memory, widths)
         if not refresh:
-            return references(self.selected, (widths[0],) * selector.k)  # any of them may be the widest
+            # Parts are sorted by falling size and selected in that order: the i-th selected is no larger than the i-th.
+            return references(self.selected, widths[: selector.k])
         return self._select(gradients, references(memory, widths))
 
     def _select(self, gradients: Tensors, candidates: ReferenceGradients) -> ReferenceGradients:

@@ -11,6 +11,7 @@ from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionLog
+from vitfleet.training.memory_budget import captured_bytes_limit
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, EagerRunner, StepRunner
 from vitfleet.training.warmup import WarmupTimer
 
@@ -21,8 +22,9 @@ MAX_GRAPHS = 128  # captured steps, those of dropped runners included: beyond it
 class RunnerCache:
     """Returns a runner for a group: one with captured steps that serves the group, or a new one.
 
-    With more than ``MAX_RUNNERS``, the tensors of the least recently used runner are freed. Its graphs, which keep no
-    tensors alive, are kept until all are dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
+    With more than ``MAX_RUNNERS``, or if the tensors of all take more than their part of the device's memory, the
+    tensors of the least recently used runner are freed. Its graphs, which keep no tensors alive, are kept until all are
+    dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
     """
 
     def __init__(self) -> None:
@@ -57,9 +59,15 @@ class RunnerCache:
         cohort.restart(None, learning_rate)
         runner = CudaGraphRunner(cohort, epoch_batches, self._space, self.warmup, self.execution)
         self._runners.append(runner)
-        if len(self._runners) > MAX_RUNNERS:
+        max_bytes = captured_bytes_limit(engine.machine.device)
+        while len(self._runners) > 1 and (len(self._runners) > MAX_RUNNERS or self.num_bytes > max_bytes):
             self._dropped_graphs += self._runners.pop(0).graphs.values()
         return runner
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory the tensors of all runners take, without what their steps allocate while they run."""
+        return sum(runner.num_bytes for runner in self._runners)
 
     @property
     def num_graphs(self) -> int:

@@ -191,6 +191,11 @@ class CudaGraphRunner:
         self.epoch_number = torch.zeros((), dtype=torch.long, device=device)
         self.graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the tensors that captured steps read and write, without those that they allocate."""
+        return self.cohort.num_bytes + sum(table.nbytes for table in self.tables.tensors())
+
     def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
         """Run the steps of an epoch; the first of a kind eagerly, as the warm-up that a capture needs."""
         self.epoch_number.fill_(epoch)
