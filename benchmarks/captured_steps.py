@@ -1,0 +1,155 @@
+"""Find the first training of a run whose captured steps go wrong, and what about them is wrong.
+
+Example, on a GPU::
+
+    python benchmarks/captured_steps.py fedvit-layers-cifar100 -o machine.compile=true --data-dir data --stop-after 25
+
+Every training whose results are not finite is repeated from the same inputs: with the same captured steps, with steps
+that are captured anew, with compiled steps that are not captured, with plain steps of all clients together, and with
+plain steps of one client at a time. Where only the first is wrong again, something has written into the memory of
+captured steps; where the first two are, the capture is wrong; where the first three are, the compiled code is. With
+``--all`` every training is also compared with plain steps, and the largest difference of each kind is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from vitfleet.config import load_config
+from vitfleet.message import all_finite
+from vitfleet.run.callbacks import Callback, StopRun
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import RoundRecord
+from vitfleet.run.setup import open_run
+from vitfleet.run.state import RunState
+from vitfleet.training.cohort_inputs import ClientFit
+from vitfleet.training.objective import FitResult
+from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.trainer import Trainer
+
+fit_group = Trainer._fit
+
+
+@dataclass
+class Stop(Callback):
+    """Stops the run after a round."""
+
+    after: int
+
+    def on_round_end(self, state: RunState, record: RoundRecord) -> StopRun | None:
+        return StopRun("--stop-after") if record.round == self.after else None
+
+
+@dataclass
+class Check:
+    """Checks the results of every captured training.
+
+    Attributes
+    ----------
+    compare_all
+        Whether trainings with finite results are compared with plain ones too.
+    differences
+        The largest relative difference of weights, by kind of training.
+    """
+
+    compare_all: bool
+    checked: int = 0
+    differences: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+        results = fit_group(trainer, group)
+        if not trainer.machine.graphs or not len(group[0]):
+            return results
+        self.checked += 1
+        if not is_finite(results):
+            report(trainer, group, results)
+        elif self.compare_all:
+            plain = fit_group(plain_trainer(trainer), group)
+            kind = describe(group)
+            self.differences[kind] = max(self.differences.get(kind, 0.0), largest_difference(results, plain))
+        return results
+
+
+def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitResult]) -> None:
+    """Print what went wrong, and repeat the training in other ways."""
+    print(f"round {group[0].rng.round}: {describe(group)}; clients {[client.rng.client for client in group]}")
+    for client_fit, result in zip(group, results, strict=True):
+        wrong = [name for name, tensor in result.weights.items() if not all_finite([tensor])]
+        losses = f"loss {float(result.loss):.4g}, {float(result.finite_steps):.0f} of {result.steps} steps finite"
+        print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite {wrong[:4]}")
+    captured_anew = replace(trainer, runners=RunnerCache())
+    compiled = replace(trainer, machine=replace(trainer.machine, graphs=False))
+    plain = plain_trainer(trainer)
+    ways: dict[str, Callable[[], list[FitResult]]] = {
+        "the same captured steps": lambda: fit_group(trainer, group),
+        "captured anew": lambda: fit_group(captured_anew, group),
+        "compiled, not captured": lambda: fit_group(compiled, group),
+        "plain, clients together": lambda: fit_group(plain, group),
+        "plain, clients alone": lambda: [fit_group(plain, [client_fit])[0] for client_fit in group],
+    }
+    for name, train in ways.items():
+        finite = [is_finite([result]) for result in train()]
+        print(f"  {name}: {sum(finite)} of {len(finite)} clients finite", flush=True)
+
+
+def plain_trainer(trainer: Trainer) -> Trainer:
+    """Return the trainer without captured and compiled steps."""
+    return replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
+
+
+def describe(group: Sequence[ClientFit]) -> str:
+    """Return what kind of training it is."""
+    fit = group[0].fit
+    parts = 0 if fit.memory is None else len(fit.memory)
+    extras = [
+        f"{parts} stored tasks" if parts else "",
+        "other weights" if fit.reference_weights is not None else "",
+        "an observer" if fit.objective.observer is not None else "",
+    ]
+    names = ", ".join(extra for extra in extras if extra)
+    return f"{len(fit.objective.trainable)} tensors train" + (f", with {names}" if names else "")
+
+
+def is_finite(results: Sequence[FitResult]) -> bool:
+    """Whether the losses and the weights of all results are finite."""
+    return all(all_finite([result.loss, *result.weights.values()]) for result in results)
+
+
+def largest_difference(results: Sequence[FitResult], reference: Sequence[FitResult]) -> float:
+    """Return the largest distance of a client's weights from the reference's, relative to their length."""
+    ratios = []
+    for result, expected in zip(results, reference, strict=True):
+        pairs = [(result.weights[name].double(), expected.weights[name].double()) for name in result.weights]
+        distance = sum(float((one - other).square().sum()) for one, other in pairs)
+        ratios.append((distance / sum(float(other.square().sum()) for _, other in pairs)) ** 0.5)
+    return max(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="key=value")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--stop-after", type=int, metavar="ROUND", default=0)
+    parser.add_argument("--all", action="store_true", help="compare every training with plain steps")
+    args = parser.parse_args()
+    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
+    context = open_run(config, Path(tempfile.mkdtemp()))
+    check = Check(args.all)
+    Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
+    run_rounds(context, callbacks=[Stop(args.stop_after)])
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"{check.checked} captured trainings checked; {device}, torch {torch.__version__}")
+    print(context.trainer.execution_summary())
+    for kind, difference in check.differences.items():
+        print(f"{difference:.2e} largest difference: {kind}")
+
+
+if __name__ == "__main__":
+    main()
