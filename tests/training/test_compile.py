@@ -18,6 +18,7 @@ from vitfleet.models.net import Net
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.machine import set_up_machine
 from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
 
 
@@ -61,6 +62,26 @@ def test_a_block_is_compiled_once_for_any_number_of_clients(
     # The preprocessing; one for blocks that train and one for those that do not; the last client of a group, alone, is
     # another of each.
     assert len(compilations) <= 1 + (2 if whole else 4)
+
+
+def test_captured_steps_of_a_compiled_model_have_two_clients(
+    tiny_net: Net,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    compilations: list[int],
+    captured: list[CudaGraphRunner],
+) -> None:
+    """A client that has steps of its own is accompanied by one that skips them: no compilation for one client."""
+    trainer = make_trainer(batch_size=4, optimizer="sgd")
+    graphed = replace(trainer, machine=replace(trainer.machine, compile=True, graphs=True))
+    sizes, whole = [40, 20, 8], tiny_net.anatomy.whole
+    expected = fit_clients(trainer, tiny_net, whole, make_shard, sizes)
+    for left, right in zip(fit_clients(graphed, tiny_net, whole, make_shard, sizes), expected, strict=True):
+        assert left.steps == right.steps
+        for name, tensor in right.weights.items():
+            torch.testing.assert_close(left.weights[name], tensor, rtol=1e-4, atol=1e-5)
+    assert {kind.num_clients for kind in captured[0].graphs} == {3, 2}
+    assert len(compilations) <= 1 + 1
 
 
 def test_server_and_clients_compile_once_each(
