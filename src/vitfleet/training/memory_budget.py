@@ -21,7 +21,7 @@ USABLE_FRACTION = 0.8  # of the free memory: the allocator leaves gaps
 GPU_SHARE_VARIABLE = "VITFLEET_GPU_SHARE"  # the share of a GPU's memory for each of several runs at a time
 # How errors that are not of torch's own class say that memory is full.
 FULL_MEMORY = ("error: out of memory", "backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "[CUDA]: out of memory")
-CAPTURED_FRACTION = 0.25  # of the memory of a run: more of it is not kept for the tensors of captured steps
+CAPTURED_FRACTION = 0.5  # of the memory of a run: no more of it is kept for the tensors of captured steps
 CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to what torch allocates, roughly
 
 
