@@ -167,6 +167,8 @@ def init_normal_(tensor: Tensor, std: float) -> None:
 
     torch's ``trunc_normal_`` draws by other ways in other versions.
     """
+    if tensor.is_meta:  # nothing to draw, and torch computes the shapes of these operations in Python
+        return
     with torch.no_grad():
         tensor.uniform_(-1, 1).erfinv_().mul_(std * math.sqrt(2)).clamp_(-2, 2)
 
