@@ -133,7 +133,8 @@ class PlainViT(nn.Module):
         self.head = nn.Linear(dim, classes)
         # In timm's order: the same seed gives the same weights.
         init_normal_(self.pos_embed, INIT_STD)
-        nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
+        if not self.cls_token.is_meta:
+            nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
         self.apply(_init_linear)
 
     def get_classifier(self) -> nn.Module:
