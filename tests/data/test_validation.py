@@ -27,6 +27,8 @@ from vitfleet.run.data_info import read_data_info
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 
+pytestmark = pytest.mark.usefixtures("without_figure_files")
+
 SMALL: dict[str, Any] = {"rounds": 2, "fleet.clients": 4, "fleet.per_round": 2, "train.epochs": 1}
 TASKS: dict[str, Any] = {"data.tasks": {"count": 2, "classes": 5, "rounds_per_task": 1, "share": [0.1, 0.5]}}
 
