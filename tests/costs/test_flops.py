@@ -168,7 +168,7 @@ def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_confi
     assert {entry.down_bytes for entry in record.clients} == {message_bytes + base_bytes}
 
 
-SMALL_FLEET = ("fleet.clients=4", "model.patch_size=2")
+SMALL_FLEET = ("fleet.clients=3", "fleet.per_round=2", "model.patch_size=2")
 TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
 
 
