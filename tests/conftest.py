@@ -55,6 +55,7 @@ pytest_plugins = [
     "made_photos",
     "made_runs",
     "made_sets",
+    "shared_work",
 ]  # modules of fixtures
 
 CLASSES = 5
@@ -89,13 +90,18 @@ class InterruptAfter(Callback):
 # Files that take longest, in the order in which they are started: at the end of a run all cores should be busy.
 SLOW_FILES = (
     "flower/test_fault_injection.py",
-    "test_cli.py",
-    "test_notebooks.py",
     "run/test_continual.py",
-    "run/test_kill.py",
-    "test_docs.py",
-    "fleet/test_distributed.py",
+    "test_cli.py",
     "flower/test_real_fleet.py",
+    "flower/test_flower_fleet.py",
+    "run/test_kill.py",
+    "fleet/test_distributed.py",
+    "models/test_net.py",
+    "costs/test_flops.py",
+    "test_notebooks.py",
+    "training/test_cohort_references.py",
+    "test_docs.py",
+    "run/test_loop.py",
     "flower/test_worker.py",
     "test_example_package.py",
 )

@@ -291,6 +291,7 @@ def test_a_run_interrupted_during_setup_can_be_resumed(
     assert rounds_done(folder) == 3
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_run_without_a_configuration_compares_three_methods_on_one_partition(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options("data.limit=150", "train.epochs=1", "rounds=1")
     result = vitfleet(tmp_path, "run", *sizes, "--out", "both")
@@ -323,6 +324,7 @@ def test_run_without_a_configuration_compares_three_methods_on_one_partition(vit
     assert (removed / "records.jsonl").read_bytes() == records
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_compare_over_seeds_prints_mean_and_spread(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options(*SMALL, "rounds=1")
     result = vitfleet(tmp_path, "compare", "digits", *sizes, "--seeds", "0,1", "--out", "seeds")
@@ -336,6 +338,7 @@ def test_compare_over_seeds_prints_mean_and_spread(vitfleet: Command, tmp_path: 
         assert f"--seeds {seeds}: must be whole numbers" in wrong.stderr
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_compare_names_a_run_that_fails_and_finishes_the_others(vitfleet: Command, tmp_path: Path) -> None:
     sizes = options(*SMALL, "rounds=1")
     methods = ["--method", "fedavg", "--method", "fedprox data.name=folder data.path=nowhere"]

@@ -159,11 +159,9 @@ def test_documented_command_parses(command: DocumentedCommand) -> None:
     [pytest.param(page, marks=pytest.mark.long) if page.stem in LONG_PAGES else page for page in DOCUMENTS],
     ids=identify,
 )
-def test_documented_commands_execute(
-    document: Path, vitfleet: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("without_figure_files")
+def test_documented_commands_execute(document: Path, vitfleet: Command, tmp_path: Path) -> None:
     """Execute the cheap commands of a document one after the other in one folder, as a reader would."""
-    monkeypatch.setattr("vitfleet.report.write.can_draw", lambda: False)  # figure files take most of the time
     for command in commands_of(document):
         if command.reason_not_to_execute is None:
             result = vitfleet(tmp_path, *command.arguments, *reduction(command.arguments))
@@ -181,6 +179,7 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
     return [part for override in overrides for part in ("-o", override)]
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_python_code_of_the_readme_executes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(

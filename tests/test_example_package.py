@@ -16,6 +16,8 @@ from vitfleet.run.callbacks import Callback
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 
+pytestmark = pytest.mark.usefixtures("without_figure_files")
+
 PACKAGE = Path(__file__).parents[1] / "examples" / "plugin-package"
 PLUGIN = PACKAGE / "src" / "vitfleet_example" / "plugin.py"
 CONFIG = PACKAGE / "fedavgm-shapes.toml"

@@ -11,11 +11,13 @@ import pytest
 from conftest import Command
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_new_method_runs_and_its_test_passes(vitfleet: Command, tmp_path: Path) -> None:
     written = vitfleet(tmp_path, "new", "method", "fed-mine")
     assert written.returncode == 0, written.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"fed_mine.py", "test_fed_mine.py", "fed-mine.toml"}
-    done = vitfleet(tmp_path, "run", "fed-mine.toml", "-o", "rounds=1", "--out", "run")
+    sizes = ("-o", "rounds=1", "-o", "data.limit=200", "-o", "train.epochs=1")
+    done = vitfleet(tmp_path, "run", "fed-mine.toml", *sizes, "--out", "run")
     assert done.returncode == 0, done.stderr
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_fed_mine.py"],

@@ -67,6 +67,7 @@ def test_table_has_means_and_deviations_over_seeds(tmp_path: Path) -> None:
     assert "fedavg, standalone" in repr(vitfleet.load_comparison(tmp_path / "both"))
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_table_is_a_list_of_rows_without_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = vitfleet.train("digits", overrides=SMALL, out=tmp_path / "run")
     monkeypatch.setitem(sys.modules, "pandas", None)

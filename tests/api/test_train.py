@@ -20,6 +20,8 @@ from vitfleet.methods.fedprox import FedProx, FedProxParams
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 
+pytestmark = pytest.mark.usefixtures("without_figure_files")
+
 SMALL: dict[str, Any] = {"rounds": 2, "fleet.clients": 4, "fleet.per_round": 2, "data.limit": 200, "train.epochs": 1}
 
 

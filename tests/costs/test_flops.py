@@ -168,8 +168,8 @@ def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_confi
     assert {entry.down_bytes for entry in record.clients} == {message_bytes + base_bytes}
 
 
-SMALL_FLEET = ("fleet.clients=4", "model.patch_size=2")
-TASKS = ("data.tasks.count=4", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
+SMALL_FLEET = ("fleet.clients=3", "fleet.per_round=2", "model.patch_size=2")
+TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=2")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_round_flops_match_torch_flop_counter_during_training(
     """The clients return after a pause, miss tasks, and accumulate stored samples."""
     table = {**table, "head_epochs": 1} if table["name"] == "fedvit" else table
     keys = [f"method.{key}={value}" for key, value in table.items()]
-    config = tiny_config(*keys, *TASKS, "rounds=8", "train.epochs=2", "train.batch_size=8", *SMALL_FLEET)
+    config = tiny_config(*keys, *TASKS, "rounds=6", "train.epochs=2", "train.batch_size=8", *SMALL_FLEET)
     torch_flops: list[int] = []
     fit_cohort = Trainer.fit_cohort
 
@@ -219,7 +219,7 @@ def test_round_flops_match_torch_flop_counter_during_training(
     state = load_state(context)
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    for round in range(1, 9):
+    for round in range(1, 7):
         torch_flops.clear()
         state, record = run_round(context, state, round)
         counted = sum(entry.gflops or 0.0 for entry in record.clients)
@@ -240,11 +240,11 @@ def test_round_flops_match_torch_flop_counter_during_training(
 
 
 def test_dry_run_bounds_implausible_stored_sample_counts(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context = open_run(tiny_config("method.name=gem", *TASKS, "rounds=8"), tmp_path)
+    context = open_run(tiny_config("method.name=gem", *TASKS, "rounds=6"), tmp_path)
     cost_model, labels = context.cost_model, np.zeros(4, dtype=np.int64)
     valid, out_of_range, wrong_type = (
-        cost_model.round_flops(cost_model.dry_run(8, 0, labels, 3, {"stored": stored}), 4)
-        for stored in ([8, 8, 8], [10**30, -5, 8, 8, 8], 7)
+        cost_model.round_flops(cost_model.dry_run(6, 0, labels, 2, {"stored": stored}), 4)
+        for stored in ([8, 8], [10**30, -5, 8, 8], 7)
     )
     assert 0 < wrong_type < valid < out_of_range
 

@@ -144,6 +144,7 @@ def test_images_that_take_too_much_of_the_disk_are_decoded_again(
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.usefixtures("without_figure_files")
 def test_a_comparison_decodes_once(
     jobs: int, photos: DataConfig, decoded: list[str], tiny_overrides: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def garbage(data: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "standalone", "eftvit"])
+@pytest.mark.usefixtures("without_figure_files")
 def test_test_images_change_nothing(method: str, tmp_path: Path) -> None:
     labels = [0, 1, 2, 3] * 60
     images = numbered(labels)
@@ -133,6 +134,7 @@ def test_run_resumes_with_the_same_validation_images(more: dict[str, Any], tmp_p
     assert run.summary["eval_split"] == "validation"
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_validation_images_are_the_same_for_every_method_and_seed(tmp_path: Path) -> None:
     keys = {**SMALL, "rounds": 1, "data.limit": 200, "data.validation": 0.1, "data.partition.kind": "iid"}
     compared = vitfleet.compare(
@@ -143,6 +145,7 @@ def test_validation_images_are_the_same_for_every_method_and_seed(tmp_path: Path
     assert {summary["eval_split"] for row in compared.result.rows for summary in row.summaries} == {"validation"}
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_report_summary_and_data_file_name_the_validation_images(tmp_path: Path) -> None:
     run = vitfleet.train("digits", overrides={**SMALL, "data.validation": 0.2, "data.limit": 200}, out=tmp_path / "run")
     assert read_data_info(run.path).eval_split == "validation"

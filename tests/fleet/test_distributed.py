@@ -28,7 +28,8 @@ CASES = {
     "diverging": ["method.name=fedavg", "train.lr=1e30"],
     "stopping": ["rounds=9", "callbacks={early_stopping={patience=1, min_delta=1.0}, best_model={}}"],
 }
-TASKS = ["data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2", "model.dim=16", "model.depth=2"]
+TASKS = ["data.limit=800", "data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2"]
+TASKS += ["model.dim=16", "model.depth=2", "model.patch_size=4"]
 
 # `vitfleet run` on each rank, for several folders in one call of torchrun, which takes seconds to start.
 RUN_ALL = """

@@ -35,6 +35,7 @@ from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size
 
 TINY = (
+    "data.limit=800",
     "data.tasks.count=3",
     "data.tasks.rounds_per_task=2",
     "model.dim=16",
@@ -74,9 +75,15 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunContext, State]:
+    """Return a finished run of FedViT without layers and masks, and the server's last state."""
+    return finish(tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.parametrize("key", ["send_layers=2", "body_mask_ratio=0.0"])
-def test_all_layers_or_no_mask_is_plain_fedvit(key: str, tmp_path: Path) -> None:
-    plain, plain_server = finish(tmp_path / "plain")
+def test_all_layers_or_no_mask_is_plain_fedvit(key: str, plain_run: tuple[RunContext, State], tmp_path: Path) -> None:
+    plain, plain_server = plain_run
     composed, server = finish(tmp_path / "composed", f"method.{key}")
     assert_equal(dict(server.tensors), dict(plain_server.tensors))
     assert_equal(client_tensors(composed), client_tensors(plain))

@@ -30,6 +30,7 @@ def tiny(method: str, *overrides: str) -> Config:
         "fedvit-digits",
         [
             f"method.name={method}",
+            "data.limit=500",
             "data.tasks.rounds_per_task=1",
             "data.tasks.count=2",
             "model.dim=16",

@@ -67,6 +67,7 @@ def test_page_contains_command_and_configuration(make_run: MakeRun) -> None:
     assert "&quot;warmup_rounds&quot;: 0" in page
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_report_folder_is_that_of_a_single_run_or_a_new_one(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_report_folder_is_that_of_a_single_run_or_a_new_one(
     assert report_folder([run, other], tmp_path / "here") == tmp_path / "here"
 
 
+@pytest.mark.usefixtures("without_figure_files")
 def test_watched_page_refreshes_until_runs_are_finished(make_run: MakeRun) -> None:
     run, whole = make_run("a", finished_rounds=2), make_run("whole")
     pages: list[str] = []

@@ -29,6 +29,7 @@ from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 
 TINY = (
+    "data.limit=800",
     "data.tasks.rounds_per_task=2",
     "model.dim=16",
     "model.depth=2",

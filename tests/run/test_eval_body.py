@@ -22,7 +22,7 @@ MODEL = ("model.dim=16", "model.depth=2", "model.heads=2", "model.patch_size=4",
 
 
 def tasks(*overrides: str) -> Config:
-    keys = "data.tasks.rounds_per_task=2", "data.tasks.count=2", "train.epochs=2", "fleet.clients=4"
+    keys = "data.tasks.rounds_per_task=2", "data.tasks.count=2", "train.epochs=2", "fleet.clients=4", "data.limit=800"
     return load_config("fedvit-digits", [*MODEL, *keys, "fleet.per_round=2", *overrides])
 
 

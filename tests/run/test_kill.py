@@ -1,7 +1,8 @@
 """A run that is killed at any moment, also during a write, resumes and ends with the same bytes.
 
 Random kills hit what takes time: setup, training, evaluation. Writes take almost none, so two more kinds of test slow
-them down: one that kills at every kind of write in turn, and random kills of a run with slow writes.
+them down: one that stops at every kind of write in turn and is killed there, and random kills of a run with slow
+writes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +36,7 @@ FORKS.set_forkserver_preload(
 )
 
 Moment: TypeAlias = Callable[[], bool]
+LONG_PAUSE_S = 10.0
 
 
 def slowed(action: Callable[..., Any], before: float, after: float) -> Callable[..., Any]:
@@ -46,11 +49,8 @@ def slowed(action: Callable[..., Any], before: float, after: float) -> Callable[
     return act
 
 
-def command(arguments: Sequence[str], pause: float, log: Path) -> None:
-    """Run the command in this process, with pauses around renaming temporary files and before removing files."""
-    with log.open("ab") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+def slow_down(pause: float) -> None:
+    """Pause around renaming temporary files and before removing files."""
     for owner, name, before, after in (
         (os, "fsync", pause, 0.0),
         (os, "replace", 0.0, pause),
@@ -58,6 +58,40 @@ def command(arguments: Sequence[str], pause: float, log: Path) -> None:
         (Path, "unlink", pause, 0.0),
     ):
         setattr(owner, name, slowed(getattr(owner, name), before, after))
+
+
+@dataclass(frozen=True)
+class HalfWritten:
+    """The files of a folder that exist only while they are written, or whose names a manifest does not have yet."""
+
+    folder: Path
+    patterns: tuple[str, ...]
+
+    def paths(self) -> list[Path]:
+        return [path for pattern in self.patterns for path in self.folder.glob(pattern)]
+
+    def include(self, file: int) -> bool:
+        return any(os.path.samestat(os.fstat(file), path.stat()) for path in self.paths())
+
+
+def stop_at(files: HalfWritten) -> None:
+    """Pause before one of these files is made durable, long enough to be killed there."""
+    make_durable = os.fsync
+
+    def pause_and_make_durable(file: int) -> None:
+        if files.include(file):
+            time.sleep(LONG_PAUSE_S)
+        make_durable(file)
+
+    os.fsync = pause_and_make_durable  # type: ignore[assignment]
+
+
+def command(arguments: Sequence[str], slow: Callable[[], None], log: Path) -> None:
+    """Run the command in this process, with slow writes."""
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    slow()
     sys.argv = ["vitfleet", *arguments]
     main()
 
@@ -70,21 +104,21 @@ class Runner:
     arguments: Sequence[str]
     pause: float
 
-    def start(self, pause: float) -> ForkServerProcess:
+    def start(self, slow: Callable[[], None]) -> ForkServerProcess:
         exists = (self.folder / "config.json").exists()
         words = ["resume", self.folder] if exists else ["run", "digits", *self.arguments, "--out", self.folder]
-        process = FORKS.Process(target=command, args=([*map(str, words)], pause, self._log))
+        process = FORKS.Process(target=command, args=([*map(str, words)], slow, self._log))
         process.start()
         return process
 
     def finish(self) -> None:
-        process = self.start(pause=0.0)  # writes need not be slow any more
+        process = self.start(partial(slow_down, 0.0))  # writes need not be slow any more
         process.join(timeout=240)
         assert process.exitcode == 0, self.log()
 
-    def kill_at(self, moment: Moment) -> bool:
+    def kill_at(self, moment: Moment, slow: Callable[[], None] | None = None) -> bool:
         """Start the run, kill it at a moment, and return whether it was still running."""
-        process = self.start(self.pause)
+        process = self.start(slow or partial(slow_down, self.pause))
         while not moment():
             if process.exitcode is not None:
                 assert process.exitcode == 0, self.log()
@@ -203,19 +237,21 @@ def test_a_run_killed_three_times_ends_with_the_same_bytes(runner: MakeRunner, u
     assert (killed.folder / "best.safetensors").exists()
 
 
-def half_written(runner: Runner, write: str) -> Moment:
+def half_written(runner: Runner, write: str) -> tuple[Moment, HalfWritten]:
     """Return the moment at which a temporary file is not yet renamed, or a state is not yet in the manifest."""
     name = Path(write).name
-    temporary = [str(Path(write).with_name(file)) for file in (f".{name}.tmp", f"{name}.tmp")]
     manifest = runner.folder / "checkpoint" / "checkpoint.json"
+    if not write.startswith("checkpoint/") or write.endswith(manifest.name):
+        temporary = tuple(str(Path(write).with_name(file)) for file in (f".{name}.tmp", f"{name}.tmp"))
+        files = HalfWritten(runner.folder, temporary)
+        return lambda: bool(files.paths()), files
+    files = HalfWritten(runner.folder, (write,))
 
     def now() -> bool:
-        if not write.startswith("checkpoint/") or write.endswith(manifest.name):
-            return any(True for file in temporary for _ in runner.folder.glob(file))
         named = manifest.read_text() if manifest.exists() else ""
-        return any(path.name not in named for path in runner.folder.glob(write))
+        return any(path.name not in named for path in files.paths())
 
-    return now
+    return now, files
 
 
 def recorded_but_not_checkpointed(runner: Runner) -> Moment:
@@ -226,7 +262,7 @@ def recorded_but_not_checkpointed(runner: Runner) -> Moment:
 def test_a_run_killed_at_every_kind_of_write_ends_with_the_same_bytes(
     runner: MakeRunner, undisturbed: Undisturbed
 ) -> None:
-    killed = runner("killed", "rounds=2", pause=0.15)
+    killed = runner("killed", "rounds=2")
     for write in (
         "config.json",
         "partition.json",
@@ -235,8 +271,8 @@ def test_a_run_killed_at_every_kind_of_write_ends_with_the_same_bytes(
         "model.safetensors",
         "summary.json",
     ):
-        moment = half_written(killed, write)
-        assert killed.kill_at(moment), f"{write} was never seen half written\n{killed.log()}"
+        moment, files = half_written(killed, write)
+        assert killed.kill_at(moment, partial(stop_at, files)), f"{write} was never seen half written\n{killed.log()}"
         assert moment()
         if write == "checkpoint/server-*":
             between = recorded_but_not_checkpointed(killed)
@@ -249,10 +285,10 @@ def test_a_run_killed_at_every_kind_of_write_ends_with_the_same_bytes(
 def test_a_run_killed_while_a_client_state_is_written_ends_with_the_same_bytes(
     runner: MakeRunner, undisturbed: Undisturbed
 ) -> None:
-    killed = runner("killed", "method.name=standalone", pause=0.15)
+    killed = runner("killed", "method.name=standalone")
     # Observable only in the second round, when the states of the first one are in a checkpoint.
-    moment = half_written(killed, "checkpoint/client-*-round-000002.safetensors")
-    assert killed.kill_at(moment), killed.log()
+    moment, files = half_written(killed, "checkpoint/client-*-round-000002.safetensors")
+    assert killed.kill_at(moment, partial(stop_at, files)), killed.log()
     assert moment()
     assert killed.round() == 1
     killed.finish()

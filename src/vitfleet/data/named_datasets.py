@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +91,12 @@ def _read_digits() -> RawDataset:
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
         raise DataError(f"digits come with scikit-learn, but {file} is missing; reinstall scikit-learn")
+    return _encode_digits(file)
+
+
+@cache
+def _encode_digits(file: Path) -> RawDataset:
+    """Read and encode the digits once in a process: its runs share them."""
     table = np.loadtxt(file, delimiter=",")
     images = table[:, :-1].reshape(-1, DIGITS_SIDE, DIGITS_SIDE)
     pixels: NDArray[np.uint8] = np.round(images * (255 / 16)).astype(np.uint8)

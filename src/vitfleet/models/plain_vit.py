@@ -133,7 +133,8 @@ class PlainViT(nn.Module):
         self.head = nn.Linear(dim, classes)
         # In timm's order: the same seed gives the same weights.
         init_normal_(self.pos_embed, INIT_STD)
-        nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
+        if not self.cls_token.is_meta:
+            nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
         self.apply(_init_linear)
 
     def get_classifier(self) -> nn.Module:
@@ -167,6 +168,8 @@ def init_normal_(tensor: Tensor, std: float) -> None:
 
     torch's ``trunc_normal_`` draws by other ways in other versions.
     """
+    if tensor.is_meta:  # nothing to draw, and torch computes the shapes of these operations in Python
+        return
     with torch.no_grad():
         tensor.uniform_(-1, 1).erfinv_().mul_(std * math.sqrt(2)).clamp_(-2, 2)
 
