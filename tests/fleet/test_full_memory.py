@@ -20,7 +20,7 @@ from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.runner_cache import RunnerCache
 
 
-class Cohorts:
+class LimitedMemory:
     """Replaces the training of cohorts: one of more than ``fitting`` clients does not fit in memory."""
 
     def __init__(self, fitting: int, error: Exception | None = None) -> None:
@@ -42,7 +42,7 @@ def runtime(make_trainer: MakeTrainer) -> ClientRuntime:
 
 
 def train(runtime: ClientRuntime, images: ImageSet, num_clients: int) -> list[int]:
-    """Train some clients; return the number of each one's reply."""
+    """Train some clients; return the client of each reply."""
 
     def participant(request: Request) -> Participant[Any]:
         update = ClientUpdate(Message(numbers={"loss": 0.5, "client": request.client}), {}, None)
@@ -58,10 +58,12 @@ def train(runtime: ClientRuntime, images: ImageSet, num_clients: int) -> list[in
 def test_half_of_the_clients_are_trained_at_a_time(
     runtime: ClientRuntime, tiny_images: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cohorts = Cohorts(fitting=2)
-    monkeypatch.setattr(client_runtime, "run_cohort", cohorts.run)
+    memory = LimitedMemory(fitting=2)
+    monkeypatch.setattr(client_runtime, "run_cohort", memory.run)
     assert train(runtime, tiny_images, 7) == list(range(7))
-    assert cohorts.sizes == [7, 4, 2, 2, 3, 2, 1]
+    assert memory.sizes == [7, 4, 2, 2, 2, 1], "the number that fits is remembered"
+    assert train(runtime, tiny_images, 5) == list(range(5))
+    assert memory.sizes[6:] == [2, 2, 1], "in later rounds too"
 
 
 def test_captured_steps_are_dropped_before_a_single_client_fails(
@@ -70,19 +72,19 @@ def test_captured_steps_are_dropped_before_a_single_client_fails(
     dropped: list[RunnerCache] = []
     monkeypatch.setattr(RunnerCache, "num_graphs", property(lambda self: 0 if dropped else 3))
     monkeypatch.setattr(RunnerCache, "clear", lambda self: dropped.append(self))
-    cohorts = Cohorts(fitting=0)
-    monkeypatch.setattr(client_runtime, "run_cohort", cohorts.run)
+    memory = LimitedMemory(fitting=0)
+    monkeypatch.setattr(client_runtime, "run_cohort", memory.run)
     with pytest.raises(torch.OutOfMemoryError):
         train(runtime, tiny_images, 1)
-    assert cohorts.sizes == [1, 1], "with captured steps, and without them"
+    assert memory.sizes == [1, 1], "with captured steps, and without them"
     assert len(dropped) == 1
 
 
 def test_other_errors_are_raised_at_once(
     runtime: ClientRuntime, tiny_images: ImageSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cohorts = Cohorts(fitting=0, error=RuntimeError("shape mismatch"))
-    monkeypatch.setattr(client_runtime, "run_cohort", cohorts.run)
+    memory = LimitedMemory(fitting=0, error=RuntimeError("shape mismatch"))
+    monkeypatch.setattr(client_runtime, "run_cohort", memory.run)
     with pytest.raises(RuntimeError, match="shape mismatch"):
         train(runtime, tiny_images, 4)
-    assert cohorts.sizes == [4]
+    assert memory.sizes == [4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from fits_alone import assert_close, check_against_single_fits, make_group, rand
 from torch import Tensor
 
 from conftest import MakeShard, MakeTrainer
+from vitfleet.costs.cost_model import stored_passes
+from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.training.cohort import Cohort
 from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.engine import StepEngine
 from vitfleet.training.memories import EpisodicMemory
 from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step
 
@@ -119,7 +123,7 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
         assert float(result.observed["references"]) == result.steps * (used + reference_weights)
 
 
-@pytest.mark.parametrize("indices", [(0, 1), (0, 2), (1, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("indices", [(0, 1), (2, 0), (1, 2), (2, 3)], ids=str)
 def test_selected_parts_are_computed_whole_until_the_next_selection(
     indices: tuple[int, ...], tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
@@ -142,6 +146,33 @@ def test_selected_parts_are_computed_whole_until_the_next_selection(
     assert max(result.steps for result in kept) > 2
     for result, reference in zip(kept, selected_anew, strict=True):
         assert_close(result.weights, reference.weights)
+
+
+def test_images_of_selected_parts_are_counted_as_they_are_computed(
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    forward = StepEngine.forward
+
+    def count_stored(
+        self: StepEngine, weights: Tensors, images: Tensor, batch: Batch | None, *args: Any, **keys: Any
+    ) -> Any:
+        if batch is None:
+            computed.append(len(images))
+        return forward(self, weights, images, batch, *args, **keys)
+
+    monkeypatch.setattr(StepEngine, "forward", count_stored)
+    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences((3, 1), every=3))
+    fit = Fit(tiny_net.initial_weights(), objective, 1, memory=make_memory(tiny_images, 0, 4))
+    result = make_trainer(batch_size=8).fit(fit, make_shard(0, 24), RngContext(0, 1, 0))
+    # Widths 24, 16, 8 and 8: all of them in the first step, the first two in the others.
+    assert result.steps == 3
+    assert sum(computed) == 56 + 40 + 40
+    assert stored_passes(fit, result.steps) == sum(computed)
 
 
 def test_reference_gradient_is_the_gradient_of_its_memory_part(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import time
@@ -23,9 +24,11 @@ from vitfleet.training.machine import (
     thread_limit,
 )
 from vitfleet.training.memory_budget import (
+    CAPTURED_FRACTION,
     CONTEXT_BYTES,
     GPU_SHARE_VARIABLE,
     MemoryBudget,
+    captured_bytes_limit,
     is_out_of_memory,
     limit_to_share,
     memory_fraction,
@@ -141,6 +144,8 @@ def test_runs_that_share_a_gpu_have_a_share_of_its_memory(monkeypatch: pytest.Mo
     budget.bytes_per_client = 2**30
     assert budget.max_clients(100, gpu) == int(0.8 * (25 - 0.5 - 4))
     assert gpu_memory_bytes(gpu) == int(24.5 * 2**30)
+    assert captured_bytes_limit(gpu) == CAPTURED_FRACTION * 24.5 * 2**30
+    assert captured_bytes_limit(torch.device("cpu")) == math.inf
     monkeypatch.delenv(GPU_SHARE_VARIABLE)
     assert budget.max_clients(100, gpu) == int(0.8 * (20 + 8 - 4))
 

@@ -255,9 +255,9 @@ def test_clients_per_step() -> None:
     assert clients_per_step([5, 5, 2], captured=True) == [5, 5, 5], "too few steps to capture fewer clients"
     assert clients_per_step([5, 5, 4, 3, 1], captured=True) == [5, 5, 5, 3, 3], "all clients or half of them"
     assert clients_per_step([1, 1, 1, 1], captured=True) == [1, 1, 1, 1]
-    assert clients_per_step(active, captured=True, least=2) == [*expected[:-1], 2]
-    assert clients_per_step([2, 2, 2, 1], captured=True, least=2) == [2, 2, 2, 2]
-    assert clients_per_step([1] * 9, captured=True, least=2) == [1] * 9, "there is no other client"
+    assert clients_per_step(active, captured=True, min_clients=2) == [*expected[:-1], 2]
+    assert clients_per_step([2, 2, 2, 1], captured=True, min_clients=2) == [2, 2, 2, 2]
+    assert clients_per_step([1] * 9, captured=True, min_clients=2) == [1] * 9, "there is no other client"
 
 
 @pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)

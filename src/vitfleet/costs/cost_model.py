@@ -187,8 +187,7 @@ def stored_passes(fit: Fit, steps: int) -> int:
     if fit.memory is None or not len(fit.memory):
         return 0
     widths = memory_widths([fit.memory])
-    parts = [parts_in_step(fit, step) for step in range(steps)]
-    return sum(sum(widths) if count == len(widths) else count * widths[0] for count in parts)
+    return sum(sum(widths[: parts_in_step(fit, step)]) for step in range(steps))
 
 
 def parts_in_step(fit: Fit, step: int) -> int:

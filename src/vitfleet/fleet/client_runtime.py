@@ -64,7 +64,7 @@ class ClientRuntime:
         Where captured steps diverged, the client is trained again without them. If it diverges again, training
         diverges, and no client of this trainer is trained again.
         """
-        for request, update in self._updates(requests, make_participant):
+        for request, update in self._train_within_memory(requests, make_participant):
             reply = self.reply(request, update)
             doubtful = self.trainer.machine.graphs and not self.trainer.runners.execution.diverged
             if reply.failure is not None and doubtful:
@@ -72,31 +72,35 @@ class ClientRuntime:
             else:
                 yield reply, update
 
-    def _updates(
+    def _train_within_memory(
         self, requests: Sequence[Request], make_participant: MakeParticipant
     ) -> Iterator[tuple[Request, ClientUpdate]]:
-        """Yield the update of each client.
+        """Train clients together, as many at a time as fit in memory, and yield each one's update.
 
-        The trainer divides a training that does not fit in memory. A method's own tensors may not fit either: then the
-        captured steps, which hold tensors of earlier trainings, are dropped, and half of the clients are trained at a
-        time.
+        The trainer divides a training that does not fit. A method's own tensors may not fit either: then the captured
+        steps, which hold tensors of earlier trainings, are dropped, and from now on half of the clients are trained at
+        a time.
         """
-        runners = self.trainer.runners
+        runners, budget = self.trainer.runners, self.trainer.memory_budget
         steps_captured = runners.num_graphs > 0
-        try:
-            updates = run_cohort([make_participant(request) for request in requests], self.trainer)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or (len(requests) == 1 and not steps_captured):
-                raise
-        else:
-            yield from zip(requests, updates, strict=True)
-            return
-        runners.clear()
-        if self.trainer.machine.device.type == "cuda":
-            torch.cuda.empty_cache()
-        half = (len(requests) + 1) // 2
-        for part in (requests[:half], requests[half:]):
-            yield from self._updates(part, make_participant) if part else ()
+        if len(requests) <= budget.max_cohort:
+            try:
+                updates = run_cohort([make_participant(request) for request in requests], self.trainer)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or (len(requests) == 1 and not steps_captured):
+                    raise
+            else:
+                yield from zip(requests, updates, strict=True)
+                return
+            if len(requests) > 1:
+                budget.max_cohort = (len(requests) + 1) // 2
+                logger.warning("the GPU's memory is full; clients trained at a time from now on: %d", budget.max_cohort)
+            runners.clear()
+            if self.trainer.machine.device.type == "cuda":
+                torch.cuda.empty_cache()
+        size = int(min(len(requests), budget.max_cohort))
+        for start in range(0, len(requests), size):
+            yield from self._train_within_memory(requests[start : start + size], make_participant)
 
     def _train_again(
         self, request: Request, participant: Participant[ClientUpdate], failure: str
@@ -110,10 +114,8 @@ class ClientRuntime:
         if reply.failure is None:
             trainer.runners.clear()
             logger.warning(
-                "round %d: captured steps of client %d failed (%s), the same steps uncaptured did not; the client was "
-                "trained with these, and steps are captured anew (off: -o machine.graphs=false)",
-                request.round,
-                request.client,
+                "captured steps: %s; plain steps did not fail: their result counts, and steps are captured anew (only "
+                "plain steps: -o machine.graphs=false -o machine.compile=false)",
                 failure,
             )
         return reply, update

@@ -171,7 +171,7 @@ class FunctionalViT:
         stacked = [weight for name, weight in weights.items() if weight.dim() > self.block_weight_dims[name]]
         inputs = tokens if stacked else tokens.flatten(0, -3)
         for tensor in (inputs, *stacked):
-            if tensor.shape[0] > 1:  # torch always compiles a size of 1 by itself
+            if tensor.shape[0] > 1:  # torch always compiles a size of 1 separately
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         outputs: Tensor = self._compiled_block(weights, inputs)
         return outputs.reshape(tokens.shape)

@@ -33,7 +33,7 @@ class ExecutionSummary:
     stacking
         How clients were stacked: see :attr:`vitfleet.models.net.Net.stacking`; "none" where they were not.
     repeated_clients
-        Clients that were trained again without captured steps, because the loss of captured ones was not finite.
+        Clients that were trained again with plain steps, because captured ones had a non-finite loss or weight.
     """
 
     clients: RunnerSummary = "none"

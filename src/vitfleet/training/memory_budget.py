@@ -26,10 +26,17 @@ CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to w
 
 
 class MemoryBudget:
-    """The GPU memory that the training of one client takes, as measured. There is no limit on a CPU."""
+    """The GPU memory that the training of one client takes, as measured. There is no limit on a CPU.
+
+    Attributes
+    ----------
+    max_cohort
+        How many clients may run their updates together, with the tensors that a method makes for each.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_client = 0.0
+        self.max_cohort: float = math.inf
 
     def max_clients(self, wanted: int, device: torch.device) -> int:
         """Return how many clients may be trained at once: at least one, and at most ``wanted``."""

@@ -132,7 +132,7 @@ class MemoryGradients:
         if selector is None or len(widths) <= selector.k:
             return references(memory, widths)
         if not refresh:
-            # Parts are sorted by falling size and selected in that order: the i-th selected is no larger than the i-th.
+            # Parts, and so selected ones, are sorted by falling size: the i-th selected is no larger than the i-th.
             return references(self.selected, widths[: selector.k])
         return self._select(gradients, references(memory, widths))
 
@@ -147,7 +147,7 @@ class MemoryGradients:
         select_all = torch.vmap(select) if self.stacked else select
         index_select = torch.vmap(torch.index_select, in_dims=(0, None, 0)) if self.stacked else torch.index_select
         with torch.no_grad():
-            indices = select_all(gradients, candidates.gradients, candidates.present)
+            indices = select_all(gradients, candidates.gradients, candidates.present).sort(dim=-1).values
             memory = self.inputs.memory.tensors
             selected = {name: index_select(tensor, 0, indices) for name, tensor in memory.items()}
             torch._foreach_copy_(list(self.selected.values()), list(selected.values()))

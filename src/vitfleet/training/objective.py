@@ -134,7 +134,7 @@ class ReferenceSelector(Protocol):
         ...
 
     def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
-        """Return the indices of the ``k`` selected references, given the gradients of all of them."""
+        """Return the indices of the ``k`` selected references, in any order, given the gradients of all of them."""
         ...
 
 

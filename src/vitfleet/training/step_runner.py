@@ -89,14 +89,14 @@ class StepKind:
 def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
     """Return the kind of each step of an epoch."""
     objective = cohort.objective
-    # Torch compiles a size of 1 by itself, which takes seconds: the last client is accompanied by another one.
-    least = 2 if cohort.engine.compiled else 1
-    num_clients = clients_per_step(epoch_batches.active_clients, captured, least)
+    # Torch compiles a size of 1 separately, which takes seconds: the last client is accompanied by another one.
+    min_clients = 2 if cohort.engine.compiled else 1
+    num_clients = clients_per_step(epoch_batches.active_clients, captured, min_clients)
     # Counted within the epoch, so that the result does not depend on which clients are trained together.
     return [StepKind(*objective.reference_work(step), count) for step, count in enumerate(num_clients)]
 
 
-def clients_per_step(active_clients: Sequence[int], captured: bool, least: int = 1) -> list[int]:
+def clients_per_step(active_clients: Sequence[int], captured: bool, min_clients: int = 1) -> list[int]:
     """Return how many clients compute each step of an epoch.
 
     Eagerly, it is the number of clients that have the step. A captured step needs a capture per number of clients: so
@@ -107,15 +107,19 @@ def clients_per_step(active_clients: Sequence[int], captured: bool, least: int =
     ----------
     active_clients
         How many clients have each step; it never grows from step to step.
-    least
-        The least number of clients that compute a captured step, if there are so many.
+    min_clients
+        The smallest number of clients that compute a captured step, if there are so many.
     """
     if not captured:
         return list(active_clients)
     all_clients = active_clients[0]
     if len(active_clients) >= LONG_EPOCH:
-        return [min(all_clients, max(least, _round_up(count))) for count in active_clients]
-    half = min(all_clients, max(least, (all_clients + 1) // 2)) if len(active_clients) >= HALVED_EPOCH else all_clients
+        return [min(all_clients, max(min_clients, _round_up(count))) for count in active_clients]
+    half = (
+        min(all_clients, max(min_clients, (all_clients + 1) // 2))
+        if len(active_clients) >= HALVED_EPOCH
+        else all_clients
+    )
     return [half if count <= half else all_clients for count in active_clients]
 
 
