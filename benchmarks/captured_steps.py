@@ -1,14 +1,17 @@
-"""Find the first training of a run whose captured steps go wrong, and what about them is wrong.
+"""Find the trainings of a run whose captured steps go wrong, and what about them is wrong.
 
 Example, on a GPU::
 
     python benchmarks/captured_steps.py fedvit-layers-cifar100 -o machine.compile=true --data-dir data --stop-after 25
 
-Every training whose results are not finite is repeated from the same inputs: with the same captured steps, with steps
-that are captured anew, with compiled steps that are not captured, with plain steps of all clients together, and with
-plain steps of one client at a time. Where only the first is wrong again, something has written into the memory of
-captured steps; where the first two are, the capture is wrong; where the first three are, the compiled code is. With
+A training whose results are not finite is repeated from the same inputs: with the same captured steps; with steps that
+are captured anew; with the steps that would be captured, run one by one; compiled, but not in the shapes of captured
+steps; with plain steps of all clients together; and with plain steps of one client at a time. Where only the first is
+wrong again, something has written into the memory of captured steps; where the first two are, the capture is wrong;
+where the first three are, the compiled code is. Where none is, the fault passed; where all are, training diverges. With
 ``--all`` every training is also compared with plain steps, and the largest difference of each kind is printed.
+
+The repeated trainings take time and memory, so nothing else can be learned from such a run.
 """
 
 from __future__ import annotations
@@ -31,9 +34,21 @@ from vitfleet.run.state import RunState
 from vitfleet.training.cohort_inputs import ClientFit
 from vitfleet.training.objective import FitResult
 from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.step_runner import CudaGraphRunner, StepKind
 from vitfleet.training.trainer import Trainer
 
 fit_group = Trainer._fit
+
+
+@dataclass(frozen=True)
+class UncapturedStep:
+    """Takes the place of a captured step, and runs the step itself."""
+
+    runner: CudaGraphRunner
+    kind: StepKind
+
+    def replay(self) -> None:
+        self.runner._step(self.kind)
 
 
 @dataclass
@@ -83,13 +98,13 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         wrong = [name for name, tensor in result.weights.items() if not all_finite([tensor])]
         losses = f"loss {float(result.loss):.4g}, {float(result.finite_steps):.0f} of {result.steps} steps finite"
         print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite {wrong[:4]}")
-    captured_anew = replace(trainer, runners=RunnerCache())
-    compiled = replace(trainer, machine=replace(trainer.machine, graphs=False))
+    compiled = replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False))
     plain = plain_trainer(trainer)
     ways: dict[str, Callable[[], list[FitResult]]] = {
         "the same captured steps": lambda: fit_group(trainer, group),
-        "captured anew": lambda: fit_group(captured_anew, group),
-        "compiled, not captured": lambda: fit_group(compiled, group),
+        "captured anew": lambda: fit_group(replace(trainer, runners=RunnerCache()), group),
+        "the same steps, one by one": lambda: fit_uncaptured(trainer, group),
+        "compiled, in other shapes": lambda: fit_group(compiled, group),
         "plain, clients together": lambda: fit_group(plain, group),
         "plain, clients alone": lambda: [fit_group(plain, [client_fit])[0] for client_fit in group],
     }
@@ -98,9 +113,19 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         print(f"  {name}: {sum(finite)} of {len(finite)} clients finite", flush=True)
 
 
+def fit_uncaptured(trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    """Run the training with the steps that would be captured, without capturing them."""
+    capture = CudaGraphRunner._capture
+    CudaGraphRunner._capture = lambda runner, kind: UncapturedStep(runner, kind)  # type: ignore[assignment, method-assign]
+    try:
+        return fit_group(replace(trainer, runners=RunnerCache()), group)
+    finally:
+        CudaGraphRunner._capture = capture  # type: ignore[method-assign]
+
+
 def plain_trainer(trainer: Trainer) -> Trainer:
     """Return the trainer without captured and compiled steps."""
-    return replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
+    return replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False, compile=False))
 
 
 def describe(group: Sequence[ClientFit]) -> str:
@@ -140,10 +165,11 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="compare every training with plain steps")
     args = parser.parse_args()
     config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
-    context = open_run(config, Path(tempfile.mkdtemp()))
     check = Check(args.all)
     Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
-    run_rounds(context, callbacks=[Stop(args.stop_after)])
+    with tempfile.TemporaryDirectory() as folder:
+        context = open_run(config, Path(folder))
+        run_rounds(context, callbacks=[Stop(args.stop_after)])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{check.checked} captured trainings checked; {device}, torch {torch.__version__}")
     print(context.trainer.execution_summary())
