@@ -105,14 +105,14 @@ class ClientRuntime:
     def _train_again(
         self, request: Request, participant: Participant[ClientUpdate], failure: str
     ) -> tuple[Reply, ClientUpdate]:
-        """Train a client with plain steps. If they do not diverge, those that were captured are dropped."""
+        """Train a client with plain steps. Those that were captured are dropped first: they hold memory."""
         trainer = self.trainer
+        trainer.runners.clear()
         plain = replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
         (update,) = run_cohort([participant], plain)
         reply = self.reply(request, update)
         trainer.runners.execution.add_repeated_client(diverged=reply.failure is not None)
         if reply.failure is None:
-            trainer.runners.clear()
             logger.warning(
                 "captured steps: %s; plain steps did not fail: their result counts, and steps are captured anew (only "
                 "plain steps: -o machine.graphs=false -o machine.compile=false)",
