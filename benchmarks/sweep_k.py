@@ -21,7 +21,8 @@ from pathlib import Path
 
 from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.training import run_in
-from vitfleet.config import Config
+from vitfleet.config import Config, load_config
+from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.compare import ComparedRun
 from vitfleet.run.context import RunContext
@@ -81,23 +82,29 @@ def k_of(member: ComparedRun) -> int:
     return k
 
 
+def check_values(config: Config, values: Sequence[int]) -> None:
+    """Check that one of the values is all stored tasks, and that there is a checkpoint at the end of every task."""
+    tasks = config.data.tasks
+    if tasks is None:
+        raise UserError("data.tasks: there are none; choose a preset with tasks, for example fedvit-cifar100")
+    if max(values) < tasks.count - 1:
+        raise UserError(f"--k: one value must be at least {tasks.count - 1}, all stored tasks: the others continue it")
+    if tasks.rounds_per_task % config.machine.checkpoint_every:
+        every = config.machine.checkpoint_every
+        raise UserError(f"machine.checkpoint_every = {every}: must divide the {tasks.rounds_per_task} rounds of a task")
+
+
 def make_comparison(args: argparse.Namespace) -> tuple[Comparison, ComparedRun]:
     """Create the comparison; return it with the run that is trained first."""
+    overrides = [*args.overrides, *([f"data.dir={args.data_dir}"] if args.data_dir else [])]
+    check_values(load_config(args.preset, overrides), args.k)
     largest = max(args.k)
     methods = [{"name": "fedvit", "k": k, "chooser": name} for k in args.k for name in args.choosers if k < largest]
     first = {"name": "fedvit", "k": largest, "chooser": args.choosers[0]}
-    overrides = [*args.overrides, *([f"data.dir={args.data_dir}"] if args.data_dir else [])]
     comparison, _ = create(
         args.preset, methods=[*methods, first], seeds=[args.seed], overrides=overrides, out=args.out, command=sys.argv
     )
-    (member,) = (member for member in comparison.members if k_of(member) == largest)
-    tasks = member.config.data.tasks
-    if tasks is None or largest < tasks.count - 1:
-        needed = "tasks" if tasks is None else f"--k {tasks.count - 1} or more among the values: all stored tasks"
-        raise SystemExit(f"{args.preset}: needs {needed}")
-    if last_common_round(member.config, 0) % member.config.machine.checkpoint_every:
-        raise SystemExit("machine.checkpoint_every: must divide data.tasks.rounds_per_task")
-    return comparison, member
+    return comparison, next(member for member in comparison.members if k_of(member) == largest)
 
 
 def main() -> None:
@@ -130,4 +137,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"sweep_k.py: {error}")
