@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,71 +14,80 @@ from vitfleet.models.net import Net
 from vitfleet.training import runner_cache
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.runner_cache import RunnerCache
 from vitfleet.training.step_runner import CudaGraphRunner
 
 
+@pytest.fixture
+def runners() -> RunnerCache:
+    return RunnerCache()
+
+
+@pytest.fixture
+def train(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, runners: RunnerCache
+) -> Callable[[int], None]:
+    """Train a number of clients with captured steps: one step, of a shape of its own for every number."""
+    trainer = make_trainer(batch_size=8)
+    graphed = replace(trainer, runners=runners, machine=replace(trainer.machine, graphs=True))
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+
+    def train_clients(num_clients: int) -> None:
+        group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
+        graphed.fit_cohort(group)
+
+    return train_clients
+
+
 def test_graphs_of_one_stream_are_destroyed_together(
-    tiny_net: Net,
     captured: list[CudaGraphRunner],
-    make_trainer: MakeTrainer,
-    make_shard: MakeShard,
+    train: Callable[[int], None],
+    runners: RunnerCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Destroying one frees the cuBLAS workspace of the others that were captured on its stream."""
     monkeypatch.setattr(runner_cache, "MAX_RUNNERS", 2)
     monkeypatch.setattr(runner_cache, "MAX_GRAPHS", 4)
-    trainer = make_trainer(batch_size=8)
-    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     graphs: list[weakref.ref[object]] = []
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
 
-    def train(num_clients: int) -> list[bool]:
+    def existing_graphs(num_clients: int) -> list[bool]:
         """Capture a step of so many clients; return which of all graphs exist."""
-        group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
-        graphed.fit_cohort(group)
+        train(num_clients)
         (graph,) = captured.pop().graphs.values()
         graphs.append(weakref.ref(graph))
         del graph
         gc.collect()  # an emulated graph refers to its runner
         return [graph() is not None for graph in graphs]
 
-    assert [train(clients) for clients in (2, 3, 4, 5)][-1] == [True] * 4, "those of dropped runners are kept"
-    assert graphed.runners.num_graphs == 4
-    assert train(6) == [False] * 4 + [True]
-    assert graphed.runners.num_graphs == 1
+    assert [existing_graphs(clients) for clients in (2, 3, 4, 5)][-1] == [True] * 4, "those of dropped runners are kept"
+    assert runners.num_graphs == 4
+    assert existing_graphs(6) == [False] * 4 + [True]
+    assert runners.num_graphs == 1
 
 
 def test_captured_steps_take_a_limited_part_of_the_memory(
     tiny_net: Net,
     captured: list[CudaGraphRunner],
-    make_trainer: MakeTrainer,
-    make_shard: MakeShard,
+    train: Callable[[int], None],
+    runners: RunnerCache,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tensors of the least recently used ones are freed; those of the group in training never are."""
-    trainer = make_trainer(batch_size=8, optimizer="adamw")
-    graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
-
-    def train(num_clients: int) -> None:
-        group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
-        graphed.fit_cohort(group)
-
-    weight_bytes = sum(tensor.nbytes for tensor in fit.weights.values())
+    weight_bytes = sum(tensor.nbytes for tensor in tiny_net.initial_weights().values())
     train(2)
-    assert graphed.runners.num_bytes >= 2 * 3 * weight_bytes, "weights and two moments of two clients"
-    assert graphed.runners.num_bytes == pytest.approx(2 * 3 * weight_bytes, rel=0.1)
-    of_two = graphed.runners.num_bytes
+    assert runners.num_bytes >= 2 * 3 * weight_bytes, "weights and two moments of two clients"
+    assert runners.num_bytes == pytest.approx(2 * 3 * weight_bytes, rel=0.1)
+    of_two = runners.num_bytes
     monkeypatch.setattr(runner_cache, "captured_bytes_limit", lambda device: 3.1 * of_two)
     train(3)
-    assert graphed.runners.num_bytes == pytest.approx(2.5 * of_two, rel=0.1)
+    assert runners.num_bytes == pytest.approx(2.5 * of_two, rel=0.1)
     train(2)  # used again: now three clients are the least recently used
     train(4)
-    assert graphed.runners.num_bytes == pytest.approx(3 * of_two, rel=0.1), "of two and of four clients"
+    assert runners.num_bytes == pytest.approx(3 * of_two, rel=0.1), "of two and of four clients"
     assert len(captured) == 3
     train(2)
     assert len(captured) == 3, "still there"
     monkeypatch.setattr(runner_cache, "captured_bytes_limit", lambda device: 1.0)
     train(5)
-    assert graphed.runners.num_bytes == pytest.approx(2.5 * of_two, rel=0.1)
-    assert graphed.runners.num_graphs == 4, "graphs are kept"
+    assert runners.num_bytes == pytest.approx(2.5 * of_two, rel=0.1)
+    assert runners.num_graphs == 4, "graphs are kept"
