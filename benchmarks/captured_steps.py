@@ -11,6 +11,10 @@ wrong again, something has written into the memory of captured steps; where the 
 where the first three are, the compiled code is. Where none is, the fault passed; where all are, training diverges. With
 ``--all`` every training is also compared with plain steps, and the largest difference of each kind is printed.
 
+Before that, each captured step is replayed and then run uncaptured from the same tensors: what differs is printed, with
+the clients concerned. Rounds in which steps were captured or memory was full are named. To run with a part of the GPU's
+memory, set the variable VITFLEET_GPU_SHARE, for example to 0.06.
+
 The repeated trainings take time and memory, so nothing else can be learned from such a run.
 """
 
@@ -18,15 +22,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from vitfleet.config import load_config
+from vitfleet.data.batches import EpochBatches
 from vitfleet.message import all_finite
 from vitfleet.run.callbacks import Callback, StopRun
+from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
@@ -34,7 +41,7 @@ from vitfleet.run.state import RunState
 from vitfleet.training.cohort_inputs import ClientFit
 from vitfleet.training.objective import FitResult
 from vitfleet.training.runner_cache import RunnerCache
-from vitfleet.training.step_runner import CudaGraphRunner, StepKind
+from vitfleet.training.step_runner import CudaGraphRunner, StepKind, step_kinds
 from vitfleet.training.trainer import Trainer
 
 fit_group = Trainer._fit
@@ -52,13 +59,35 @@ class UncapturedStep:
 
 
 @dataclass
-class Stop(Callback):
-    """Stops the run after a round."""
+class Rounds(Callback):
+    """Prints what happened to captured steps and to memory in a round, and stops the run after one."""
 
-    after: int
+    stop_after: int
+    events: dict[str, int] = field(default_factory=dict)
+
+    def on_run_start(self, context: RunContext, state: RunState) -> None:
+        self.trainer = context.trainer
 
     def on_round_end(self, state: RunState, record: RoundRecord) -> StopRun | None:
-        return StopRun("--stop-after") if record.round == self.after else None
+        events, before = count_events(self.trainer.runners), self.events
+        changes = [
+            f"{count - before.get(name, 0)} {name}" for name, count in events.items() if count != before.get(name, 0)
+        ]
+        if changes:
+            print(f"round {record.round}: {', '.join(changes)}", flush=True)
+        self.events = events
+        return StopRun("--stop-after") if record.round == self.stop_after else None
+
+
+def count_events(runners: RunnerCache) -> dict[str, int]:
+    """Return how often steps were captured so far, and how often memory was full."""
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {
+        "steps captured": runners.execution.summary().captured_steps,
+        "captured steps without tensors": len(runners._dropped_graphs),
+        "allocations repeated with a smaller cache": stats.get("num_alloc_retries", 0),
+        "allocations failed": stats.get("num_ooms", 0),
+    }
 
 
 @dataclass
@@ -98,6 +127,8 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         wrong = [name for name, tensor in result.weights.items() if not all_finite([tensor])]
         losses = f"loss {float(result.loss):.4g}, {float(result.finite_steps):.0f} of {result.steps} steps finite"
         print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite {wrong[:4]}")
+    if torch.cuda.is_available():  # the repeated trainings need more than the share of a run among several
+        torch.cuda.set_per_process_memory_fraction(1.0)
     compiled = replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False))
     plain = plain_trainer(trainer)
     ways: dict[str, Callable[[], list[FitResult]]] = {
@@ -108,9 +139,91 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         "plain, clients together": lambda: fit_group(plain, group),
         "plain, clients alone": lambda: [fit_group(plain, [client_fit])[0] for client_fit in group],
     }
+    fit_step_by_step(trainer, group)
     for name, train in ways.items():
         finite = [is_finite([result]) for result in train()]
         print(f"  {name}: {sum(finite)} of {len(finite)} clients finite", flush=True)
+
+
+def fit_step_by_step(trainer: Trainer, group: Sequence[ClientFit]) -> None:
+    """Replay each captured step of the training, repeat it uncaptured from the same tensors, and compare."""
+    run_epoch = CudaGraphRunner.run_epoch
+    CudaGraphRunner.run_epoch = compare_epoch  # type: ignore[method-assign]
+    try:
+        fit_group(trainer, group)
+    finally:
+        CudaGraphRunner.run_epoch = run_epoch  # type: ignore[method-assign]
+
+
+def compare_epoch(runner: CudaGraphRunner, epoch_batches: EpochBatches, epoch: int) -> None:
+    """Run the steps of an epoch as they are uncaptured, and print how the captured ones differ from them."""
+    runner.epoch_number.fill_(epoch)
+    for step, kind in enumerate(step_kinds(runner.cohort, epoch_batches, captured=True)):
+        if step % runner.buffered_steps == 0:
+            runner._load_batches(epoch_batches, step)
+        if kind not in runner.graphs:
+            print(f"  step {step}, {kind.num_clients} clients: was never captured", flush=True)
+            runner._step(kind)
+            continue
+        tensors = changing_tensors(runner)
+        before = copies(tensors)
+        runner.graphs[kind].replay()
+        captured = copies(tensors)
+        write(tensors, before)
+        runner.graphs[kind].replay()
+        again = copies(tensors)
+        write(tensors, before)
+        runner._step(kind)
+        uncaptured = copies(tensors)
+        print(f"  step {step}, {kind.num_clients} clients, rate {float(runner.cohort.optimizer.lr):.3g}:", flush=True)
+        print(f"    captured, as it is uncaptured: {differing(captured, uncaptured)}")
+        print(f"    captured, twice: {differing(captured, again)}", flush=True)
+
+
+def changing_tensors(runner: CudaGraphRunner) -> dict[str, Tensor]:
+    """Return every tensor that a step of the runner reads or writes and that is kept, by name."""
+    cohort = runner.cohort
+    found = {"position": runner.position, "loss": cohort.loss_sum, "finite": cohort.finite_steps}
+    found["step counts"], found["rate"] = cohort.optimizer.step_counts, cohort.optimizer.lr
+    for number, moment in enumerate(cohort.optimizer.moments):
+        found |= {f"moment {number + 1} of {name}": tensor for name, tensor in moment.items()}
+    inputs = cohort.inputs
+    for table, stack in {
+        "weight": inputs.weights,
+        "reference": inputs.reference_weights,
+        "stored": inputs.memory,
+    }.items():
+        found |= {f"{table} {name}": tensor.detach() for name, tensor in stack.tensors.items()}
+    return found
+
+
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def write(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write values into tensors."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
+
+
+def differing(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
+    """Say which tensors differ most from others, relative to their length, and of which clients."""
+    found = []
+    for name, tensor in tensors.items():
+        one, other = tensor.double(), others[name].double()
+        if not one.dim():
+            one, other = one[None], other[None]
+        distance = (one - other).flatten(1 if one.dim() > 1 else 0).norm(dim=-1).reshape(-1)
+        length = other.flatten(1 if other.dim() > 1 else 0).norm(dim=-1).reshape(-1)
+        ratio = torch.nan_to_num(distance / length.clamp(min=1e-30), nan=1e30)
+        found.append((float(ratio.max()), name, (ratio > 0.2).nonzero().flatten().tolist()))
+    found.sort(reverse=True)
+    count = sum(ratio > 0.2 for ratio, _, _ in found)
+    largest = "; ".join(f"{name} {ratio:.1e} {clients}" for ratio, name, clients in found[:6])
+    return f"{count} of {len(found)} differ by more than a fifth: {largest}"
 
 
 def fit_uncaptured(trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
@@ -169,7 +282,7 @@ def main() -> None:
     Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         context = open_run(config, Path(folder))
-        run_rounds(context, callbacks=[Stop(args.stop_after)])
+        run_rounds(context, callbacks=[Rounds(args.stop_after)])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{check.checked} captured trainings checked; {device}, torch {torch.__version__}")
     print(context.trainer.execution_summary())
