@@ -1,7 +1,8 @@
 """Compare FedViT's runs with several k and choosers, without training twice what they have in common.
 
 Runs of different k are the same until a client has stored more than k tasks. So the run with the largest k is trained
-first, and the others continue from its checkpoint at the end of task k + 1. What remains is an ordinary comparison.
+first, and the others continue from its checkpoint at the end of task k + 1: with ``--jobs``, the number of runs at a
+time, as soon as it is written, else after the first run. What remains is an ordinary comparison.
 
 Examples::
 
@@ -13,22 +14,27 @@ Examples::
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 
 from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.training import run_in
 from vitfleet.config import Config, load_config
+from vitfleet.data.shared_images import shared_images
 from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.compare import ComparedRun
 from vitfleet.run.context import RunContext
 from vitfleet.run.folder import create_run_folder
+from vitfleet.run.jobs import start_job
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
+from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE
 
 # Everything else in a run's folder is what it has trained so far.
 OWN_FILES = frozenset(
@@ -44,9 +50,14 @@ class Branch(Callback):
     ----------
     folders
         The folders that continue from each checkpoint, by its round.
+    jobs
+        Runs at a time, with the one that is copied; those that continue it are started as soon as they can be.
     """
 
     folders: Mapping[int, Sequence[Path]]
+    jobs: int
+    waiting: list[Path] = field(default_factory=list)
+    running: list[Popen[bytes]] = field(default_factory=list)
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
         self.context = context
@@ -56,6 +67,21 @@ class Branch(Callback):
         for folder in self.folders.get(record.round - 1, ()):
             self.context.checkpoints.wait()
             copy_training(self.context.folder, folder)
+            self.waiting.append(folder)
+        self.running = [process for process in self.running if process.poll() is None]
+        while self.waiting and len(self.running) < self.jobs - 1:
+            self.running.append(start_job(self.waiting.pop(0), self.jobs))
+
+    def wait(self) -> None:
+        """Wait for the runs that were started."""
+        for process in self.running:
+            process.wait()
+
+    def stop(self) -> None:
+        """Stop the runs that were started and have not ended; they can be resumed."""
+        for process in self.running:
+            process.terminate()
+        self.wait()
 
 
 def copy_training(source: Path, target: Path) -> None:
@@ -116,8 +142,10 @@ def main() -> None:
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="key=value")
     parser.add_argument("--data-dir")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     args = parser.parse_args()
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: must be at least 1")
     comparison, first = make_comparison(args)
     folders: dict[int, list[Path]] = {}
     for member in comparison.members:
@@ -127,9 +155,14 @@ def main() -> None:
                 member.folder(comparison.path)
             )
     folder = create_run_folder(first.config, first.folder(comparison.path), first.name, sys.argv)
+    branch = Branch(folders, args.jobs)
+    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{1 / args.jobs:.4f}")  # also for the first run, which is this process
     try:
-        run_in(folder, None, [Branch(folders)])
+        with shared_images(member.config.data for member in comparison.members):
+            run_in(folder, None, [branch])
+            branch.wait()
     finally:
+        branch.stop()
         folder.release()
     comparison.resume(jobs=args.jobs)
     for member in comparison.members:

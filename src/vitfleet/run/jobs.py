@@ -56,7 +56,7 @@ def run_jobs(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRES
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                running[folder] = _Job(_start(folder, jobs), time.monotonic())
+                running[folder] = _Job(start_job(folder, jobs), time.monotonic())
             time.sleep(POLL_SECONDS)
             for folder, job in list(running.items()):
                 now = _rounds_done(folder)
@@ -83,7 +83,8 @@ def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
                 job.process.wait()
 
 
-def _start(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
+def start_job(folder: Path, jobs: int) -> subprocess.Popen[bytes]:
+    """Resume the run in a folder in a process of its own, with the share of the machine of one of ``jobs`` runs."""
     # Processes that each use all threads of the machine slow each other down. If each takes all that is free of a GPU's
     # memory, some of them find too little.
     shares = {
