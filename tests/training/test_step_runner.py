@@ -247,6 +247,33 @@ def test_captured_steps_leave_out_clients_that_have_none(
     assert {kind.num_clients for kind in captured[0].graphs} == {7, 6, 4, 3, 2, 1}, "five clients are rounded up to six"
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_stream_waits_for_a_warm_up_that_fails_too(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors are free for the next training: what it has begun must be finished before."""
+    waits: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.name, other.name))
+
+    def step(runner: CudaGraphRunner, kind: StepKind) -> None:
+        waits.append(("step", ""))
+        if fails:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(CudaGraphRunner, "_step", step)
+    runner = object.__new__(CudaGraphRunner)
+    runner.space = CaptureSpace(object(), Stream("capture"))
+    with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+        runner._warm_up(StepKind(False, False, 1))
+    assert waits == [("capture", "current"), ("step", ""), ("current", "capture")]
+
+
 def test_clients_per_step() -> None:
     active = [20, 20, 19, 13, 12, 12, 12, 9, *[5] * 9, 2, 1]
     assert clients_per_step(active, captured=False) == active

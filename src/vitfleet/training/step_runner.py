@@ -267,9 +267,12 @@ class CudaGraphRunner:
         """Run a step on the stream of the capture."""
         stream = self.space.stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(kind)
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self._step(kind)
+        finally:
+            # Also where memory is full: what has begun uses tensors of this stream, which are free for others then.
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _step(self, kind: StepKind) -> None:
         batch = self.tables.map(lambda table: table.index_select(0, self.position).squeeze(0))
