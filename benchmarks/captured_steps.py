@@ -126,7 +126,9 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
     for client_fit, result in zip(group, results, strict=True):
         wrong = [name for name, tensor in result.weights.items() if not all_finite([tensor])]
         losses = f"loss {float(result.loss):.4g}, {float(result.finite_steps):.0f} of {result.steps} steps finite"
-        print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite {wrong[:4]}")
+        right = [name for name in result.weights if name not in wrong]
+        few = f"{wrong}" if len(wrong) <= len(right) else f"all but {right}"
+        print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite: {few}")
     if torch.cuda.is_available():  # the repeated trainings need more than the share of a run among several
         torch.cuda.set_per_process_memory_fraction(1.0)
     compiled = replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_project_gradient_keeps_a_zero_gradient_and_flags_it() -> None:
     projected = project_gradient({"w": torch.zeros(4)}, {"w": torch.rand(3, 4)}, torch.ones(3, dtype=torch.bool))
     assert torch.equal(projected.gradients["w"], torch.zeros(4))
     assert as_floats(projected.rotated, projected.degenerate, projected.unsolved) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_project_gradient_flags_a_reference_that_is_not_finite(value: float) -> None:
+    gradient = {"w": torch.tensor([1.0, 2.0])}
+    references = {"w": torch.tensor([[1.0, 0.0], [value, 1.0]])}  # nothing is violated: it would not be noticed
+    projected = project_gradient(gradient, references, torch.tensor([True, True]))
+    assert as_floats(projected.unsolved) == [1]
+    absent = project_gradient(gradient, {"w": torch.tensor([[1.0, 0.0], [0.0, 0.0]])}, torch.tensor([True, False]))
+    assert as_floats(absent.unsolved) == [0]
 
 
 def test_project_gradient_ignores_a_zero_reference_and_flags_it() -> None:

@@ -48,7 +48,7 @@ class ProjectedGradient:
         The input was unusual: a zero gradient, a zero reference, linearly dependent references, or a projection that is
         zero. The result still satisfies the definition.
     unsolved
-        The optimality conditions do not hold to 1e-8.
+        The optimality conditions do not hold to 1e-8, or the gradient or a reference is not finite.
     """
 
     gradients: Tensors
@@ -100,7 +100,8 @@ def project_last_row(rows: Tensor, like: Tensors, present: Tensor, margin: float
     projected = torch.where(violated, torch.where(vanished, 0, shifted), rows[:, -1:])
     zero_reference = (present & (lengths == 0)).any()
     degenerate = zero_reference | (squared_norm == 0) | (violated & solution.dependent) | vanished
-    unsolved = violated & ~solution.solved
+    finite = gram.isfinite().all() & slack.isfinite().all() & squared_norm.isfinite()
+    unsolved = (violated & ~solution.solved) | ~finite
     return ProjectedGradient(from_chunks(projected, like), violated.float(), degenerate.float(), unsolved.float())
 
 
