@@ -41,6 +41,7 @@ from vitfleet.run.state import RunState
 from vitfleet.training.cohort_inputs import ClientFit
 from vitfleet.training.objective import FitResult
 from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.stack import Stack
 from vitfleet.training.step_runner import CudaGraphRunner, StepKind, step_kinds
 from vitfleet.training.trainer import Trainer
 
@@ -178,25 +179,25 @@ def compare_epoch(runner: CudaGraphRunner, epoch_batches: EpochBatches, epoch: i
         runner._step(kind)
         uncaptured = copies(tensors)
         print(f"  step {step}, {kind.num_clients} clients, rate {float(runner.cohort.optimizer.lr):.3g}:", flush=True)
-        print(f"    captured, as it is uncaptured: {differing(captured, uncaptured)}")
-        print(f"    captured, twice: {differing(captured, again)}", flush=True)
+        print(f"    against the uncaptured step: {differing(captured, uncaptured)}")
+        print(f"    against itself, replayed again: {differing(captured, again)}", flush=True)
 
 
 def changing_tensors(runner: CudaGraphRunner) -> dict[str, Tensor]:
-    """Return every tensor that a step of the runner reads or writes and that is kept, by name."""
+    """Return the tensors that steps of the runner share, by name: their inputs, and all that they write."""
     cohort = runner.cohort
-    found = {"position": runner.position, "loss": cohort.loss_sum, "finite": cohort.finite_steps}
-    found["step counts"], found["rate"] = cohort.optimizer.step_counts, cohort.optimizer.lr
-    for number, moment in enumerate(cohort.optimizer.moments):
-        found |= {f"moment {number + 1} of {name}": tensor for name, tensor in moment.items()}
-    inputs = cohort.inputs
-    for table, stack in {
-        "weight": inputs.weights,
-        "reference": inputs.reference_weights,
-        "stored": inputs.memory,
-    }.items():
-        found |= {f"{table} {name}": tensor.detach() for name, tensor in stack.tensors.items()}
-    return found
+    found = {"position": runner.position, "loss": cohort.loss_sum, "finite": cohort.finite_steps, **cohort.counts}
+    optimizers = {"": cohort.optimizer, "companion's ": cohort.companion_optimizer}
+    for owner, optimizer in optimizers.items():
+        if optimizer is not None:
+            found |= {f"{owner}step counts": optimizer.step_counts, f"{owner}rate": optimizer.lr}
+            for number, moment in enumerate(optimizer.moments):
+                found |= {f"{owner}moment {number + 1} of {name}": tensor for name, tensor in moment.items()}
+    kept = {"selected": cohort.memory_gradients.selected, "restored": cohort.memory_gradients.restored}
+    tables = {name: stack.tensors for name, stack in vars(cohort.inputs).items() if isinstance(stack, Stack)} | kept
+    return found | {
+        f"{table} {name}": tensor.detach() for table, tensors in tables.items() for name, tensor in tensors.items()
+    }
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,12 +26,13 @@ from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.training import run_in
 from vitfleet.config import Config, load_config
 from vitfleet.data.shared_images import shared_images
+from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.compare import ComparedRun
 from vitfleet.run.context import RunContext
 from vitfleet.run.folder import create_run_folder
-from vitfleet.run.jobs import start_job
+from vitfleet.run.jobs import start_job, stop_jobs
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE
@@ -77,12 +78,6 @@ class Branch(Callback):
         for process in self.running:
             process.wait()
 
-    def stop(self) -> None:
-        """Stop the runs that were started and have not ended; they can be resumed."""
-        for process in self.running:
-            process.terminate()
-        self.wait()
-
 
 def copy_training(source: Path, target: Path) -> None:
     """Copy what a run has trained into the folder of another one."""
@@ -120,10 +115,8 @@ def check_values(config: Config, values: Sequence[int]) -> None:
         raise UserError(f"machine.checkpoint_every = {every}: must divide the {tasks.rounds_per_task} rounds of a task")
 
 
-def make_comparison(args: argparse.Namespace) -> tuple[Comparison, ComparedRun]:
+def make_comparison(args: argparse.Namespace, overrides: list[str]) -> tuple[Comparison, ComparedRun]:
     """Create the comparison; return it with the run that is trained first."""
-    overrides = [*args.overrides, *([f"data.dir={args.data_dir}"] if args.data_dir else [])]
-    check_values(load_config(args.preset, overrides), args.k)
     largest = max(args.k)
     methods = [{"name": "fedvit", "k": k, "chooser": name} for k in args.k for name in args.choosers if k < largest]
     first = {"name": "fedvit", "k": largest, "chooser": args.choosers[0]}
@@ -131,6 +124,27 @@ def make_comparison(args: argparse.Namespace) -> tuple[Comparison, ComparedRun]:
         args.preset, methods=[*methods, first], seeds=[args.seed], overrides=overrides, out=args.out, command=sys.argv
     )
     return comparison, next(member for member in comparison.members if k_of(member) == largest)
+
+
+def train(comparison: Comparison, first: ComparedRun, jobs: int) -> None:
+    """Train the first run and those that branch off, then what is left."""
+    folders: dict[int, list[Path]] = {}
+    for member in comparison.members:
+        if member.name != first.name:
+            create_run_folder(member.config, member.folder(comparison.path), member.name, sys.argv).release()
+            folders.setdefault(last_common_round(member.config, k_of(member)), []).append(
+                member.folder(comparison.path)
+            )
+    folder = create_run_folder(first.config, first.folder(comparison.path), first.name, sys.argv)
+    branch = Branch(folders, jobs)
+    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{1 / jobs:.4f}")  # also for the first run, which is this process
+    try:
+        run_in(folder, None, [branch])
+        branch.wait()
+    finally:
+        stop_jobs(branch.running)  # where this one failed; they can be resumed
+        folder.release()
+    comparison.resume(jobs=jobs)
 
 
 def main() -> None:
@@ -146,25 +160,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: must be at least 1")
-    comparison, first = make_comparison(args)
-    folders: dict[int, list[Path]] = {}
-    for member in comparison.members:
-        if member.name != first.name:
-            create_run_folder(member.config, member.folder(comparison.path), member.name, sys.argv).release()
-            folders.setdefault(last_common_round(member.config, k_of(member)), []).append(
-                member.folder(comparison.path)
-            )
-    folder = create_run_folder(first.config, first.folder(comparison.path), first.name, sys.argv)
-    branch = Branch(folders, args.jobs)
-    os.environ.setdefault(GPU_SHARE_VARIABLE, f"{1 / args.jobs:.4f}")  # also for the first run, which is this process
-    try:
-        with shared_images(member.config.data for member in comparison.members):
-            run_in(folder, None, [branch])
-            branch.wait()
-    finally:
-        branch.stop()
-        folder.release()
-    comparison.resume(jobs=args.jobs)
+    overrides = [*args.overrides, *([f"data.dir={args.data_dir}"] if args.data_dir else [])]
+    config = load_config(args.preset, overrides)
+    check_values(config, args.k)
+    with shared_images([config.data, config.data]):
+        load_dataset(config.data)  # for all runs; missing images are reported before a folder is created
+        comparison, first = make_comparison(args, overrides)
+        train(comparison, first, args.jobs)
     for member in comparison.members:
         print(member.name, member.folder(comparison.path))
 

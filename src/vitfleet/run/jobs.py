@@ -73,14 +73,19 @@ def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
     try:
         yield
     finally:
-        for job in running.values():
-            job.process.terminate()
-        for job in running.values():
-            try:
-                job.process.wait(TERMINATE_SECONDS)
-            except subprocess.TimeoutExpired:
-                job.process.kill()
-                job.process.wait()
+        stop_jobs([job.process for job in running.values()])
+
+
+def stop_jobs(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask processes to end, and kill those that do not; nothing happens to those that have ended."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def start_job(folder: Path, jobs: int) -> subprocess.Popen[bytes]:

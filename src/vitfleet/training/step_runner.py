@@ -271,7 +271,7 @@ class CudaGraphRunner:
             with torch.cuda.stream(stream):
                 self._step(kind)
         finally:
-            # Also where memory is full: what has begun uses tensors of this stream, which are free for others then.
+            # Also where memory is full: what has begun uses tensors that the current stream hands out again then.
             torch.cuda.current_stream().wait_stream(stream)
 
     def _step(self, kind: StepKind) -> None:
