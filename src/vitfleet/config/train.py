@@ -75,8 +75,8 @@ class EvalConfig(Table):
     clients: int | None = Field(
         100,
         ge=0,
-        description="for methods without a global model: client models that are averaged, drawn anew "
-        "each time; null: all",
+        description="for methods without a global model: client models that are averaged, those of the "
+        "same clients in every round; null: all",
     )
     body: EvaluatedBody = Field(
         "own",

@@ -73,15 +73,15 @@ class FleetEvaluator:
     ) -> GlobalEvaluation:
         """Evaluate the global model on the common test set.
 
-        Without a global model, the models of at most ``eval.clients`` clients are evaluated instead, drawn anew each
-        time. They are loaded and evaluated a few at a time, see :attr:`Evaluator.models_at_once`.
+        Without a global model, the models of at most ``eval.clients`` clients are evaluated instead, the same ones in
+        every round. They are loaded and evaluated a few at a time, see :attr:`Evaluator.models_at_once`.
 
         Parameters
         ----------
         client_state
             Returns a client's state; ``None`` for a client that has none.
         """
-        clients = [] if method.has_global_model else self._draw_clients(round)
+        clients = [] if method.has_global_model else self._evaluated_clients()
         count = 1 if method.has_global_model else len(clients)
         if not count:
             return GlobalEvaluation(None, None, 0)
@@ -140,12 +140,13 @@ class FleetEvaluator:
     def _evaluator(self) -> Evaluator:
         return Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
 
-    def _draw_clients(self, round: int) -> list[int]:
+    def _evaluated_clients(self) -> list[int]:
+        # The draw has no round: between other clients each time, a curve would also show how clients differ.
         candidates = np.setdiff1d(
             np.arange(self.client_indices.num_clients), np.array(self.unseen_clients, dtype=np.int64)
         )
         limit = self.config.clients
         if limit is not None and limit < len(candidates):
-            rng = Address(self.seed, Purpose.EVALUATE, round).generator()
+            rng = Address(self.seed, Purpose.EVALUATE).generator()
             candidates = np.sort(rng.choice(candidates, limit, replace=False))
         return [int(client) for client in candidates]
