@@ -14,6 +14,7 @@ import torch
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
+from vitfleet.training.compiler_barriers import add_compiler_barriers
 from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
 from vitfleet.training.memory_budget import limit_to_share, memory_fraction
 
@@ -75,6 +76,8 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
     if compiles:
         # One block is compiled for each combination of what trains and what clients share: more than torch's 8.
         torch._dynamo.config.recompile_limit = MAX_COMPILED_BLOCKS
+        if cuda:
+            add_compiler_barriers()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.deterministic:

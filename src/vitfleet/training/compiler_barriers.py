@@ -1,0 +1,52 @@
+"""Barriers that torch's compiler leaves out of the kernels that it writes for a GPU.
+
+A kernel that loops over an axis may store a tensor in one loop and read it back in the next. The compiler puts no
+barrier in between, and in the second loop an element may belong to another warp: that warp then may read what was in
+the memory before. Nothing reports it (https://github.com/pytorch/pytorch/issues/190517; seen in torch 2.11 and 2.13).
+The compiled backward pass of stacked blocks has such a kernel, the gradient of a layer norm, and captured steps share
+their memory: what was there before may be of another step.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+
+BARRIER = "tl.debug_barrier()"
+# Part of the key under which compiled code is cached on disk: code without the barriers must not be found there.
+CACHE_TAG = "vitfleet-barriers"
+
+
+def add_compiler_barriers() -> None:
+    """Let kernels that are compiled from now on wait between storing a tensor and reading it back.
+
+    The barrier is outside of the loops: every block of a kernel passes it once.
+    """
+    # Imported here, as it takes more than a second.
+    from torch._inductor.codegen.triton import TritonKernel
+
+    load = TritonKernel.load
+    if getattr(load, "has_barriers", False):
+        return
+
+    @wraps(load)
+    def load_after_barrier(kernel: Any, name: str, index: Any) -> Any:
+        # What was stored in a loop that has ended. The code of that loop is in the body already, of this one it is not.
+        if name in kernel.cse.invalidated_stores:
+            kernel.body.writeline(BARRIER)
+        return load(kernel, name, index)
+
+    setattr(load_after_barrier, "has_barriers", True)  # noqa: B010
+    setattr(TritonKernel, "load", load_after_barrier)  # noqa: B010
+    _separate_cache()
+
+
+def _separate_cache() -> None:
+    """Keep compiled code with barriers apart from code without them, on disk."""
+    settings: Any = torch.compiler.config
+    if hasattr(settings, "cache_key_tag"):
+        settings.cache_key_tag += CACHE_TAG
+    else:  # older versions of torch have no such setting
+        torch._inductor.config.fx_graph_cache = False
