@@ -15,6 +15,9 @@ Before that, each captured step is replayed and then run uncaptured from the sam
 the clients concerned. Rounds in which steps were captured or memory was full are named. To run with a part of the GPU's
 memory, set the variable VITFLEET_GPU_SHARE, for example to 0.06.
 
+With ``--poison`` all memory that is not in use is filled with NaN before each captured step: a step that reads what it
+has not written is not finite then. So the missing barriers of :mod:`vitfleet.training.compiler_barriers` were found.
+
 The repeated trainings take time and memory, so nothing else can be learned from such a run.
 """
 
@@ -57,6 +60,32 @@ class UncapturedStep:
 
     def replay(self) -> None:
         self.runner._step(self.kind)
+
+
+@dataclass(frozen=True)
+class RawMemory:
+    """A part of the GPU's memory, as torch makes a tensor of it."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"data": (self.address, False), "shape": (self.size,), "typestr": "|u1", "version": 3}
+
+
+@dataclass(frozen=True)
+class PoisonedGraph:
+    """Fills memory that is not in use with NaN, and replays a captured step."""
+
+    graph: torch.cuda.CUDAGraph
+
+    def replay(self) -> None:
+        for segment in torch.cuda.memory_snapshot():
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    torch.as_tensor(RawMemory(block["address"], block["size"]), device="cuda").fill_(0xFF)
+        self.graph.replay()
 
 
 @dataclass
@@ -279,7 +308,11 @@ def main() -> None:
     parser.add_argument("--data-dir")
     parser.add_argument("--stop-after", type=int, metavar="ROUND", default=0)
     parser.add_argument("--all", action="store_true", help="compare every training with plain steps")
+    parser.add_argument("--poison", action="store_true", help="fill free memory with NaN before each captured step")
     args = parser.parse_args()
+    if args.poison:
+        capture = CudaGraphRunner._capture
+        CudaGraphRunner._capture = lambda runner, kind: PoisonedGraph(capture(runner, kind))  # type: ignore[assignment, method-assign, return-value]
     config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
     check = Check(args.all)
     Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
