@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from conftest import Command
-from vitfleet.api.comparison import combinations, variants
+from vitfleet.api.comparison_members import combinations, variants
 from vitfleet.cli.base import app
 from vitfleet.cli.compare import parse_sweep
 from vitfleet.config import Config, load_config

@@ -10,13 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vitfleet.api.configuration import ConfigSource, as_data_set, make_config, source_name
+from vitfleet.api.best_trials import BestTrial, best_trials
+from vitfleet.api.comparison_members import members_of, on_test_images
+from vitfleet.api.configuration import ConfigSource, as_data_set
 from vitfleet.api.consent import check_estimate
 from vitfleet.api.frames import Row, as_frame, flatten
 from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
-from vitfleet.config.schema import Config, DataConfig
+from vitfleet.config.schema import DataConfig
 from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import RunEstimate, combine, estimate_run, mean_estimate
 from vitfleet.data.images import DataSet
@@ -82,6 +84,10 @@ class Comparison:
         A DataFrame where pandas is installed, else a list of rows.
         """
         return as_frame(_mean_row(row.name, row.summaries) for row in self.result.rows)
+
+    def best_trials(self) -> list[BestTrial]:
+        """Return the best trial of each swept configuration, by accuracy on held-out images (``data.validation``)."""
+        return best_trials(self.path)
 
     def resume(
         self,
@@ -184,8 +190,9 @@ class Comparison:
 
 
 def compare(
-    configs: ConfigSource | Sequence[ConfigSource],
+    configs: ConfigSource | Sequence[ConfigSource] = (),
     *,
+    best_of: str | Path | None = None,
     methods: Sequence[str | Mapping[str, Any]] = (),
     seeds: Iterable[int] = (0,),
     sweep: Mapping[str, Sequence[Any]] | None = None,
@@ -206,9 +213,10 @@ def compare(
     ----------
     configs
         Presets, files, trees of keys or configurations; one, or a list.
+    best_of
+        Instead of ``configs``: a comparison with a sweep and ``data.validation``. The best values of each are tested.
     methods
-        Train every configuration with each of these methods: a name, ``"fed-lora train.lr=5e-3"``, ``"fedprox mu=0.1"``
-        or ``{"name": "fedprox", "mu": 0.1}``.
+        Train every configuration with each of these: ``"fedprox mu=0.1"`` or ``{"name": "fedprox", "mu": 0.1}``.
     seeds
         Every configuration is trained with each of them.
     sweep
@@ -230,8 +238,8 @@ def compare(
     >>> comparison.table[["name", "accuracy.global.mean", "accuracy.global.std"]]
     """
     comparison, images = create(
-        configs, methods=methods, seeds=seeds, sweep=sweep, data=data, overrides=overrides, plugins=plugins,
-        target=target, out=out, command=command,
+        configs, best_of=best_of, methods=methods, seeds=seeds, sweep=sweep, data=data, overrides=overrides,
+        plugins=plugins, target=target, out=out, command=command,
     )  # fmt: skip
     try:
         _check_jobs(jobs, images)
@@ -244,8 +252,9 @@ def compare(
 
 
 def create(
-    configs: ConfigSource | Sequence[ConfigSource],
+    configs: ConfigSource | Sequence[ConfigSource] = (),
     *,
+    best_of: str | Path | None = None,
     methods: Sequence[str | Mapping[str, Any]] = (),
     seeds: Iterable[int] = (0,),
     sweep: Mapping[str, Sequence[Any]] | None = None,
@@ -259,85 +268,26 @@ def create(
     """Create the folder of a comparison without training anything: see :func:`compare`."""
     sources: Sequence[ConfigSource]
     sources = [configs] if isinstance(configs, str | Path) or not isinstance(configs, Sequence) else configs
-    if not sources:
-        raise UserError("compare: name at least one configuration")
     common, paths, images = parse_overrides(overrides), list(plugins), as_data_set(data)
-    found: list[tuple[str, str, Config]] = []
-    for seed, source, (variant, own), (swept, values) in product(
-        list(seeds), sources, variants(methods), combinations(sweep or {})
-    ):
-        config, _ = make_config(
-            source, data=images if images is not None else data, seed=seed,
-            overrides={**common, **own, **values}, plugins=paths,
-        )  # fmt: skip
-        # The methods of a single configuration are called by their own names alone.
-        stem = source_name(source) if len(sources) > 1 or not variant else ""
-        found.append((stem, " ".join(filter(None, (variant, swept))), config))
-    stems = _stems_by_method(found) if not methods else {}
-    members = [ComparedRun(f"{stems.get(stem, stem)} {rest}".strip(), config) for stem, rest, config in found]
+    values_of = images if images is not None else data
+    if best_of is not None:
+        if sources or methods or sweep:
+            raise UserError(
+                f"best_of = {best_of}: brings its own configurations, methods and swept values; leave them out"
+            )
+        members = [
+            ComparedRun(trial.name, on_test_images(trial, seed, values_of, common, paths), trial.name)
+            for seed, trial in product(list(seeds), best_trials(best_of))
+        ]
+    else:
+        members = members_of(sources, methods, list(seeds), sweep or {}, values_of, common, paths)
     text = shlex.join(command or ["vitfleet.compare"])
     return Comparison(create_comparison(members, None if out is None else Path(out), text, target)), images
-
-
-def _stems_by_method(found: Sequence[tuple[str, str, Config]]) -> dict[str, str]:
-    """Return the method's name for each configuration, with the number of its tasks if there are others of the method.
-
-    Nothing if these names are not different.
-    """
-    methods = {stem: config.method.name for stem, _, config in found}
-    tasks = {stem: f" tasks={config.num_tasks}" if config.data.tasks else "" for stem, _, config in found}
-    names = {
-        stem: method + (tasks[stem] if list(methods.values()).count(method) > 1 else "")
-        for stem, method in methods.items()
-    }
-    return names if len(set(names.values())) == len(names) > 1 else {}
 
 
 def load_comparison(path: str | Path) -> Comparison:
     """Open the comparison in a folder."""
     return Comparison(path)
-
-
-def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each method's name and the keys that it sets; one without a name if there are no methods."""
-    parsed = [_variant(method) for method in methods]
-    names = [name for name, _ in parsed]
-    found = []
-    for name, keys in parsed:
-        shown = [f"{key.rpartition('.')[2]}={value}" for key, value in keys.items()]
-        called = " ".join([name, *shown]).replace("/", "_") if names.count(name) > 1 else name  # a folder's name too
-        found.append((called, {"method.name": name, **keys}))
-    return found or [("", {})]
-
-
-def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    if not isinstance(method, str):
-        keys = dict(method)
-        name = keys.pop("name", "")
-        if not name:
-            raise UserError(f"methods: {dict(method)} has no name; give {{'name': 'fedprox', 'mu': 0.1}}, for example")
-        return str(name), {f"method.{key}": value for key, value in keys.items()}
-    name, *texts = method.split() or [""]
-    if not name or "=" in name or not all("=" in text for text in texts):
-        example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
-        raise UserError(f"method {method!r}: must be a method's name, and key=value after it; for example {example}")
-    # A key without a table is one of the method's own: "fedprox mu=0.1".
-    return name, parse_overrides([text if "." in text.partition("=")[0] else f"method.{text}" for text in texts])
-
-
-def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return every combination of swept values: its name, and the keys that it sets.
-
-    ``{"method.k": [1, 2], "train.lr": [1e-3, 1e-4]}`` has four combinations, the first named ``k=1 lr=0.001``. Without
-    a sweep there is one, without a name.
-    """
-    axes = [[(key, value) for value in values] for key, values in sweep.items()]
-    if empty := [key for key, values in sweep.items() if not values]:
-        raise UserError(f"sweep: {empty[0]} has no values; give some, for example {{'method.k': [1, 2, 3]}}")
-    return [
-        (" ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination), dict(combination))
-        for combination in product(*axes)
-    ]
 
 
 def _mean_row(name: str, summaries: Sequence[dict[str, Any]]) -> Row:

@@ -39,32 +39,46 @@ if TYPE_CHECKING:
     from vitfleet.run.jobs import JobResult
 
 
+Sweep = Annotated[
+    list[str],
+    typer.Option("-s", "--sweep", metavar="KEY=V,V,…", help="Run every configuration with each of these values."),
+]
+Methods = Annotated[
+    list[str],
+    typer.Option(
+        metavar="'NAME [KEY=VALUE…]'",
+        help="Run every configuration with this method, and with overrides for it alone. May be repeated.",
+    ),
+]
+BestOf = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Instead of PRESET|FILE: a comparison with -s and data.validation. Each of its configurations is run "
+        "with the values that were best on the held-out images.",
+    ),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(
+        help="An accuracy, 0…1: when does each run reach it? Default: what all reach, if well above chance.",
+        min=0,
+        max=1,
+    ),
+]
+
+
 @app.command()
 def compare(
-    sources: Annotated[list[str], typer.Argument(metavar="PRESET|FILE…", help="What to compare.")],
+    sources: Annotated[list[str] | None, typer.Argument(metavar="PRESET|FILE…", help="What to compare.")] = None,
     override: Overrides = [],  # noqa: B006
     plugin: Plugins = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2: one run of every configuration per seed.")] = "0",
-    sweep: Annotated[
-        list[str],
-        typer.Option("-s", "--sweep", metavar="KEY=V,V,…", help="Run every configuration with each of these values."),
-    ] = [],  # noqa: B006
-    method: Annotated[
-        list[str],
-        typer.Option(
-            metavar="'NAME [KEY=VALUE…]'",
-            help="Run every configuration with this method, and with overrides for it alone. May be repeated.",
-        ),
-    ] = [],  # noqa: B006
+    sweep: Sweep = [],  # noqa: B006
+    method: Methods = [],  # noqa: B006
+    best_of: BestOf = None,
     jobs: Jobs = 1,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="An accuracy, 0…1: when does each run reach it? Default: what all reach, if well above chance.",
-            min=0,
-            max=1,
-        ),
-    ] = None,
+    target: Target = None,
     out: Out = None,
     data_dir: DataDir = None,
     yes: Yes = False,
@@ -80,6 +94,8 @@ def compare(
     * `vitfleet compare transfl-digits -s method.k=1,2,3 --target 0.4`
     * `vitfleet compare digits --method fedavg --method 'fed-lora train.lr=5e-3' --jobs 2`
     * `vitfleet compare mine.toml other.toml -o rounds=50 --out runs/both`
+    * `vitfleet compare digits --method fedavg --method fed-head -s train.lr=1e-3,4e-3 -o data.validation=0.2`
+    * `vitfleet compare --best-of runs/compare-001 --seeds 0,1,2`
     """
     from vitfleet.api.comparison import create
 
@@ -87,8 +103,11 @@ def compare(
     reserve_stdout(as_json)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
+    if best_of is not None:
+        _print_best_trials(best_of)
     comparison, _ = create(
-        sources,
+        sources or [],
+        best_of=best_of,
         methods=method,
         seeds=[int(seed) for seed in seeds.split(",")],
         sweep=parse_sweep(sweep),
@@ -113,6 +132,21 @@ def run_new_comparison(
         discard_comparison(comparison.path)
         raise
     _run_and_show(comparison, clock, as_json, jobs, figure_files)
+
+
+def _print_best_trials(path: Path) -> None:
+    """Print which values were the best for each configuration, and where others might be better."""
+    from vitfleet.api.best_trials import best_trials
+
+    for trial in best_trials(path):
+        values = ", ".join(f"{key} = {value}" for key, value in trial.values.items()) or "nothing was varied"
+        count = "1 trial" if trial.trials == 1 else f"best of {trial.trials} trials"
+        print_text(console, f"{method_label(trial.name)}: {values} ({count}, {trial.accuracy:.1%} on held-out images)")
+        for key in trial.at_edge:
+            print_text(
+                error_console,
+                f"note: {trial.name}: {key} is at the edge of what was tried; a wider range may be better",
+            )
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:

@@ -25,10 +25,17 @@ MANIFEST = "compare.json"
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison: the name of its configuration, and the configuration with a seed."""
+    """One run of a comparison: the name of its configuration, and the configuration with a seed.
+
+    Attributes
+    ----------
+    group
+        What the configuration is called without the swept values: the configurations of a group differ in them only.
+    """
 
     name: str
     config: Config
+    group: str = ""
 
     def folder(self, comparison: Path) -> Path:
         """Return the run's folder."""
@@ -60,7 +67,10 @@ def create_comparison(
     tree = {
         "command": command,
         "target": target,
-        "members": [{"name": member.name, "config": member.config.model_dump(mode="json")} for member in members],
+        "members": [
+            {"name": member.name, "group": member.group, "config": member.config.model_dump(mode="json")}
+            for member in members
+        ],
     }
     write_atomically(path / MANIFEST, json.dumps(tree, indent=2).encode())
     return path
@@ -74,7 +84,10 @@ def discard_comparison(path: Path) -> None:
 
 def read_members(path: Path) -> list[ComparedRun]:
     """Return the runs of a comparison."""
-    return [ComparedRun(member["name"], validate(member["config"])) for member in _read_manifest(path)["members"]]
+    return [
+        ComparedRun(member["name"], validate(member["config"]), member.get("group", ""))
+        for member in _read_manifest(path)["members"]
+    ]
 
 
 def read_command(path: Path) -> str:

@@ -1,0 +1,109 @@
+"""The runs of a comparison: configurations × methods × swept values × seeds, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from vitfleet.api.best_trials import BestTrial
+from vitfleet.api.configuration import ConfigSource, make_config, source_name
+from vitfleet.config.load import parse_overrides
+from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
+from vitfleet.run.compare import ComparedRun
+
+
+def members_of(
+    sources: Sequence[ConfigSource],
+    methods: Sequence[str | Mapping[str, Any]],
+    seeds: Sequence[int],
+    sweep: Mapping[str, Sequence[Any]],
+    data: Any,
+    overrides: Mapping[str, Any],
+    plugins: Sequence[str | Path],
+) -> list[ComparedRun]:
+    """Return the runs of every configuration × method × combination of swept values × seed."""
+    if not sources:
+        raise UserError("compare: name at least one configuration")
+    found: list[tuple[str, str, str, Config]] = []
+    for seed, source, (variant, own), (swept, values) in product(
+        seeds, sources, variants(methods), combinations(sweep)
+    ):
+        config, _ = make_config(source, data=data, seed=seed, overrides={**overrides, **own, **values}, plugins=plugins)
+        # The methods of a single configuration are called by their own names alone.
+        stem = source_name(source) if len(sources) > 1 or not variant else ""
+        found.append((stem, variant, swept, config))
+    stems = {} if methods else _stems_by_method({stem: config for stem, _, _, config in found})
+    members = []
+    for stem, variant, swept, config in found:
+        group = f"{stems.get(stem, stem)} {variant}".strip()
+        members.append(ComparedRun(f"{group} {swept}".strip(), config, group))
+    return members
+
+
+def _stems_by_method(configs: Mapping[str, Config]) -> dict[str, str]:
+    """Return the method's name for each configuration, with the number of its tasks if there are others of the method.
+
+    Nothing if these names are not different.
+    """
+    methods = {stem: config.method.name for stem, config in configs.items()}
+    tasks = {stem: f" tasks={config.num_tasks}" if config.data.tasks else "" for stem, config in configs.items()}
+    names = {
+        stem: method + (tasks[stem] if list(methods.values()).count(method) > 1 else "")
+        for stem, method in methods.items()
+    }
+    return names if len(set(names.values())) == len(names) > 1 else {}
+
+
+def on_test_images(
+    trial: BestTrial, seed: int, data: Any, overrides: Mapping[str, Any], plugins: Sequence[str | Path]
+) -> Config:
+    """Return the configuration of a trial, with all training images and the test images."""
+    config, _ = make_config(
+        trial.config, data=data, seed=seed, overrides={"data.validation": 0, **overrides}, plugins=plugins
+    )
+    return config
+
+
+def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each method's name and the keys that it sets; one without a name if there are no methods."""
+    parsed = [_variant(method) for method in methods]
+    names = [name for name, _ in parsed]
+    found = []
+    for name, keys in parsed:
+        shown = [f"{key.rpartition('.')[2]}={value}" for key, value in keys.items()]
+        called = " ".join([name, *shown]).replace("/", "_") if names.count(name) > 1 else name  # a folder's name too
+        found.append((called, {"method.name": name, **keys}))
+    return found or [("", {})]
+
+
+def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if not isinstance(method, str):
+        keys = dict(method)
+        name = keys.pop("name", "")
+        if not name:
+            raise UserError(f"methods: {dict(method)} has no name; give {{'name': 'fedprox', 'mu': 0.1}}, for example")
+        return str(name), {f"method.{key}": value for key, value in keys.items()}
+    name, *texts = method.split() or [""]
+    if not name or "=" in name or not all("=" in text for text in texts):
+        example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
+        raise UserError(f"method {method!r}: must be a method's name, and key=value after it; for example {example}")
+    # A key without a table is one of the method's own: "fedprox mu=0.1".
+    return name, parse_overrides([text if "." in text.partition("=")[0] else f"method.{text}" for text in texts])
+
+
+def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return every combination of swept values: its name, and the keys that it sets.
+
+    ``{"method.k": [1, 2], "train.lr": [1e-3, 1e-4]}`` has four combinations, the first named ``k=1 lr=0.001``. Without
+    a sweep there is one, without a name.
+    """
+    axes = [[(key, value) for value in values] for key, values in sweep.items()]
+    if empty := [key for key, values in sweep.items() if not values]:
+        raise UserError(f"sweep: {empty[0]} has no values; give some, for example {{'method.k': [1, 2, 3]}}")
+    return [
+        (" ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination), dict(combination))
+        for combination in product(*axes)
+    ]
