@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import vitfleet
+from conftest import Command
 from vitfleet.api.best_trials import best_trials
-from vitfleet.api.comparison import Comparison, create
+from vitfleet.api.comparison import Comparison, compare, create
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 
@@ -23,7 +24,8 @@ def finish(comparison: Comparison, accuracies: dict[str, float | None], kind: st
     for member in comparison.members:
         folder = member.folder(comparison.path)
         folder.mkdir()
-        summary: dict[str, Any] = {"accuracy": {"global": None, "local": None, kind: accuracies[folder.name]}}
+        accuracy = {"global": None, "local": None, kind: accuracies[folder.name]}
+        summary = {"accuracy": accuracy, "loss": {"train": 1.0}, "continual": None}
         (folder / "summary.json").write_text(json.dumps(summary))
 
 
@@ -52,6 +54,9 @@ def test_each_method_gets_its_best_value(tmp_path: Path) -> None:
     assert not average.at_edge
     assert head.at_edge == ("train.lr",)  # a larger one may be better still
 
+    assert not average.tied
+    assert not head.tied
+
     final, _ = create(best_of=comparison.path, seeds=[0, 1], overrides={"rounds": 9}, out=tmp_path / "final")
     assert rates(final) == {("fedavg", 0): 2e-3, ("fed-head", 0): 4e-3, ("fedavg", 1): 2e-3, ("fed-head", 1): 4e-3}
     for member in final.members:
@@ -59,6 +64,79 @@ def test_each_method_gets_its_best_value(tmp_path: Path) -> None:
         assert member.config.rounds == 9
         origin = (average if member.name == "fedavg" else head).config.model_copy(update={"rounds": 9})
         assert without_seed(member.config) == without_seed(origin)
+    origin_of_values = final.best_of
+    assert origin_of_values is not None
+    assert origin_of_values["comparison"] == str(comparison.path)
+    assert [trial["accuracy"] for trial in origin_of_values["trials"]] == [0.7, 0.4]
+    assert comparison.best_of is None
+
+
+@pytest.mark.parametrize("key", ["train.lr", "data.validation"])
+def test_what_was_chosen_cannot_be_overridden(key: str, tmp_path: Path) -> None:
+    comparison = search(tmp_path / "search")
+    finish(comparison, {member.folder(comparison.path).name: 0.5 for member in comparison.members})
+    assert all(best.tied for best in comparison.best_trials())
+    with pytest.raises(UserError, match=f"{key}: is set by the best trial of fedavg; leave it out"):
+        create(best_of=comparison.path, overrides={key: 0.1}, out=tmp_path / "final")
+
+
+def test_a_trial_that_diverged_is_not_chosen(tmp_path: Path) -> None:
+    comparison = search(tmp_path / "search", methods=())
+    names = [member.folder(comparison.path).name for member in comparison.members]
+    finish(comparison, dict(zip(names, [0.1, 0.9, float("nan")], strict=True)))
+    path = comparison.path / names[1] / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps({**summary, "loss": {"train": None}}))  # no update of the last round was used
+    (best,) = comparison.best_trials()
+    assert best.values == {"train.lr": 1e-3}
+    path = comparison.path / names[0] / "summary.json"
+    path.write_text(json.dumps({**summary, "loss": {"train": None}}))
+    with pytest.raises(UserError, match="diverged with every value"):
+        comparison.best_trials()
+
+
+def test_two_values_have_no_edge(tmp_path: Path) -> None:
+    comparison = search(tmp_path / "search", methods=(), sweep={"train.lr": [1e-3, 2e-3]})
+    names = [member.folder(comparison.path).name for member in comparison.members]
+    finish(comparison, dict(zip(names, [0.1, 0.9], strict=True)))
+    assert comparison.best_trials()[0].at_edge == ()
+
+
+@pytest.mark.parametrize("sweep", [{}, {"data.validation": [0.1, 0.2]}])
+def test_a_comparison_without_a_sweep_on_the_same_images_is_rejected(sweep: dict[str, Any], tmp_path: Path) -> None:
+    comparison = search(tmp_path / "search", sweep=sweep)
+    finish(comparison, {member.folder(comparison.path).name: 0.5 for member in comparison.members})
+    with pytest.raises(UserError, match="data.validation was swept" if sweep else "nothing was swept in it"):
+        comparison.best_trials()
+
+
+def test_a_comparison_of_an_older_version_is_rejected(tmp_path: Path) -> None:
+    """It does not say what was swept: each of its runs would be a method of its own, measured on the test images."""
+    comparison = search(tmp_path / "search")
+    finish(comparison, {member.folder(comparison.path).name: 0.5 for member in comparison.members})
+    manifest = comparison.path / "compare.json"
+    tree = json.loads(manifest.read_text())
+    for member in tree["members"]:
+        del member["group"], member["swept"]
+    manifest.write_text(json.dumps(tree))
+    with pytest.raises(UserError, match="nothing was swept in it"):
+        comparison.best_trials()
+
+
+@pytest.mark.usefixtures("without_figure_files")
+def test_the_command_prints_what_was_best(vitfleet: Command, tmp_path: Path) -> None:
+    swept = ["-s", "train.lr=1e-9,1e-8,3e-3", "-o", "data.validation=0.2", "-o", "rounds=3", "--out", "search"]
+    result = vitfleet(tmp_path, "compare", "digits", "--method", "fedavg", *swept)
+    assert result.returncode == 0, result.stderr
+    final = vitfleet(tmp_path, "compare", "--best-of", "search", "--out", "final")
+    assert final.returncode == 0, final.stderr
+    assert re.search(r"FedAvg: train\.lr = 0\.003 \(best of 3 trials, [\d.]+% on held-out images\)", final.stdout)
+    assert "note: FedAvg: train.lr is at the edge of what was tried; try a wider range" in final.stderr
+    assert {member.config.data.eval_split for member in Comparison(tmp_path / "final").members} == {"test"}
+    wrong = vitfleet(tmp_path, "compare", "digits", "--best-of", "search", "--out", "other")
+    assert wrong.returncode == 2
+    assert "leave them out" in wrong.stderr
+    assert "held-out" not in wrong.stdout
 
 
 def test_the_mean_over_seeds_decides(tmp_path: Path) -> None:
@@ -95,7 +173,8 @@ def test_methods_on_tasks_are_judged_after_all_tasks(tmp_path: Path) -> None:
     for member, reached in zip(comparison.members, (70.0, 80.0), strict=True):
         folder = member.folder(comparison.path)
         folder.mkdir()
-        summary = {"accuracy": {"global": None, "local": 0.9}, "continual": {"average_accuracy": reached}}
+        accuracy = {"global": None, "local": 0.9}
+        summary = {"accuracy": accuracy, "loss": {"train": 1.0}, "continual": {"average_accuracy": reached}}
         (folder / "summary.json").write_text(json.dumps(summary))
     (best,) = best_trials(comparison.path)
     assert best.values == {"method.margin": 0.5}
@@ -117,7 +196,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     finish(comparison, {member.folder(comparison.path).name: None for member in comparison.members})
     with pytest.raises(UserError, match="has no accuracy"):
         comparison.best_trials()
-    with pytest.raises(UserError, match="holds no comparison"):
-        vitfleet.compare(best_of=tmp_path / "nothing")
-    with pytest.raises(UserError, match="brings its own configurations"):
-        vitfleet.compare("digits", best_of=comparison.path)
+    with pytest.raises(UserError, match="contains no comparison"):
+        compare(best_of=tmp_path / "nothing")
+    with pytest.raises(UserError, match="leave them out"):
+        compare("digits", best_of=comparison.path)

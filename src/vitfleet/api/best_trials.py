@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitfleet.api.frames import flatten
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.run.compare import MANIFEST, ComparedRun, read_members
+
+MIN_RANGE = 3  # numbers that must have been tried for the smallest and the largest of them to be the edges of a range
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class BestTrial:
     values
         The keys that were swept, with the values of the best trial.
     at_edge
-        Those of them whose value is the smallest or the largest number that was tried.
+        Those of them whose value is the smallest or the largest of several numbers that were tried.
+    tied
+        Whether another trial was as good.
     """
 
     name: str
@@ -41,15 +45,19 @@ class BestTrial:
     trials: int
     values: Mapping[str, Any]
     at_edge: tuple[str, ...]
+    tied: bool
+
+    def as_tree(self) -> dict[str, Any]:
+        """Return everything but the configuration as plain values."""
+        return {key: value for key, value in vars(self).items() if key != "config"}
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One configuration, without its seed as a flat table, and the accuracy of each of its runs."""
+    """One configuration, and the accuracy of each of its runs."""
 
-    config: Config
-    keys: Mapping[str, Any]
-    accuracies: list[float]
+    member: ComparedRun
+    accuracies: list[float] = field(default_factory=list)
 
     @property
     def accuracy(self) -> float:
@@ -62,59 +70,60 @@ def best_trials(path: str | Path) -> list[BestTrial]:
     Raises
     ------
     UserError
-        If there is no comparison, if a run is not finished, or if accuracies are those of test images: a setting that
-        was chosen on them makes the final accuracy too good.
+        If there is no comparison or nothing was swept, if a run is not finished, or if accuracies are those of test
+        images: a setting that was chosen on them makes the final accuracy too good.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise UserError(f"{path}: holds no comparison (there is no {MANIFEST} in it)")
+        raise UserError(f"{path}: contains no comparison (there is no {MANIFEST} in it)")
     groups: dict[str, dict[str, _Trial]] = {}
     for member in read_members(path):
-        accuracy = _validation_accuracy(path, member)
-        config = member.config.model_copy(update={"seed": 0})
-        trial = _Trial(member.config, flatten(config.model_dump(mode="json")), [])
-        group = groups.setdefault(member.group or member.name, {})
-        group.setdefault(config.model_dump_json(), trial).accuracies.append(accuracy)
+        _check(path, member)
+        trials = groups.setdefault(member.group, {})
+        trials.setdefault(member.name, _Trial(member)).accuracies.append(_accuracy(path, member))
     return [_best(name, list(trials.values())) for name, trials in groups.items()]
 
 
-def _validation_accuracy(path: Path, member: ComparedRun) -> float:
-    """Return the accuracy of a run that tells which trial is better."""
+def _check(path: Path, member: ComparedRun) -> None:
+    """Reject a run that cannot be a trial."""
+    if not member.swept:
+        raise UserError(f"{path}: nothing was swept in it; repeat it with a sweep, for example -s train.lr=1e-3,3e-3")
+    if "data.validation" in member.swept:
+        raise UserError(f"{path}: data.validation was swept, so its runs were measured on different images")
     if member.config.data.eval_split != "validation":
         raise UserError(
             f"{path}: its accuracies are those of the test images, on which nothing may be chosen; repeat it with "
             "-o data.validation=0.1"
         )
-    summary_path = member.folder(path) / "summary.json"
-    if not summary_path.is_file():
+    if not (member.folder(path) / "summary.json").is_file():
         raise UserError(f"{path}: {member.name} is not finished; `vitfleet resume {path}` resumes the comparison")
-    summary = read_json(summary_path)
-    if "continual" in summary:
-        found = summary["continual"]["average_accuracy"] / 100
+
+
+def _accuracy(path: Path, member: ComparedRun) -> float:
+    """Return the accuracy of a run that tells which trial is better; −∞ if its training diverged."""
+    summary = read_json(member.folder(path) / "summary.json")
+    accuracy, continual = summary["accuracy"], summary.get("continual")
+    if continual:
+        found = continual["average_accuracy"] / 100
     else:
-        accuracy = summary["accuracy"]
         found = accuracy["local"] if accuracy["global"] is None else accuracy["global"]
     if found is None:
         raise UserError(f"{path}: {member.name} has no accuracy; see eval.every and eval.clients")
-    return float(found)
+    diverged = summary["loss"]["train"] is None or not math.isfinite(found)  # no update of the last round counted
+    return -math.inf if diverged else float(found)
 
 
 def _best(name: str, trials: Sequence[_Trial]) -> BestTrial:
     best = max(trials, key=lambda trial: trial.accuracy)  # the first of several
-    differing = [key for key in best.keys if any(trial.keys.get(key) != best.keys[key] for trial in trials)]
-    values = {key: best.keys[key] for key in differing}
-    return BestTrial(
-        name,
-        best.config,
-        best.accuracy,
-        len(trials),
-        values,
-        tuple(key for key in values if _at_edge(key, best, trials)),
-    )
+    if best.accuracy == -math.inf:
+        raise UserError(f"{name}: training diverged with every value that was tried; try others")
+    values = best.member.swept
+    at_edge = tuple(key for key in values if _is_at_edge(values[key], [trial.member.swept[key] for trial in trials]))
+    tied = sum(trial.accuracy == best.accuracy for trial in trials) > 1
+    return BestTrial(name, best.member.config, best.accuracy, len(trials), values, at_edge, tied)
 
 
-def _at_edge(key: str, best: _Trial, trials: Sequence[_Trial]) -> bool:
-    """Whether a trial has the smallest or the largest of the numbers that were tried for a key."""
-    tried = [trial.keys.get(key) for trial in trials]
-    numbers = [value for value in tried if isinstance(value, int | float) and not isinstance(value, bool)]
-    return len(numbers) == len(tried) and best.keys[key] in (min(numbers), max(numbers))
+def _is_at_edge(value: Any, tried: Sequence[Any]) -> bool:
+    """Whether a value is the smallest or the largest of several numbers."""
+    numbers = {number for number in tried if isinstance(number, int | float) and not isinstance(number, bool)}
+    return len(numbers) >= MIN_RANGE and value in (min(numbers), max(numbers))

@@ -6,12 +6,11 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from vitfleet.api.best_trials import BestTrial, best_trials
-from vitfleet.api.comparison_members import members_of, on_test_images
+from vitfleet.api.comparison_members import final_members, members_of
 from vitfleet.api.configuration import ConfigSource, as_data_set
 from vitfleet.api.consent import check_estimate
 from vitfleet.api.frames import Row, as_frame, flatten
@@ -33,6 +32,7 @@ from vitfleet.run.compare import (
     ComparisonResult,
     create_comparison,
     discard_comparison,
+    read_best_of,
     read_command,
     read_comparison,
     read_members,
@@ -84,6 +84,11 @@ class Comparison:
         A DataFrame where pandas is installed, else a list of rows.
         """
         return as_frame(_mean_row(row.name, row.summaries) for row in self.result.rows)
+
+    @property
+    def best_of(self) -> dict[str, Any] | None:
+        """Where the values of its configurations were chosen, and how good they were; ``None`` if they were given."""
+        return read_best_of(self.path)
 
     def best_trials(self) -> list[BestTrial]:
         """Return the best trial of each swept configuration, by accuracy on held-out images (``data.validation``)."""
@@ -214,7 +219,7 @@ def compare(
     configs
         Presets, files, trees of keys or configurations; one, or a list.
     best_of
-        Instead of ``configs``: a comparison with a sweep and ``data.validation``. The best values of each are tested.
+        Instead of ``configs``: a comparison with a sweep and ``data.validation``, whose best values are run and tested.
     methods
         Train every configuration with each of these: ``"fedprox mu=0.1"`` or ``{"name": "fedprox", "mu": 0.1}``.
     seeds
@@ -269,20 +274,18 @@ def create(
     sources: Sequence[ConfigSource]
     sources = [configs] if isinstance(configs, str | Path) or not isinstance(configs, Sequence) else configs
     common, paths, images = parse_overrides(overrides), list(plugins), as_data_set(data)
-    values_of = images if images is not None else data
-    if best_of is not None:
-        if sources or methods or sweep:
-            raise UserError(
-                f"best_of = {best_of}: brings its own configurations, methods and swept values; leave them out"
-            )
-        members = [
-            ComparedRun(trial.name, on_test_images(trial, seed, values_of, common, paths), trial.name)
-            for seed, trial in product(list(seeds), best_trials(best_of))
-        ]
+    data_source = data if images is None else images
+    if best_of is None:
+        trials = []
+        members = members_of(sources, methods, list(seeds), sweep or {}, data_source, common, paths)
+    elif sources or methods or sweep:
+        raise UserError(f"best of {best_of}: contains configurations, methods and swept values itself; leave them out")
     else:
-        members = members_of(sources, methods, list(seeds), sweep or {}, values_of, common, paths)
+        trials = best_trials(best_of)
+        members = final_members(trials, list(seeds), data_source, common, paths)
+    origin = {"comparison": str(best_of), "trials": [trial.as_tree() for trial in trials]} if trials else None
     text = shlex.join(command or ["vitfleet.compare"])
-    return Comparison(create_comparison(members, None if out is None else Path(out), text, target)), images
+    return Comparison(create_comparison(members, None if out is None else Path(out), text, target, origin)), images
 
 
 def load_comparison(path: str | Path) -> Comparison:

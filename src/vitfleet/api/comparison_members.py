@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,20 @@ def members_of(
 ) -> list[ComparedRun]:
     """Return the runs of every configuration × method × combination of swept values × seed."""
     if not sources:
-        raise UserError("compare: name at least one configuration")
-    found: list[tuple[str, str, str, Config]] = []
+        raise UserError("compare: name at least one configuration, or a sweep to take the best values of (best_of)")
+    found: list[tuple[str, str, str, ComparedRun]] = []
     for seed, source, (variant, own), (swept, values) in product(
         seeds, sources, variants(methods), combinations(sweep)
     ):
         config, _ = make_config(source, data=data, seed=seed, overrides={**overrides, **own, **values}, plugins=plugins)
         # The methods of a single configuration are called by their own names alone.
         stem = source_name(source) if len(sources) > 1 or not variant else ""
-        found.append((stem, variant, swept, config))
-    stems = {} if methods else _stems_by_method({stem: config for stem, _, _, config in found})
+        found.append((stem, variant, swept, ComparedRun("", config, swept=values)))
+    stems = {} if methods else _stems_by_method({stem: member.config for stem, _, _, member in found})
     members = []
-    for stem, variant, swept, config in found:
+    for stem, variant, swept, member in found:
         group = f"{stems.get(stem, stem)} {variant}".strip()
-        members.append(ComparedRun(f"{group} {swept}".strip(), config, group))
+        members.append(replace(member, name=f"{group} {swept}".strip(), group=group))
     return members
 
 
@@ -57,14 +58,25 @@ def _stems_by_method(configs: Mapping[str, Config]) -> dict[str, str]:
     return names if len(set(names.values())) == len(names) > 1 else {}
 
 
-def on_test_images(
-    trial: BestTrial, seed: int, data: Any, overrides: Mapping[str, Any], plugins: Sequence[str | Path]
-) -> Config:
-    """Return the configuration of a trial, with all training images and the test images."""
-    config, _ = make_config(
-        trial.config, data=data, seed=seed, overrides={"data.validation": 0, **overrides}, plugins=plugins
-    )
-    return config
+def final_members(
+    trials: Sequence[BestTrial],
+    seeds: Sequence[int],
+    data: Any,
+    overrides: Mapping[str, Any],
+    plugins: Sequence[str | Path],
+) -> list[ComparedRun]:
+    """Return the runs of the best trials with all training images, measured on the test images."""
+    for trial in trials:
+        chosen = [key for key in overrides if key in trial.values and key != "rounds"]
+        if chosen or "data.validation" in overrides:
+            key = (chosen or ["data.validation"])[0]
+            raise UserError(f"{key}: is set by the best trial of {trial.name}; leave it out")
+    members = []
+    for seed, trial in product(seeds, trials):
+        keys = {"data.validation": 0, **overrides}
+        config, _ = make_config(trial.config, data=data, seed=seed, overrides=keys, plugins=plugins)
+        members.append(ComparedRun(trial.name, config, trial.name))
+    return members
 
 
 def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

@@ -103,8 +103,6 @@ def compare(
     reserve_stdout(as_json)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
-    if best_of is not None:
-        _print_best_trials(best_of)
     comparison, _ = create(
         sources or [],
         best_of=best_of,
@@ -117,6 +115,8 @@ def compare(
         out=out,
         command=["vitfleet", *sys.argv[1:]],
     )
+    if comparison.best_of is not None:
+        _print_best_trials(comparison.best_of["trials"])
     run_new_comparison(comparison, yes, as_json, jobs)
 
 
@@ -134,19 +134,17 @@ def run_new_comparison(
     _run_and_show(comparison, clock, as_json, jobs, figure_files)
 
 
-def _print_best_trials(path: Path) -> None:
+def _print_best_trials(trials: Sequence[dict[str, Any]]) -> None:
     """Print which values were the best for each configuration, and where others might be better."""
-    from vitfleet.api.best_trials import best_trials
-
-    for trial in best_trials(path):
-        values = ", ".join(f"{key} = {value}" for key, value in trial.values.items()) or "nothing was varied"
-        count = "1 trial" if trial.trials == 1 else f"best of {trial.trials} trials"
-        print_text(console, f"{method_label(trial.name)}: {values} ({count}, {trial.accuracy:.1%} on held-out images)")
-        for key in trial.at_edge:
-            print_text(
-                error_console,
-                f"note: {trial.name}: {key} is at the edge of what was tried; a wider range may be better",
-            )
+    for trial in trials:
+        label = method_label(trial["name"])
+        values = ", ".join(f"{key} = {value}" for key, value in trial["values"].items())
+        accuracy = f"{trial['accuracy']:.1%} on held-out images"
+        print_text(console, f"{label}: {values} (best of {trial['trials']} trials, {accuracy})")
+        if trial["tied"]:
+            print_text(error_console, f"note: {label}: another trial was as good")
+        for key in trial["at_edge"]:
+            print_text(error_console, f"note: {label}: {key} is at the edge of what was tried; try a wider range")
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:

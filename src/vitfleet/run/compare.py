@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,14 @@ class ComparedRun:
     ----------
     group
         What the configuration is called without the swept values: the configurations of a group differ in them only.
+    swept
+        The swept keys, with their values.
     """
 
     name: str
     config: Config
     group: str = ""
+    swept: Mapping[str, Any] = field(default_factory=dict)
 
     def folder(self, comparison: Path) -> Path:
         """Return the run's folder."""
@@ -43,7 +46,11 @@ class ComparedRun:
 
 
 def create_comparison(
-    members: Sequence[ComparedRun], out: Path | None, command: str, target: float | None = None
+    members: Sequence[ComparedRun],
+    out: Path | None,
+    command: str,
+    target: float | None = None,
+    best_of: dict[str, Any] | None = None,
 ) -> Path:
     """Create a comparison's folder with its manifest and return the folder.
 
@@ -55,6 +62,8 @@ def create_comparison(
         The command that started the comparison.
     target
         An accuracy: when does each run reach it?
+    best_of
+        Where the values of the configurations were chosen, and how good they were there.
     """
     path = out or next_free_folder(Path("runs"), "compare")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -64,14 +73,21 @@ def create_comparison(
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{duplicates[0]} would be compared with itself; name each configuration once")
     path.mkdir(parents=True, exist_ok=True)
-    tree = {
+    tree: dict[str, Any] = {
         "command": command,
         "target": target,
         "members": [
-            {"name": member.name, "group": member.group, "config": member.config.model_dump(mode="json")}
+            {
+                "name": member.name,
+                "group": member.group,
+                "swept": dict(member.swept),
+                "config": member.config.model_dump(mode="json"),
+            }
             for member in members
         ],
     }
+    if best_of is not None:
+        tree["best_of"] = best_of
     write_atomically(path / MANIFEST, json.dumps(tree, indent=2).encode())
     return path
 
@@ -85,9 +101,15 @@ def discard_comparison(path: Path) -> None:
 def read_members(path: Path) -> list[ComparedRun]:
     """Return the runs of a comparison."""
     return [
-        ComparedRun(member["name"], validate(member["config"]), member.get("group", ""))
+        ComparedRun(member["name"], validate(member["config"]), member.get("group", ""), member.get("swept", {}))
         for member in _read_manifest(path)["members"]
     ]
+
+
+def read_best_of(path: Path) -> dict[str, Any] | None:
+    """Return where the values of a comparison were chosen; ``None`` if they were given."""
+    found: dict[str, Any] | None = _read_manifest(path).get("best_of")
+    return found
 
 
 def read_command(path: Path) -> str:
