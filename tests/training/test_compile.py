@@ -100,6 +100,23 @@ def test_server_and_clients_compile_once_each(
     assert len(compilations) <= 1 + 4
 
 
+def test_scoring_is_compiled_once_for_similar_numbers_of_images(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, compilations: list[int]
+) -> None:
+    trainer = make_trainer(batch_size=1)  # batches of one shape, whatever the number of images
+    compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1, score_samples=True)
+    counts = []
+    for first, second in ((12, 9), (11, 10), (10, 8)):
+        group = [ClientFit(fit, make_shard(0, size), RngContext(0, 1, size)) for size in (first, second)]
+        scored = compiled.fit_cohort(group)
+        counts.append(len(compilations))
+        for result, expected, size in zip(scored, trainer.fit_cohort(group), (first, second), strict=True):
+            assert result.sample_losses.shape == (size,)
+            torch.testing.assert_close(result.sample_losses, expected.sample_losses, rtol=1e-4, atol=1e-5)
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
 def test_compiling_allows_a_block_for_each_combination() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         set_up_machine(MachineConfig(device="cpu"))

@@ -62,8 +62,8 @@ def kernels(function: Callable[[Tensor], tuple[Tensor, ...]], shape: tuple[int, 
 
 def read_backs(kernel: str) -> list[str]:
     """Return what lies between storing a tensor and reading it back, for each tensor of a kernel."""
-    pattern = r"tl\.store\((\w+) .*?tl\.load\(\1 "
-    return [match.group() for match in re.finditer(pattern, kernel, re.DOTALL)]
+    pattern = r"(?=(tl\.store\((\w+) .*?tl\.load\(\2 ))"  # the parts overlap
+    return [match.group(1) for match in re.finditer(pattern, kernel, re.DOTALL)]
 
 
 def normalise(inputs: Tensor) -> tuple[Tensor, ...]:
@@ -78,13 +78,24 @@ def normalise_twice(inputs: Tensor) -> tuple[Tensor, ...]:
     return numerator, logits, logits / logits.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("function", [normalise, normalise_twice])
+def use_several_times(inputs: Tensor) -> tuple[Tensor, ...]:
+    numerator, ratio = normalise(inputs)
+    total = numerator.sum(-1, keepdim=True)
+    return numerator, ratio, numerator * total, (numerator + 1).sin() * total
+
+
+@pytest.mark.parametrize(
+    ("function", "barriers"),
+    [(normalise, 1), (normalise_twice, 2), (use_several_times, 1)],
+    ids=lambda value: str(value),
+)
 def test_a_tensor_is_read_back_after_a_barrier(
-    function: Callable[[Tensor], tuple[Tensor, ...]], compiler: None
+    function: Callable[[Tensor], tuple[Tensor, ...]], barriers: int, compiler: None
 ) -> None:
     shape = 64, 8192  # too long for one block of a kernel: it loops
     before = [part for kernel in kernels(function, shape) for part in read_backs(kernel)]
     assert before  # else this test shows nothing: the compiler writes other code
+    assert BARRIER not in "".join(before), "this version of torch writes the barrier: compiler_barriers.py can go"
     add_compiler_barriers()
     written = kernels(function, shape)
     after = [part for kernel in written for part in read_backs(kernel)]
@@ -92,7 +103,7 @@ def test_a_tensor_is_read_back_after_a_barrier(
     for part in after:
         # Between the two loops, not in the second one.
         assert re.search(rf"^    {re.escape(BARRIER)}$.*^    for ", part, re.DOTALL | re.MULTILINE), part
-    assert all(kernel.count(BARRIER) <= len(read_backs(kernel)) for kernel in written)
+    assert "".join(written).count(BARRIER) == barriers
 
 
 def test_a_kernel_that_reads_nothing_back_is_unchanged(compiler: None) -> None:

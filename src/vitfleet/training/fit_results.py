@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitfleet.message import Tensors
 from vitfleet.packing import pack_tensors
@@ -15,6 +16,7 @@ from vitfleet.training.objective import FitResult
 from vitfleet.training.stack import unpad
 
 SCORING_BATCH = 256  # images per client in one forward pass
+SCORING_MULTIPLE = 64  # a compiled model is compiled for each number of images: it is rounded up, so that few occur
 
 
 def fit_results(
@@ -72,6 +74,8 @@ def _score_samples(cohort: Cohort, group: Sequence[ClientFit]) -> list[tuple[Ten
     engine, images = cohort.engine, cohort.images
     weights = cohort.model_weights(cohort.weights, cohort.leaves)
     padded = torch.nn.utils.rnn.pad_sequence([client_fit.shard.index for client_fit in group], batch_first=True)
+    if engine.compiled:
+        padded = F.pad(padded, (0, -padded.shape[1] % SCORING_MULTIPLE))
     indices = padded if cohort.stacked else padded[0]
     chunks: list[tuple[Tensor, Tensor]] = []
     # A client without samples has no chunk; torch.split would return an empty one.

@@ -20,7 +20,7 @@ from vitfleet.training.memory_budget import limit_to_share, memory_fraction
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
-MAX_COMPILED_BLOCKS = 64
+MAX_COMPILED_BLOCKS = 128
 MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many cores, memory is scarcer than cores
 
 
