@@ -15,8 +15,9 @@ Before that, each captured step is replayed and then run uncaptured from the sam
 the clients concerned. Rounds in which steps were captured or memory was full are named. To run with a part of the GPU's
 memory, set the variable VITFLEET_GPU_SHARE, for example to 0.06.
 
-With ``--poison`` all memory that is not in use is filled with NaN before each captured step: a step that reads what it
-has not written is not finite then. So the missing barriers of :mod:`vitfleet.training.compiler_barriers` were found.
+With ``--poison`` the memory that torch holds and no tensor uses is filled with NaN before each captured step: a step
+that reads what it has not written is not finite then. That is how the missing barriers of
+:mod:`vitfleet.training.compiler_barriers` were found.
 
 The repeated trainings take time and memory, so nothing else can be learned from such a run.
 """
@@ -76,7 +77,7 @@ class RawMemory:
 
 @dataclass(frozen=True)
 class PoisonedGraph:
-    """Fills memory that is not in use with NaN, and replays a captured step."""
+    """Fills torch's free memory with NaN, and replays a captured step."""
 
     graph: torch.cuda.CUDAGraph
 
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("--data-dir")
     parser.add_argument("--stop-after", type=int, metavar="ROUND", default=0)
     parser.add_argument("--all", action="store_true", help="compare every training with plain steps")
-    parser.add_argument("--poison", action="store_true", help="fill free memory with NaN before each captured step")
+    parser.add_argument("--poison", action="store_true", help="fill free memory with NaN before captured steps")
     args = parser.parse_args()
     if args.poison:
         capture = CudaGraphRunner._capture
