@@ -84,11 +84,7 @@ def use_several_times(inputs: Tensor) -> tuple[Tensor, ...]:
     return numerator, ratio, numerator * total, (numerator + 1).sin() * total
 
 
-@pytest.mark.parametrize(
-    ("function", "barriers"),
-    [(normalise, 1), (normalise_twice, 2), (use_several_times, 1)],
-    ids=lambda value: str(value),
-)
+@pytest.mark.parametrize(("function", "barriers"), [(normalise, 1), (normalise_twice, 2), (use_several_times, 1)])
 def test_a_tensor_is_read_back_after_a_barrier(
     function: Callable[[Tensor], tuple[Tensor, ...]], barriers: int, compiler: None
 ) -> None:
