@@ -16,6 +16,7 @@ __version__ = "0.2.0"
 install_finder()  # before anybody imports timm
 
 if TYPE_CHECKING:
+    from vitfleet.api import BestTrial as BestTrial
     from vitfleet.api import Classifier as Classifier
     from vitfleet.api import Comparison as Comparison
     from vitfleet.api import Evaluation as Evaluation
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "vitfleet.api": (
-        "Classifier", "Comparison", "Evaluation", "Export", "ImagePrediction", "Prediction", "ResultTable", "Run",
-        "compare", "cost", "evaluate", "export", "load_comparison", "load_model", "load_run", "predict", "result_table",
-        "train",
+        "BestTrial", "Classifier", "Comparison", "Evaluation", "Export", "ImagePrediction", "Prediction", "ResultTable",
+        "Run", "compare", "cost", "evaluate", "export", "load_comparison", "load_model", "load_run", "predict",
+        "result_table", "train",
     ),
     "vitfleet.config": ("Config", "load_config"),
     "vitfleet.config.registry": (

@@ -7,6 +7,7 @@ run.records          # one row per round, a pandas DataFrame where pandas is ins
 run.model()          # the trained model, a torch.nn.Module
 """
 
+from vitfleet.api.best_trials import BestTrial
 from vitfleet.api.comparison import Comparison, compare, load_comparison
 from vitfleet.api.cost_estimate import cost
 from vitfleet.api.exporting import export
@@ -20,6 +21,7 @@ from vitfleet.inference.predict import ImagePrediction
 from vitfleet.report.result_table import ResultTable, result_table
 
 __all__ = [
+    "BestTrial",
     "Classifier",
     "Comparison",
     "Evaluation",

@@ -279,7 +279,9 @@ def create(
         trials = []
         members = members_of(sources, methods, list(seeds), sweep or {}, data_source, common, paths)
     elif sources or methods or sweep:
-        raise UserError(f"best of {best_of}: contains configurations, methods and swept values itself; leave them out")
+        raise UserError(
+            f"--best-of {best_of}: contains configurations, methods and swept values itself; leave them out"
+        )
     else:
         trials = best_trials(best_of)
         members = final_members(trials, list(seeds), data_source, common, paths)

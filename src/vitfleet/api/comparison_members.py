@@ -27,7 +27,9 @@ def members_of(
 ) -> list[ComparedRun]:
     """Return the runs of every configuration × method × combination of swept values × seed."""
     if not sources:
-        raise UserError("compare: name at least one configuration, or a sweep to take the best values of (best_of)")
+        raise UserError(
+            "compare: name at least one configuration, or the sweep whose best values are to be run with --best-of"
+        )
     found: list[tuple[str, str, str, ComparedRun]] = []
     for seed, source, (variant, own), (swept, values) in product(
         seeds, sources, variants(methods), combinations(sweep)
