@@ -38,6 +38,7 @@ NOT_EXECUTED = {
     r"^vitfleet export .*runs/fleet": "needs the run of a real fleet, which the server wrote",
     r"^vitfleet compare .*--jobs": "starts one process per run",
     r"^vitfleet cost \S*cifar100$": "takes half a minute: sixteen methods with a ViT-B/16",
+    r"--best-of search": "needs the comparison before it, on a data set",
 }
 # Pages with many training commands, executed by the long tests.
 LONG_PAGES = {"researcher", "lecturer", "continual", "costs", "methods", "report", "using-models"}
