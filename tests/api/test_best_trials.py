@@ -95,6 +95,17 @@ def test_a_trial_that_diverged_is_not_chosen(tmp_path: Path) -> None:
         comparison.best_trials()
 
 
+def test_a_trial_whose_clients_train_nothing_has_not_diverged(tmp_path: Path) -> None:
+    keys = {"method.local_rounds": 0, "method.train_head": False, "machine.threads": 1}
+    comparison = compare(
+        "eftvit-digits", sweep={"train.lr": [1e-3, 1e-5]}, overrides={**HELD_OUT, **keys}, out=tmp_path
+    )
+    losses = [json.loads(path.read_text())["loss"]["train"] for path in sorted(tmp_path.glob("*/summary.json"))]
+    assert losses == [None, None]
+    (best,) = comparison.best_trials()
+    assert best.values == {"train.lr": 1e-3}
+
+
 def test_two_values_have_no_edge(tmp_path: Path) -> None:
     comparison = search(tmp_path / "search", methods=(), sweep={"train.lr": [1e-3, 2e-3]})
     names = [member.folder(comparison.path).name for member in comparison.members]

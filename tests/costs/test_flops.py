@@ -78,6 +78,14 @@ def test_eftvit_flops_ratio_to_full_training() -> None:
     assert eftvit.training == pytest.approx(2 * (2 * DEPTH + 2) * layer_macs(50), rel=0.03)
 
 
+def test_features_alone_cost_the_forward_pass_of_the_local_layers() -> None:
+    table = {"name": "eftvit", "local_layers": 2, "local_rounds": 0}
+    features, with_head = flops_of(0.75, **table, train_head=False), flops_of(0.75, **table)
+    assert features.training == features.forward
+    assert features.forward == pytest.approx(2 * (49 * WIDTH * WIDTH + 2 * layer_macs(50)), rel=0.001)
+    assert 5.5 < with_head.training / features.training < 6
+
+
 def test_frozen_layers_cost_less_than_trainable_layers_and_more_than_head_tuning() -> None:
     bias, full, head = (flops_of(name=name).training for name in ("fed-bias", "fed-full", "fed-head"))
     assert head < bias < full

@@ -71,6 +71,20 @@ def test_flower_fleet_equals_inline_fleet(name: str, tiny_config: MakeConfig, tm
     )
 
 
+def test_devices_that_only_compute_features_receive_the_model_to_evaluate_it(
+    tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    keys = "method.local_rounds=0", "method.train_head=false", "rounds=3", "eval.every=2", "eval.clients=0"
+    assert_equals_inline(tiny_config("method.name=eftvit", *OVERRIDES["eftvit"], *keys), tmp_path)
+    first, *evaluated = read_records(tmp_path / "flower")
+    assert not any(entry.failure for record in (first, *evaluated) for entry in record.clients)
+    assert all(entry.tested is None for entry in first.clients)
+    assert all(entry.tested is not None for record in evaluated for entry in record.clients)
+    devices = {entry.client for record in evaluated for entry in record.clients}
+    with_model = {path.parent.name for path in (tmp_path / "state").glob("*/model.safetensors")}
+    assert with_model == {client_names(tiny_config())[client] for client in devices}
+
+
 @pytest.mark.parametrize("name", ["fedavg", "apfl", "fedper", "standalone"])
 @pytest.mark.parametrize("incremental", ["task", "class"])
 def test_flower_fleet_equals_inline_fleet_on_tasks(

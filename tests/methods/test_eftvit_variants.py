@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from conftest import InterruptAfter, MakeConfig
+from emulated_graphs import set_up_with_graphs
 from vitfleet.costs.dry_run import message_size
 from vitfleet.data.features import dequantize
 from vitfleet.data.images import Shard
@@ -21,11 +22,13 @@ from vitfleet.methods.eftvit import EftVit
 from vitfleet.methods.median_sampling import draw_sampling_plan
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 from vitfleet.training.cohort_inputs import SERVER_CLIENT, ClientFit, RngContext
 from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.step_runner import CudaGraphRunner
 
 
 @pytest.fixture
@@ -54,6 +57,16 @@ def server_fit(method: EftVit, state: State, round: int) -> tuple[Fit, Generator
 def on_server(context: RunContext, fit: Fit) -> ClientFit:
     no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long))
     return ClientFit(fit, no_images, RngContext(0, 2, SERVER_CLIENT))
+
+
+def equal_states(first: State, second: State) -> bool:
+    """Whether tensors and parts are equal, bit for bit."""
+    return (
+        first.tensors.keys() == second.tensors.keys()
+        and first.parts.keys() == second.parts.keys()
+        and all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+        and all(equal_states(part, second.parts[name]) for name, part in first.parts.items())
+    )
 
 
 def number(value: object) -> int:
@@ -215,6 +228,7 @@ def test_frozen_local_modules_do_not_change(eftvit_config: MakeConfig, tmp_path:
         ("method.average_local=1", "method.server_ema=0.8"),
         ("method.max_age=2", "method.token_dropout=0.5", "method.views=2", "train.epochs=2"),
         ("method.local_rounds=2", "method.server_batch_size=5"),
+        ("method.local_rounds=1", "method.train_head=false"),
     ],
     ids=str,
 )
@@ -230,3 +244,73 @@ def test_a_stopped_run_resumes_bit_for_bit(keys: Sequence[str], eftvit_config: M
     left, right = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("whole", "parted"))
     assert left == right
     assert all(torch.equal(whole.tensors[name], parted.tensors[name]) for name in whole.tensors)
+
+
+def test_clients_that_only_compute_features_send_the_same_and_receive_no_model(
+    eftvit_config: MakeConfig, tmp_path: Path
+) -> None:
+    """A head of its own changes nothing that a client with a frozen local module sends."""
+    keys = "method.local_rounds=1", "rounds=4", "eval.every=3", "fleet.clients=4", "fleet.per_round=4"
+    states, records = [], []
+    for train_head in (True, False):
+        folder = tmp_path / str(train_head)
+        folder.mkdir()
+        context = open_run(eftvit_config(*keys, f"method.train_head={str(train_head).lower()}"), folder)
+        states.append(run_rounds(context).state)
+        records.append(list(read_records(folder)))
+    whole, features = states
+    assert equal_states(whole.server, features.server)
+    assert [record.accuracy and record.accuracy.global_ for record in records[0]] == [
+        record.accuracy and record.accuracy.global_ for record in records[1]
+    ]
+    server_bytes = message_size(method_of(context).evaluation_message(features.server, 4))
+    for trained, computed in zip(*records, strict=True):
+        trains = computed.round == 1
+        assert (computed.loss is None) == (not trains)
+        for with_head, entry in zip(trained.clients, computed.clients, strict=True):
+            evaluates = computed.round in (3, 4)  # the last round is evaluated too
+            assert entry.failure is None
+            assert entry.numbers["samples"] == with_head.numbers["samples"]
+            assert ("loss" in entry.numbers) == trains
+            assert (entry.tested is not None) == evaluates
+            assert trains or entry.down_bytes == (server_bytes if evaluates else 0)
+            assert trains or not entry.numbers["samples"] or (entry.gflops or 0) < (with_head.gflops or 0)
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_features_alone_are_the_same_stacked_and_captured(
+    cohort: int,
+    graphs: bool,
+    captured: list[CudaGraphRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    eftvit_config: MakeConfig,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("vitfleet.run.setup.set_up_machine", partial(set_up_with_graphs, graphs))
+    keys = "method.local_rounds=0", "rounds=1", "fleet.clients=3", "fleet.per_round=3", f"machine.cohort={cohort}"
+    parts = []
+    for train_head in ("true", "false"):
+        context = open_run(eftvit_config(*keys, f"method.train_head={train_head}"), tmp_path / train_head)
+        state = run_to(context, 1).server
+        parts.append({name: part.tensors["features"] for name, part in state.parts.items()})
+    assert bool(captured) == graphs
+    with_head, without = parts
+    assert with_head.keys() == without.keys()
+    assert all(torch.equal(with_head[name], without[name]) for name in with_head)
+
+
+def test_what_trains_is_counted_where_local_modules_are_frozen(eftvit_config: MakeConfig, tmp_path: Path) -> None:
+    counts = []
+    for keys in ([], ["method.local_rounds=0"], ["method.local_rounds=0", "method.train_head=false"]):
+        context = open_run(eftvit_config(*keys), tmp_path / str(len(keys)))
+        counts.append(len(method_of(context).trainable))
+    assert counts == [len(method_of(context).local_module) + 2, 2, 0]
+
+
+@pytest.mark.parametrize("keys", [(), ("method.local_rounds=2", "method.average_local=1")], ids=str)
+def test_only_clients_with_frozen_local_modules_can_do_without_a_head(
+    keys: Sequence[str], eftvit_config: MakeConfig
+) -> None:
+    with pytest.raises(ConfigError, match=r"method.train_head = False: only for local modules that are frozen"):
+        eftvit_config("method.train_head=false", *keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.run.compare import MANIFEST, ComparedRun, read_members
+from vitfleet.run.records import read_records
 
 MIN_RANGE = 3  # numbers that must have been tried for the smallest and the largest of them to be the edges of a range
 
@@ -109,8 +111,15 @@ def _accuracy(path: Path, member: ComparedRun) -> float:
         found = accuracy["local"] if accuracy["global"] is None else accuracy["global"]
     if found is None:
         raise UserError(f"{path}: {member.name} has no accuracy; see eval.every and eval.clients")
-    diverged = summary["loss"]["train"] is None or not math.isfinite(found)  # no update of the last round counted
+    # Clients that only compute features have no loss either.
+    diverged = not math.isfinite(found) or (summary["loss"]["train"] is None and _last_round_failed(path, member))
     return -math.inf if diverged else float(found)
+
+
+def _last_round_failed(path: Path, member: ComparedRun) -> bool:
+    """Whether no update of a run's last round was used."""
+    last_round = deque(read_records(member.folder(path)), maxlen=1)
+    return all(client.failure is not None for record in last_round for client in record.clients)
 
 
 def _best(name: str, trials: Sequence[_Trial]) -> BestTrial:

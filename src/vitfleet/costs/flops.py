@@ -26,7 +26,8 @@ class Flops:
     forward
         Forward pass of a training step: masked, through the layers of the client's model.
     training
-        Forward and backward pass. A frozen layer still propagates the gradient, but needs none for its weights.
+        Forward and backward pass. A frozen layer still propagates the gradient, but needs none for its weights. Where
+        nothing trains, only the forward pass.
     """
 
     forward: int
@@ -52,10 +53,11 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
     keep = torch.empty(1, net.num_kept_patches(mask_ratio), dtype=torch.long, device="meta") if mask_ratio else None
     formulas = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        logits = forward(net, objective, {**blank, **leaves}, images, keep)
+        outputs = forward(net, objective, {**blank, **leaves}, images, keep)
         forward_flops = counter.get_total_flops()
         # Not torch.autograd.grad: in it the counter fails where a module is called with a weight, as in timm's TNT.
-        logits.sum().backward()  # type: ignore[no-untyped-call]
+        if leaves:
+            outputs.sum().backward()  # type: ignore[no-untyped-call]
         return Flops(forward_flops, counter.get_total_flops())
 
 
@@ -83,8 +85,8 @@ def forward_weights(net: Net, objective: Objective, weights: Tensors) -> Tensors
 def forward(
     net: Net, objective: Objective, weights: Tensors, images: torch.Tensor, keep: torch.Tensor | None
 ) -> torch.Tensor:
-    """Run the forward pass with the depth or the split of an objective."""
+    """Run an objective's forward pass: return logits, or the features at the split if it ends there."""
     if objective.split is None:
         return net.outputs(weights, images, keep, objective.depth)
     features = net.forward_to(weights, images, keep, objective.split)
-    return net.forward_from(weights, features, objective.split)
+    return features if objective.features_only else net.forward_from(weights, features, objective.split)

@@ -51,7 +51,7 @@ def measure_speed(request: SpeedRequest) -> float:
 
 
 def _step_speed(request: SpeedRequest, images: int) -> float:
-    """Time training steps with a number of images: forward and backward pass, and the optimiser's step."""
+    """Time steps with a number of images: the forward pass and, if anything trains, backward and the optimiser's."""
     device = request.machine.device
     net = request.net.with_constants_on(str(device))
     objective = request.fit.objective
@@ -61,7 +61,7 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
         for name, tensor in request.fit.weights.items()
     }
     leaves = [weights[name] for name in sorted(trainable)]
-    optimizer = torch.optim.AdamW(leaves, foreach=True)
+    optimizer = torch.optim.AdamW(leaves, foreach=True) if leaves else None
     pixels = torch.zeros(images, len(net.mean), net.image_size, net.image_size, device=device)
     kept = net.num_kept_patches(request.train.mask_ratio)
     keep = torch.arange(kept, device=device).expand(images, kept) if request.train.mask_ratio else None
@@ -69,9 +69,10 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     def step() -> None:
         with request.machine.autocast():
             loss = forward(net, objective, weights, pixels, keep).sum()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
 
     return images * request.flops_per_sample / _seconds(step, device)
 

@@ -126,7 +126,7 @@ class ClientRuntime:
         if failure is not None:
             return Reply(request.client, None, failure=failure)
         evaluation = None
-        if request.evaluate:
+        if request.evaluate and update.model_weights:
             (evaluation,) = self.evaluate_tasks(update.model_weights, [ClientTask(request.client, request.task_index)])
         return Reply(request.client, update.message, evaluation)
 
@@ -152,7 +152,7 @@ def divergence(update: ClientUpdate, client: int, round: int) -> str | None:
     The loss is computed before the step, so the weights are checked too: the last step may be the one that diverged.
     """
     numbers = update.message.numbers
-    loss = numbers["loss"]
+    loss = numbers.get("loss", 0.0)  # a client that trains nothing has none
     if not isinstance(loss, float) or not math.isfinite(loss):
         step = f", step {numbers['diverged_step']}" if "diverged_step" in numbers else ""
         return f"training diverged: non-finite loss ({loss}) at client {client}, round {round}{step}"

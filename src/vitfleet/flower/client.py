@@ -102,16 +102,18 @@ class FlowerClient:
         return reply
 
     def _save(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, update: ClientUpdate) -> None:
-        """Write the client's state and its own whole model, which its owner can use without the server."""
+        """Write the client's state and its own whole model, if it has one: its owner can use it without the server."""
         run_spec, request, net = payload.run_spec, payload.request, setup.runtime.trainer.net
         data = DataInfo(setup.config.data.name, tuple(run_spec.classes), run_spec.channels, run_spec.side)
         info = model_info(setup.config, data, net, request.round, request.client)
         state_bytes = encoded_size(update.client_state or State())
-        model_bytes = model_size(net, update.model_weights, info) - storage.model_bytes()
+        model = update.model_weights
+        model_bytes = model_size(net, model, info) - storage.model_bytes() if model else 0
         storage.check_room(state_bytes + max(0, model_bytes), self.limits.disk_mb)
         storage.save_state(request.round, update.client_state, request.last_round)
-        write_model(storage.model_path, net, update.model_weights, info)
-        link_atomically(self.root / MODEL_FILE, storage.model_path)
+        if model:
+            write_model(storage.model_path, net, model, info)
+            link_atomically(self.root / MODEL_FILE, storage.model_path)
 
     def _evaluate(self, payload: EvalPayload) -> EvalReply:
         config = self._checked_config(payload.run_spec)

@@ -70,7 +70,8 @@ class ClientUpdate:
     message
         What is sent to the server.
     model_weights
-        The client's whole model, on which local accuracy is measured. It is not sent.
+        The client's whole model, on which local accuracy is measured. It is not sent. Empty: the client has no whole
+        model in this round.
     client_state
         What the client keeps for its next round; ``None``: nothing.
     """
@@ -245,6 +246,10 @@ class Method(ABC, Generic[Params]):
         last_round
             The last round in which an update of this client was received; ``None``: none so far.
         """
+
+    def evaluation_message(self, server_state: State, round: int) -> Message:
+        """Return what a client needs in addition in a round in which it evaluates its model: nothing by default."""
+        return Message()
 
     @abstractmethod
     def aggregator(self, server_state: State, round: int) -> Aggregator:

@@ -69,6 +69,11 @@ class EftVitParams(ServerTrainingParams):
     local_rounds: int | None = Field(
         None, ge=0, description="rounds after which local modules are frozen; default: they always train"
     )
+    train_head: bool = Field(
+        True,
+        description="whether a client with a frozen local module trains a head of its own; false: it only computes "
+        "features, and receives the model only in rounds that are evaluated",
+    )
 
 
 @register_method("eftvit", EftVitParams, title="EFTViT")
@@ -84,6 +89,12 @@ class EftVit(Method[EftVitParams]):
         super().check_config(params, config)
         check_layers("local_layers", params.local_layers, config.model.depth, reserved=1)
         check_views(params.views, config.train.epochs)
+        if not params.train_head and (params.local_rounds is None or params.average_local is not None):
+            remedy = (
+                "only for local modules that are frozen and not averaged; set method.local_rounds (0: frozen from the "
+                "first round) and leave method.average_local at null"
+            )
+            raise ConfigError("method.train_head", params.train_head, remedy)
 
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
@@ -104,7 +115,13 @@ class EftVit(Method[EftVitParams]):
 
     @property
     def trainable(self) -> Selection:
-        """The local module and the head."""
+        """What clients train in the first round: the local module, if it is not frozen, and the head."""
+        return self._trainable(self.cost_round)
+
+    def _trainable(self, round: int) -> Selection:
+        """Return what clients train in a round; nothing if they only compute features."""
+        if self.params.local_rounds is not None and round > self.params.local_rounds:
+            return self.anatomy.head if self.params.train_head else self.anatomy.union()
         local_blocks = self.anatomy.blocks[: self.params.local_layers]
         local = self.local_module if self.params.train_embedding else self.anatomy.union(*local_blocks)
         return self.anatomy.union(local, self.anatomy.head)
@@ -126,13 +143,22 @@ class EftVit(Method[EftVitParams]):
         return State(server.take(initial_weights))
 
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the global module and the head, and the mean local module if the client does not have it yet."""
+        """Return the global module and the head, and the mean local module if the client does not have it yet.
+
+        A client that only computes features needs neither.
+        """
+        if not self._trainable(round):
+            return Message()
         sent = self.server_module
         if self.params.average_local is not None:
             last_average = (round - 1) // self.params.average_local * self.params.average_local
             if last_average and (last_round is None or last_round <= last_average):
                 sent = self.anatomy.whole
         return Message(sent.take(server_state.tensors))
+
+    def evaluation_message(self, server_state: State, round: int) -> Message:
+        """Return the global module and the head for clients that do not receive them anyway."""
+        return Message() if self._trainable(round) else Message(self.server_module.take(server_state.tensors))
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the update of the stored features and, in some rounds, of the mean local module."""
@@ -203,17 +229,19 @@ class EftVit(Method[EftVitParams]):
         weights = {**local_weights, **job.message.tensors}
         rng = Address(self.context.seed, Purpose.RECORD, job.round, job.client).generator()
         plan = draw_sampling_plan(job.shard.labels.cpu().numpy(), epochs, params.threshold, rng, params.views)
-        frozen = params.local_rounds is not None and job.round > params.local_rounds
-        trainable = self.anatomy.head if frozen else self.trainable
+        trainable = self._trainable(job.round)
         objective = Objective(trainable, observer=FeatureRecorder(params.feature_dtype), split=params.local_layers)
         buffers = recording_buffers(plan, params.feature_dtype, self.context)
-        result = yield Fit(weights, objective, epochs, observer_state=buffers)
+        needed = weights if trainable else self.local_module.take(weights)
+        result = yield Fit(needed, objective, epochs, observer_state=buffers)
         model = {**weights, **result.weights}
         local_module = self.local_module.take(model)
         sent = local_module if self._averages_local_modules(job.round) else {}
-        message = Message({**balanced_features(plan, result.observed), **sent}, train_metrics(result))
+        numbers = train_metrics(result) if trainable else {"samples": result.samples}
+        message = Message({**balanced_features(plan, result.observed), **sent}, numbers)
+        whole_model = model if job.message.tensors else {}
         never_trained = params.local_rounds == 0
-        return ClientUpdate(message, model, None if never_trained else State(local_module))
+        return ClientUpdate(message, whole_model, None if never_trained else State(local_module))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
         """Return the client's local module, or the one that all share, with the server's global module and head."""

@@ -46,7 +46,8 @@ def check_numbers(numbers: Numbers) -> None:
             f"it reports {len(numbers)} numbers; at most {MAX_NAMES} are allowed, with names of {MAX_NAME_LENGTH} "
             "characters"
         )
-    loss, samples = numbers.get("loss"), numbers.get("samples")
+    loss = numbers.get("loss", 0.0)  # a client that trains nothing has none
+    samples = numbers.get("samples")
     if not isinstance(loss, float) or not math.isfinite(loss):
         raise RejectedUpdateError(f"its loss is {shown(loss, SHOWN)}, not a finite number")
     if not _is_count(samples):

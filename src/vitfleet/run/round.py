@@ -20,7 +20,7 @@ from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
-from vitfleet.run.round_plan import ClientPlan, apply_staleness
+from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
 from vitfleet.training.cohort_driver import run_participant
 from vitfleet.training.cohort_inputs import SERVER_CLIENT, RngContext
@@ -55,7 +55,7 @@ def run_round(
     state = _with_updates(state, [entry for entry in entries if entry.client in used])
     accuracy = task = None
     if context.processes.is_first:
-        accuracy = _evaluate(context, state, entries, progress) if _evaluation_due(config, round) else None
+        accuracy = _evaluate(context, state, entries, progress) if evaluation_due(config, round) else None
         task = continual.evaluate_task(context, state, progress)
     record = RoundRecord(
         round,
@@ -69,10 +69,6 @@ def run_round(
         in_flight.now if context.planner.virtual is not None else None,
     )
     return (state if task is None else replace(state, task_records=(*state.task_records, task))), record
-
-
-def _evaluation_due(config: Config, round: int) -> bool:
-    return round % config.eval.every == 0 or round == config.rounds
 
 
 def _without_clients(state: RunState, clients: Sequence[int]) -> RunState:
@@ -125,7 +121,7 @@ def _collect_updates(
     """Train the planned clients and add each update to the aggregator as it comes."""
     config = context.config
     training = {plan.client: plan for plan in plans if plan.failure is None}
-    evaluate = _evaluation_due(config, round)
+    evaluate = evaluation_due(config, round)
 
     def requests() -> Iterator[Request]:
         for plan in training.values():
@@ -235,8 +231,8 @@ def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
 
 
 def _mean_loss(entries: Sequence[ClientRecord]) -> float | None:
-    """Return the mean training loss, weighted by samples."""
-    trained = [entry.numbers for entry in entries if entry.numbers.get("samples")]
+    """Return the mean training loss of the clients that trained, weighted by samples."""
+    trained = [entry.numbers for entry in entries if entry.numbers.get("samples") and "loss" in entry.numbers]
     samples = sum(_number(numbers["samples"]) for numbers in trained)
     if not samples:
         return None

@@ -69,14 +69,20 @@ class RoundPlanner:
         schedule = self.config.fleet.schedule
         if isinstance(schedule, BufferedSchedule):
             return self._plan_buffered(schedule, state, round)
+        evaluates = evaluation_due(self.config, round)
         plans = [
-            self._plan_client(state.server, round, client, state.last_seen.get(client))
+            self._plan_client(state.server, round, client, state.last_seen.get(client), evaluates)
             for client in choose_clients(self.config, round)
         ]
         return (plans, state.in_flight) if self.virtual is None else self._race(self.virtual, plans, state, round)
 
-    def _plan_client(self, server: State, round: int, client: int, last_round: int | None) -> ClientPlan:
+    def _plan_client(
+        self, server: State, round: int, client: int, last_round: int | None, evaluates: bool
+    ) -> ClientPlan:
         message = self.method.client_message(server, round, client, last_round)
+        if evaluates:
+            more = self.method.evaluation_message(server, round)
+            message = Message({**message.tensors, **more.tensors}, {**message.numbers, **more.numbers})
         base_bytes = message_size(self.base) if last_round is None else 0
         return ClientPlan(client, message, message_size(message) + base_bytes, last_round)
 
@@ -136,7 +142,8 @@ class RoundPlanner:
         plans = []
         for flight in sorted(finished, key=lambda flight: flight.client):
             last_round = None if flight.last_round < 0 else flight.last_round
-            plan = self._plan_client(past_states[flight.version], flight.version + 1, flight.client, last_round)
+            past, past_round = past_states[flight.version], flight.version + 1
+            plan = self._plan_client(past, past_round, flight.client, last_round, evaluation_due(self.config, round))
             plans.append(replace(plan, staleness=version - flight.version, began=flight.began, ended=flight.ended))
         needed = {flight.version for flight in training}
         past_states = {version: past for version, past in past_states.items() if version in needed}
@@ -149,10 +156,15 @@ class RoundPlanner:
         rng = Address(self.config.seed, Purpose.SAMPLE_CLIENTS, round, draw).generator()
         client = idle[int(rng.integers(len(idle)))]
         last_round = state.last_seen.get(client)
-        plan = self._plan_client(state.server, round, client, last_round)
+        plan = self._plan_client(state.server, round, client, last_round, evaluation_due(self.config, round))
         task_index = self.config.task_index(round)
         ended = at + virtual.seconds(round, task_index, client, plan.down_bytes, state.client_metrics.get(client))
         return ClientInFlight(ended, client, round - 1, -1 if last_round is None else last_round, at)
+
+
+def evaluation_due(config: Config, round: int) -> bool:
+    """Return whether models are evaluated after a round."""
+    return round % config.eval.every == 0 or round == config.rounds
 
 
 def choose_clients(config: Config, round: int) -> list[int]:

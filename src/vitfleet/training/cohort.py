@@ -137,6 +137,9 @@ class Cohort:
         all_active
             Whether all clients are known to have this step. If not, the batch says which have it, on the device.
         """
+        if self.objective.features_only:
+            self._observe_features(batch, epoch)
+            return
         if isinstance(self.objective.observer, SampleObserver):
             self._observe_samples(batch, epoch)
             return
@@ -154,6 +157,18 @@ class Cohort:
             self.loss_sum += losses.detach() * (batch.sample_weight > 0).sum(dim=-1)
             # A sum that is not finite stays so: what is counted are the steps before the first such loss.
             self.finite_steps += batch.active * self.loss_sum.isfinite()
+
+    @torch.no_grad()
+    def _observe_features(self, batch: Batch, epoch: Tensor) -> None:
+        """Show the features at the split to the observer: there are no logits, no loss and no gradients."""
+        split, indices = self.objective.split, batch.image_indices
+        assert split is not None
+        images, labels = self.images.images[indices], self.images.labels[indices]
+        features = self.engine.features(self.weights, images, batch, split)
+        logits = features.new_empty(*labels.shape, 0)
+        constants, positions = self.inputs.constants.tensors, batch.shard_positions
+        self._observe({}, Step(logits, labels, batch.sample_weight, {}, constants, positions, epoch, features))
+        self.finite_steps += batch.active
 
     def _observe_samples(self, batch: Batch, epoch: Tensor) -> None:
         """Show the gradient of each sample to the observer; the weights stay as they are."""

@@ -102,6 +102,12 @@ class StepEngine:
             features = net.forward_to(weights, inputs, keep, split)
             return net.forward_from(weights, features, split), features
 
+    def features(self, weights: Tensors, images: Tensor, batch: Batch, split: int) -> Tensor:
+        """Return the tokens that enter the block ``split``, for stored images; the blocks after it are not computed."""
+        with self.machine.autocast():
+            inputs = self._training_preprocess(images, batch)
+            return self._training_net.forward_to(weights, inputs, batch.keep, split)
+
     def forward_features(self, weights: Tensors, features: Tensor, keep: Tensor | None, split: int) -> Tensor:
         """Return the logits of tokens that enter the block ``split``.
 

@@ -223,7 +223,8 @@ class Objective:
     ----------
     trainable
         The weights that train, or a :class:`~vitfleet.training.composition.ComposedSelection` of tensors that the
-        weights are composed of. All others have no gradient and no optimiser state.
+        weights are composed of. All others have no gradient and no optimiser state. Empty, with a split: nothing
+        trains, and the model is computed only up to the split, for an observer of the features.
     loss
         What is minimised.
     transform
@@ -261,6 +262,11 @@ class Objective:
     split: int | None = None
     augment: bool = True
     companion: CompanionRule | None = None
+
+    @property
+    def features_only(self) -> bool:
+        """Whether nothing trains and only the features at the split are computed."""
+        return self.split is not None and not len(self.trainable)
 
     def reference_work(self, step: int) -> tuple[bool, bool]:
         """Return whether a step of an epoch selects parts of the memory, and whether it computes their gradients."""
@@ -322,7 +328,7 @@ class FitResult:
     weights
         The trained weights and the buffers of the selection, in new tensors.
     loss
-        Mean training loss over all samples and epochs, a scalar on the device.
+        Mean training loss over all samples and epochs, a scalar on the device; 0 where nothing trained.
     samples, steps
         Number of the client's samples, and of the optimiser steps it took.
     observed
