@@ -6,6 +6,7 @@ Example::
     python benchmarks/plot_curves.py both docs/results/transfl-cifar10
 
 writes `docs/results/transfl-cifar10.png` and `.csv`. An unfinished comparison is drawn up to its last round.
+`--rename OLD NEW` replaces a configuration's name, here and in `targets.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import argparse
 import csv
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,28 @@ def read(comparison: Path, tasks: bool) -> Iterator[Point]:
             elif not tasks and record.accuracy is not None:
                 values = {"local": record.accuracy.local, "global": record.accuracy.global_}
                 yield Point(member.name, member.config.seed, record.round, values)
+
+
+def add_rename_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--rename OLD NEW``, which may be repeated."""
+    parser.add_argument("--rename", nargs=2, action="append", default=[], metavar=("OLD", "NEW"))
+
+
+def new_names(names: Iterable[str], renames: list[list[str]]) -> dict[str, str]:
+    """Return the new name of every configuration; refuse to rename one that does not exist or to merge two."""
+    wanted = {old: new for old, new in renames}
+    known = list(dict.fromkeys(names))
+    if missing := wanted.keys() - set(known):
+        raise SystemExit(f"--rename {min(missing)!r}: there is no such configuration; there are {', '.join(known)}")
+    result = {name: wanted.get(name, name) for name in known}
+    if len(set(result.values())) < len(result):
+        raise SystemExit("--rename: two configurations would have the same name")
+    return result
+
+
+def renamed(points: list[Point], renames: list[list[str]]) -> list[Point]:
+    names = new_names((point.name for point in points), renames)
+    return [replace(point, name=names[point.name]) for point in points]
 
 
 def write_csv(points: list[Point], kinds: list[str], label: str, path: Path) -> None:
@@ -101,10 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("comparison", type=Path)
     parser.add_argument("target", type=Path, help="output files, without ending")
+    add_rename_option(parser)
     args = parser.parse_args()
     tasks = read_members(args.comparison)[0].config.data.tasks is not None
     titles, label = (TASK_TITLES, "task") if tasks else (ROUND_TITLES, "round")
-    points = list(read(args.comparison, tasks))
+    points = renamed(list(read(args.comparison, tasks)), args.rename)
     write_csv(points, list(titles), label, args.target.with_suffix(".csv"))
     draw(points, titles, label, args.target.with_suffix(".png"))
 

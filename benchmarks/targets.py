@@ -20,6 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from plot_curves import add_rename_option, new_names
 from vitfleet.run.compare import read_members
 from vitfleet.run.records import read_records
 
@@ -61,10 +62,21 @@ def cost_cell(runs: list[list[Point]], target: float) -> str:
     reached = [point for point in (first_reaching(points, target) for points in runs) if point is not None]
     if len(reached) < len(runs):
         return f"– ({len(reached)} of {len(runs)})" if reached else "–"
-    means = [statistics.mean(getattr(point, name) for point in reached) for name in ("round", "gigabytes", "tera_ops")]
+    round_, gigabytes, tera_ops = (
+        statistics.mean(getattr(point, name) for point in reached) for name in ("round", "gigabytes", "tera_ops")
+    )
+    cell = f"{round_:.0f} · {gigabytes:.2f} GB · {digits(tera_ops)} T"
     hours = [point.hours for point in reached if point.hours is not None]
-    cell = f"{means[0]:.0f} · {means[1]:.2f} GB · {means[2]:,.0f} T"
-    return f"{cell} · {statistics.mean(hours):.1f} h" if hours else cell
+    return f"{cell} · {duration(statistics.mean(hours))}" if hours else cell
+
+
+def digits(value: float) -> str:
+    """Return a number with at least two significant digits."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def duration(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{digits(60 * hours)} min"
 
 
 def percent(values: list[float]) -> str:
@@ -80,6 +92,7 @@ def main() -> None:
     parser.add_argument("comparison", type=Path)
     parser.add_argument("--reference", default="fed-full", help="the run's name in the comparison begins with this")
     parser.add_argument("--fractions", default="0.5,0.7,0.85")
+    add_rename_option(parser)
     args = parser.parse_args()
     fractions = [float(text) for text in args.fractions.split(",")]
     runs: dict[str, list[list[Point]]] = defaultdict(list)
@@ -87,6 +100,7 @@ def main() -> None:
         folder = member.folder(args.comparison)
         if (folder / "records.jsonl").exists() and (points := read_run(folder)):
             runs[member.name].append(points)
+    names = new_names(runs, args.rename)
     references = [name for name in runs if name.startswith(args.reference)]
     if not references:
         raise SystemExit(f"no run whose name begins with {args.reference!r}; there are {', '.join(runs) or 'none'}")
@@ -98,7 +112,7 @@ def main() -> None:
     for name, all_points in runs.items():
         ends = [points[-1] for points in all_points]
         cells = [
-            name,
+            names[name],
             str(len(all_points)),
             f"{min(point.round for point in ends)}",
             percent([point.accuracy for point in ends]),
