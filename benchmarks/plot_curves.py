@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from vitfleet.run.compare import read_members
+from vitfleet.run.compare import MANIFEST, read_members
 from vitfleet.run.records import read_records
 
 COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]
@@ -52,6 +52,14 @@ def read(comparison: Path, tasks: bool) -> Iterator[Point]:
             elif not tasks and record.accuracy is not None:
                 values = {"local": record.accuracy.local, "global": record.accuracy.global_}
                 yield Point(member.name, member.config.seed, record.round, values)
+
+
+def comparison_folder(text: str) -> Path:
+    """Return the path of a comparison's folder, for argparse."""
+    path = Path(text)
+    if not (path / MANIFEST).is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not the folder of a comparison: it has no {MANIFEST}")
+    return path
 
 
 def add_rename_option(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +130,7 @@ def draw(points: list[Point], titles: dict[str, str], label: str, path: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("comparison", type=Path)
+    parser.add_argument("comparison", type=comparison_folder)
     parser.add_argument("target", type=Path, help="output files, without ending")
     add_rename_option(parser)
     args = parser.parse_args()

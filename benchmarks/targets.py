@@ -20,7 +20,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from plot_curves import add_rename_option, new_names
+from plot_curves import add_rename_option, comparison_folder, new_names
 from vitfleet.run.compare import read_members
 from vitfleet.run.records import read_records
 
@@ -89,7 +89,7 @@ def percent(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("comparison", type=Path)
+    parser.add_argument("comparison", type=comparison_folder)
     parser.add_argument("--reference", default="fed-full", help="the run's name in the comparison begins with this")
     parser.add_argument("--fractions", default="0.5,0.7,0.85")
     add_rename_option(parser)
