@@ -35,10 +35,10 @@ from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, ClientUpdate, Method, MethodContext, adapt_model, make_method
-from vitfleet.methods.episodic_memory import StoredSamples, memory_tensors
+from vitfleet.methods.continual.stored_samples import StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
 

@@ -33,12 +33,12 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.eftvit import EftVit, EftVitParams
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.split.eftvit import EftVit, EftVitParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.cohort_driver import Participant, run_cohort
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.trainer import Trainer, preprocess_for
 

@@ -41,8 +41,8 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.cohort_driver import Participant, run_cohort
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.stack_inputs import RngContext
 
 SHORT, LONG, REPEATS = 16, 48, 5  # steps, and how often both are timed
 Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")

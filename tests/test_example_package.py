@@ -107,7 +107,7 @@ def test_changed_plugin_is_not_resumed(vitfleet: Command, tmp_path: Path) -> Non
     plugin.write_text(
         "from vitfleet import register_method\n"
         "from vitfleet.config.base import MethodParams\n"
-        "from vitfleet.methods.fedavg import WeightAveraging\n"
+        "from vitfleet.methods.averaging.fedavg import WeightAveraging\n"
         "@register_method('mine')\n"
         "class Mine(WeightAveraging[MethodParams]):\n"
         "    pass\n".replace("'mine')", "'mine', MethodParams)")
@@ -160,7 +160,7 @@ def test_name_that_is_taken_is_rejected(vitfleet: Command, tmp_path: Path) -> No
     (tmp_path / "taken.py").write_text(
         "from vitfleet import register_method\n"
         "from vitfleet.config.base import MethodParams\n"
-        "from vitfleet.methods.fedavg import WeightAveraging\n"
+        "from vitfleet.methods.averaging.fedavg import WeightAveraging\n"
         "@register_method('fedavg', MethodParams)\n"
         "class Mine(WeightAveraging[MethodParams]):\n"
         "    pass\n"

@@ -47,6 +47,11 @@ class State(Payload):
     parts: Mapping[str, State] = field(default_factory=dict)
 
 
+def label_dtype(num_classes: int) -> torch.dtype:
+    """Return the smallest integer type in which classes are sent and stored."""
+    return torch.int16 if num_classes <= torch.iinfo(torch.int16).max + 1 else torch.int32
+
+
 def to_device(tensors: Tensors, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors on a device. A tensor that is already there is not copied."""
     return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -36,20 +36,36 @@ class Purpose(StrEnum):
     MEMORY = "memory"
     MEMORY_MASK = "memory-mask"
     FISHER_LABELS = "fisher-labels"
-    REPLAY = "replay"
-    REPLAY_AUGMENT = "replay-augment"
-    REPLAY_MASK = "replay-mask"
     HARDWARE_PROFILES = "devices"
     UNSEEN_CLIENTS = "unseen-clients"
     METRIC_CLIENTS = "metric-clients"
 
 
+def own_purpose(name: str) -> str:
+    """Return the purpose of a method's own draws, which is their name.
+
+    Raises
+    ------
+    ValueError
+        The name is that of draws of vitfleet's own: both would share their numbers.
+    """
+    if name in set(Purpose):
+        raise ValueError(f"random numbers {name!r}: the name is taken by draws of vitfleet's own; choose another one")
+    return name
+
+
 @dataclass(frozen=True)
 class Address:
-    """The address of a draw in a run; −1 for a level that does not apply."""
+    """The address of a draw in a run; −1 for a level that does not apply.
+
+    Attributes
+    ----------
+    purpose
+        One of :class:`Purpose`, or a method's own: see :func:`own_purpose`.
+    """
 
     seed: int
-    purpose: Purpose
+    purpose: str
     round: int = -1
     client: int = -1
     epoch: int = -1

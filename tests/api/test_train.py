@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 import vitfleet
 from vitfleet.config.registry import METHODS
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.methods.fedprox import FedProx, FedProxParams
+from vitfleet.methods.averaging.fedprox import FedProx, FedProxParams
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 

@@ -30,9 +30,9 @@ from vitfleet.data.partitioners import (
     ShardsPartition,
     SourcePartition,
 )
-from vitfleet.methods.fedavg import FedAvgParams
-from vitfleet.methods.fedprox import FedProxParams
-from vitfleet.methods.standalone import StandaloneParams
+from vitfleet.methods.averaging.fedavg import FedAvgParams
+from vitfleet.methods.averaging.fedprox import FedProxParams
+from vitfleet.methods.personal.standalone import StandaloneParams
 
 
 def share(low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> st.SearchStrategy[float]:

@@ -14,10 +14,10 @@ from vitfleet.fleet.client_runtime import divergence
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.base import train_metrics
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
-from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.trainer import Trainer
 
 

@@ -15,8 +15,8 @@ from vitfleet.fleet.base import Request
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message
 from vitfleet.methods.base import ClientUpdate
-from vitfleet.training.cohort_driver import Participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import Participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.runner_cache import RunnerCache
 
 

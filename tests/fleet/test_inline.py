@@ -15,8 +15,8 @@ from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.fleet.inline import compact
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientGenerator, ClientJob
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.standalone import Standalone, StandaloneParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds

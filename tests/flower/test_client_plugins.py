@@ -21,7 +21,7 @@ from pathlib import Path
 
 from vitfleet import register_method
 from vitfleet.config.base import MethodParams
-from vitfleet.methods.fedavg import WeightAveraging
+from vitfleet.methods.averaging.fedavg import WeightAveraging
 
 Path(__file__).with_suffix(".loaded").touch()
 

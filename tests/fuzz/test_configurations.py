@@ -24,7 +24,7 @@ from vitfleet.config.load import validate
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.methods.fedavg import WeightAveraging
+from vitfleet.methods.averaging.fedavg import WeightAveraging
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 from vitfleet.training.optim import learning_rate

@@ -12,11 +12,11 @@ from conftest import MakeContext
 from vitfleet.data.images import Shard
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
-from vitfleet.methods.decomposed_tasks import ClientTasks
-from vitfleet.methods.fedweit import FedWeit, FedWeitParams
-from vitfleet.methods.sparse_weights import SparseVector
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.methods.continual.decomposed_tasks import ClientTasks
+from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
+from vitfleet.methods.continual.sparse_weights import SparseVector
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 CLASS_TASKS = torch.tensor([0, 0, 1, 1, 1])

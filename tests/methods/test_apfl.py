@@ -15,14 +15,14 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
-from vitfleet.methods.apfl import Apfl, ApflParams, mix
+from vitfleet.methods.personal.apfl import Apfl, ApflParams, mix
 from vitfleet.models.net import Net
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)

@@ -18,17 +18,17 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.derpp import DarkExperienceLoss
-from vitfleet.methods.ewc import Ewc, EwcParams
-from vitfleet.methods.mas import Mas, MasParams
-from vitfleet.methods.quadratic_penalty import PenalizedLoss
-from vitfleet.methods.weight_importance import measured_importance
+from vitfleet.methods.continual.replay import DarkExperienceLoss
+from vitfleet.methods.continual.ewc import Ewc, EwcParams
+from vitfleet.methods.continual.mas import Mas, MasParams
+from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss
+from vitfleet.methods.continual.quadratic_penalty import measured_importance
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import ReplayedSamples, Step
-from vitfleet.training.surgery import project_gradient
+from vitfleet.training.step import ReplayedSamples, Step
+from vitfleet.methods.continual.projection import project_gradient
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Bcn, ClientJob
-from vitfleet.methods.bcn import BcnParams
-from vitfleet.methods.episodic_memory import read_memory
+from vitfleet.methods.continual.bcn import BcnParams
+from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
 BETA, EPSILON, RATE = 0.9, 0.5, 0.05

@@ -23,7 +23,7 @@ from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import MethodContext
 from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.eftvit import EftVit, EftVitParams
+from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import RunContext, load_state

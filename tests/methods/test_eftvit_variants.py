@@ -18,16 +18,16 @@ from vitfleet.data.features import dequantize
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State
-from vitfleet.methods.eftvit import EftVit
-from vitfleet.methods.median_sampling import draw_sampling_plan
+from vitfleet.methods.split.eftvit import EftVit
+from vitfleet.methods.split.median_sampling import draw_sampling_plan
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.cohort_inputs import SERVER_CLIENT, ClientFit, RngContext
-from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
+from vitfleet.training.step import Fit, FitResult
 from vitfleet.training.step_runner import CudaGraphRunner
 
 

@@ -10,7 +10,7 @@ from conftest import MakeShard
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import State
-from vitfleet.methods.episodic_memory import (
+from vitfleet.methods.continual.stored_samples import (
     StoredSamples,
     limit_memory,
     memory_bytes,
@@ -20,7 +20,7 @@ from vitfleet.methods.episodic_memory import (
     select_samples,
     store_task,
 )
-from vitfleet.methods.fedvit import FedVitParams
+from vitfleet.methods.continual.fedvit import FedVitParams
 from vitfleet.wire import decode, encode
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 4 + [7])

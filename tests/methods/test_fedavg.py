@@ -14,10 +14,10 @@ from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import Fit, FitResult, Objective
 
 
 def message(samples: int, **tensors: Tensor) -> Message:

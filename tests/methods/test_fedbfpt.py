@@ -11,7 +11,7 @@ import torch
 from conftest import MakeConfig
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.methods import MethodContext
-from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams, layer_schedule
+from vitfleet.methods.tuning.fedbfpt import FedBfpt, FedBfptParams, layer_schedule
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round

@@ -18,14 +18,14 @@ from vitfleet.costs.report import cost_reports
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.methods import ClientJob
-from vitfleet.methods.fedbfpt import FedBfpt, FedBfptParams
+from vitfleet.methods.tuning.fedbfpt import FedBfpt, FedBfptParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.wire import encoded_size
 
 DEPTH = 4

@@ -14,12 +14,12 @@ from torch.func import functional_call
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
-from vitfleet.methods.fedknow import FedKnowParams
-from vitfleet.methods.task_knowledge import extract_knowledge, make_teachers, read_knowledge
+from vitfleet.methods.continual.fedknow import FedKnowParams
+from vitfleet.methods.continual.fedknow import extract_knowledge, make_teachers, read_knowledge
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Tensors
 from vitfleet.methods import ClientJob
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.fedprox import FedProx, FedProxParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.averaging.fedprox import FedProx, FedProxParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import Fit, FitResult, Step
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import Fit, FitResult, Step
 
 PLACE = RngContext(0, 1, 0)
 

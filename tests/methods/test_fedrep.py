@@ -13,11 +13,11 @@ from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob
-from vitfleet.methods.fedper import FedPer, FedPerParams
-from vitfleet.methods.fedrep import FedRep, FedRepParams
+from vitfleet.methods.personal.fedper import FedPer, FedPerParams
+from vitfleet.methods.personal.fedrep import FedRep, FedRepParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)

@@ -12,11 +12,11 @@ from torch import Tensor
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
-from vitfleet.methods.episodic_memory import select_samples
-from vitfleet.methods.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.stored_samples import select_samples
+from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

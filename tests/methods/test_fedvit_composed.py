@@ -19,7 +19,7 @@ from vitfleet.data.images import ImageSet
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, MethodContext, make_method
-from vitfleet.methods.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import RunContext, load_state
@@ -27,10 +27,10 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.memories import EpisodicMemory
-from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size
 

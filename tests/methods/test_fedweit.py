@@ -15,10 +15,10 @@ from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message, State, Tensors, with_prefix
-from vitfleet.methods.decomposed_tasks import TaskWeights
-from vitfleet.methods.decomposition import Decomposition
-from vitfleet.methods.fedweit import FedWeit, FedWeitParams
-from vitfleet.methods.sparse_weights import densify
+from vitfleet.methods.continual.decomposed_tasks import TaskWeights
+from vitfleet.methods.continual.decomposition import Decomposition
+from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
+from vitfleet.methods.continual.sparse_weights import densify
 from vitfleet.models.net import Net
 from vitfleet.wire import tensors_size
 

@@ -20,13 +20,13 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, Lvt, MethodContext, adapt_model
-from vitfleet.methods.episodic_memory import read_memory
-from vitfleet.methods.lvt import LvtParams
+from vitfleet.methods.continual.stored_samples import read_memory
+from vitfleet.methods.continual.lvt import LvtParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort_driver import Participant, run_cohort, run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import Participant, run_cohort, run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitfleet.methods.median_sampling import SamplingPlan, class_threshold, draw_sampling_plan
+from vitfleet.methods.split.median_sampling import SamplingPlan, class_threshold, draw_sampling_plan
 
 
 def labels_of(*counts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

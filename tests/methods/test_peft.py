@@ -13,7 +13,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
 from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
-from vitfleet.methods.peft import FedLoraParams, FedPromptParams
+from vitfleet.methods.tuning.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LowRankLinear
 from vitfleet.models.layout import LoraTarget
 from vitfleet.models.net import Net

@@ -20,15 +20,15 @@ from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, weight_importance
-from vitfleet.methods.ewc import Ewc, EwcParams, drawn_label_loss
-from vitfleet.methods.mas import Mas, MasParams
-from vitfleet.methods.quadratic_penalty import PenalizedLoss, Penalty, read_learned
-from vitfleet.methods.weight_importance import images_per_step, measured_importance
+from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
+from vitfleet.methods.continual.mas import Mas, MasParams
+from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss, Penalty, read_learned
+from vitfleet.methods.continual.quadratic_penalty import images_per_step, measured_importance
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
-from vitfleet.training.objective import Step
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.step import Step
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

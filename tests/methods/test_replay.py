@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, DerPlusPlus, ExperienceReplay
-from vitfleet.methods.derpp import DarkExperienceLoss, DerPlusPlusParams
-from vitfleet.methods.episodic_memory import StoredSamples, read_memory, replay_buffer
-from vitfleet.methods.er import ErParams
+from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams
+from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
+from vitfleet.methods.continual.replay import ErParams
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import ReplayedSamples, Step
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

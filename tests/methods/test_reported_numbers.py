@@ -8,8 +8,8 @@ import pytest
 
 from conftest import MakeContext
 from vitfleet.methods.base import Method, RejectedUpdateError
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.fedvit import FedVit, FedVitParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.methods.reported_numbers import MAX_NUMBER, parse_numbers
 
 HONEST: dict[str, Any] = {"samples": 3, "loss": 0.5}

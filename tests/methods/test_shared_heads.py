@@ -15,7 +15,7 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import make_method
-from vitfleet.methods.shared_body import HeadsParams, SharedBody
+from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody
 from vitfleet.models.net import Net
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round

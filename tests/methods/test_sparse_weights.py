@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitfleet.message import Message
-from vitfleet.methods.sparse_weights import densify, sparsify
+from vitfleet.methods.continual.sparse_weights import densify, sparsify
 from vitfleet.wire import tensors_size
 
 

@@ -10,10 +10,10 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.standalone import Standalone, StandaloneParams
+from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import Fit, Objective
 
 
 @pytest.fixture

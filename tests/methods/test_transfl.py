@@ -19,20 +19,20 @@ from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.gradient_magnitude import GradientMagnitude, head_magnitudes
-from vitfleet.methods.layer_sharing import top_k
-from vitfleet.methods.transfl import TransFL, TransFLParams
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes
+from vitfleet.methods.averaging.layer_sharing import top_k
+from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import run_participant
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import Fit, Objective, Step
+from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size
 
@@ -165,7 +165,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
     make_shard: MakeShard,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("vitfleet.methods.layer_sharing.top_k", lambda magnitudes, k: [0])
+    monkeypatch.setattr("vitfleet.methods.averaging.layer_sharing.top_k", lambda magnitudes, k: [0])
     method = TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
     server, (first, second) = _play(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard

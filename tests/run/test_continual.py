@@ -18,7 +18,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import ClientTask
-from vitfleet.methods.episodic_memory import read_memory
+from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.run.compare import ComparedRun, create_comparison, partitions_differ
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients

@@ -13,9 +13,9 @@ from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
-from vitfleet.training.memories import ReplayBuffer
-from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.local_training import ReplayBuffer
+from vitfleet.training.step import Fit, FitResult
 from vitfleet.training.trainer import Trainer
 
 SHARDS = ((0, 20), (3, 11), (9, 36), (2, 3))  # unequal numbers of steps, and batches that are not full

@@ -14,14 +14,14 @@ from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import ImageSet
-from vitfleet.methods.derpp import DarkExperienceLoss
+from vitfleet.methods.continual.replay import DarkExperienceLoss
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
+from vitfleet.training.step import Fit, Objective, Step, cross_entropy
 
 ALL_AUGMENTATIONS = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
 

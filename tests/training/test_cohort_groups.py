@@ -13,10 +13,10 @@ from conftest import MakeShard, MakeTrainer
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_driver import group_fits
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
-from vitfleet.training.memories import ReplayBuffer
-from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.training.driver import group_fits
+from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.local_training import ReplayBuffer
+from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.trainer import Trainer
 
 

@@ -16,11 +16,11 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.cohort import Cohort
-from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.client_stack import Cohort
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.memories import EpisodicMemory
-from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step
+from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
 
 
 @dataclass(frozen=True)

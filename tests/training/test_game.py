@@ -16,10 +16,10 @@ from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.cohort_inputs import ClientFit, RngContext
-from vitfleet.training.game import SequentialGame, game_gradients, unit_per_image
-from vitfleet.training.memories import ReplayBuffer
-from vitfleet.training.objective import Fit, FitResult, Objective, cross_entropy
+from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.methods.continual.bcn import SequentialGame, game_gradients, unit_per_image
+from vitfleet.training.local_training import ReplayBuffer
+from vitfleet.training.step import Fit, FitResult, Objective, cross_entropy
 from vitfleet.training.step_runner import CudaGraphRunner
 
 GAME = SequentialGame(cross_entropy, beta=0.9, epsilon=0.3, ascent_steps=1, descent_rate=0.05, descent_steps=1)

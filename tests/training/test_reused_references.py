@@ -15,12 +15,12 @@ from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort import Cohort
-from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.memories import EpisodicMemory
-from vitfleet.training.objective import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.client_stack import Cohort
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
-from vitfleet.training.surgery import GradientIntegrator, MostDissimilar, project_gradient
+from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, project_gradient
 
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "lr": 0.1}
 MakeMemory = Callable[[int], EpisodicMemory]

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from vitfleet.training.dual_solver import solve_dual
-from vitfleet.training.objective import ReferenceGradients, Step
-from vitfleet.training.surgery import (
+from vitfleet.methods.continual.projection import solve_dual
+from vitfleet.training.step import ReferenceGradients, Step
+from vitfleet.methods.continual.projection import (
     COUNT_NAMES,
     OBTUSE,
     GradientIntegrator,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.training.objective import ReferenceGradients, Step
-from vitfleet.training.surgery import (
+from vitfleet.training.step import ReferenceGradients, Step
+from vitfleet.methods.continual.projection import (
     CHUNK,
     GradientIntegrator,
     GradientRotation,

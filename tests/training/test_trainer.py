@@ -18,8 +18,8 @@ from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.trainer import Trainer
 

@@ -12,8 +12,8 @@ import torch
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.progress import Advance
-from vitfleet.training.cohort_inputs import RngContext
-from vitfleet.training.objective import Fit, Objective
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import Fit, Objective
 from vitfleet.training.warmup import WarmupTimer
 
 

@@ -1,8 +1,8 @@
 """A client's round without training, on tensors that have shapes but no values (meta tensors).
 
-A dry run executes the method's client update. The objectives that it yields define which weights train, how images are
-masked, and how deep or where the model is split; the update that it returns is the message to send. Operations, bytes
-and memory thus follow from the same selection as the training.
+A dry run executes the method's client update. The trainings that it yields define what trains and what every step
+computes; the update that it returns is the message to send. Operations, bytes and memory thus follow from the method
+itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
 from vitfleet.models.net import Net
-from vitfleet.training.objective import Fit, FitResult
+from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.wire import encoded_size
 
 NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client without images
@@ -33,7 +33,7 @@ class DryRun:
 
     Attributes
     ----------
-    fits
+    trainings
         The trainings that the client would run.
     update
         The message it would send and the state it would keep.
@@ -41,7 +41,7 @@ class DryRun:
         Tensors held during the whole round: received tensors, and state kept from earlier rounds.
     """
 
-    fits: list[Fit]
+    trainings: list[LocalTraining]
     update: ClientUpdate
     held_tensors: list[Tensor]
 
@@ -78,22 +78,22 @@ def dry_run(
     pixels = torch.empty(len(targets), len(net.mean), side, side, dtype=torch.uint8, device="meta")
     shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
     base = method.base_message(blank).tensors
-    fit_requests = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
+    requested = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
     held_tensors = [
         *received.tensors.values(),
         *base.values(),
         *(client_state.tensors.values() if client_state else ()),
     ]
-    fits: list[Fit] = []
+    trainings: list[LocalTraining] = []
     try:
-        fit = next(fit_requests)
+        training = next(requested)
         while True:
-            fits.append(fit)
-            num_classes, training = method.context.num_classes, (client_state is None, len(fits))
-            fit = fit_requests.send(_blank_result(fit, len(targets), num_classes, training))
+            trainings.append(training)
+            of_round = client_state is None, len(trainings)
+            training = requested.send(_blank_result(training, len(targets), method.context.num_classes, of_round))
     except StopIteration as end:
         update: ClientUpdate = end.value
-        return DryRun(fits, update, held_tensors)
+        return DryRun(trainings, update, held_tensors)
 
 
 def shapes_of(net: Net) -> dict[str, Tensor]:
@@ -102,38 +102,27 @@ def shapes_of(net: Net) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def _blank_weight(name: str, shape: torch.Size, training: tuple[bool, int]) -> Tensor:
+def _blank_weight(name: str, shape: torch.Size, of_round: tuple[bool, int]) -> Tensor:
     """Return a weight as a meta tensor; cached, because creating it takes longer than the rest of a dry run.
 
-    Memory is counted per tensor. ``training`` is therefore part of the key: different trainings of a round, and first
+    Memory is counted per tensor. ``of_round`` is therefore part of the key: different trainings of a round, and first
     and later rounds, have different tensors.
     """
     return torch.empty(shape, device="meta")
 
 
-def _blank_result(fit: Fit, samples: int, num_classes: int, training: tuple[bool, int]) -> FitResult:
-    objective = fit.objective
-    trained = {name: _blank_weight(name, fit.weights[name].shape, training) for name in objective.trainable}
-    # Methods read the observer state on the host, so it needs values: zeros.
-    observed = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in fit.observer_state.items()}
-    for rule in (objective.transform, objective.companion):
-        if rule is not None:
-            observed |= {name: torch.zeros(()) for name in rule.counts}
-    scored, steps = samples if fit.score_samples else 0, max(1, fit.epochs)
-    companion = {
-        name: _blank_weight(f"companion {name}", tensor.shape, training)
-        for name, tensor in (fit.companion_weights or {}).items()
-    }
-    return FitResult(
-        trained,
+def _blank_result(training: LocalTraining, samples: int, num_classes: int, of_round: tuple[bool, int]) -> LocalResult:
+    scored, steps = samples if training.score_samples else 0, max(1, training.epochs)
+    return LocalResult(
+        {name: _blank_weight(name, training.weights[name].shape, of_round) for name in training.trainable},
         torch.zeros(()),
         samples,
         steps,
-        observed,
+        # Methods read kept tensors on the host, so they need values: zeros.
+        {name: torch.zeros_like(tensor, device="cpu") for name, tensor in training.kept.items()},
         sample_losses=torch.zeros(scored),
         finite_steps=torch.tensor(float(steps)),
         sample_logits=torch.empty(scored, num_classes, device="meta"),
-        companion_weights=companion,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,17 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.dry_run import DryRun, shapes_of
-from vitfleet.costs.flops import count_flops
+from vitfleet.costs.flops import FlopCounter
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
+from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.request import USUAL_GRID, fewer_patches
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import set_up_machine, thread_limit
 from vitfleet.training.memory_budget import estimate_client_bytes
-from vitfleet.training.objective import Fit
 
 Labels = NDArray[np.int64]
 
@@ -113,10 +114,7 @@ def estimate_run(
         return None
     tasks = task_classes(config.data.tasks, config.seed, size.classes)
     net = cost_net(config, size, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
-    context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, size.classes, torch.device("cpu"), config.num_tasks,
-        config.aggregate, config.eval.body, tasks,
-    )  # fmt: skip
+    context = MethodContext(config, net, size.classes, torch.device("cpu"))
     method = make_method(config.method, context)
     client_bytes = estimate_client_bytes(net, config.train)
     work = _RunWork.of(config, size, method, net)
@@ -125,7 +123,7 @@ def estimate_run(
         trained_here = 0 if _remote(config) else config.fleet.asked
         at_once = min(trained_here, max(machine.workers, machine.cohort))
         parallel = at_once if machine.device.type == "cuda" else min(trained_here, machine.workers)
-        request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, max(1, parallel))
+        request = SpeedRequest(net, work.training, config.train, machine, work.flops_per_sample, max(1, parallel))
         flops_per_second = (speed or measure_speed)(request)
         cores = torch.get_num_threads()
     return RunEstimate(
@@ -226,13 +224,13 @@ class _RunWork:
 
     Attributes
     ----------
-    fit, flops_per_sample
+    training, flops_per_sample
         A typical training of a client, and its operations per sample.
     server_bytes, stored_bytes
         Memory of the server's state, and bytes of the checkpoints and models in the run's folder.
     """
 
-    fit: Fit
+    training: LocalTraining
     flops_per_sample: int
     total_flops: float
     server_bytes: int
@@ -245,7 +243,7 @@ class _RunWork:
         first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
         images = _images_per_round(config, size, method, labels)
         client = sum(cost_model.round_flops(run, max(1, round(images))) for run in (first, late)) / 2
-        forward_flops = cost_model.flops(first.fits[0], masked=False).forward
+        forward_flops = cost_model.counter.evaluation
         trained = 0 if _remote(config) else config.fleet.asked
         per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
         weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
@@ -253,8 +251,8 @@ class _RunWork:
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
         return cls(
-            first.fits[0],
-            cost_model.flops(first.fits[0]).training,
+            first.trainings[0],
+            cost_model.average(first).training,
             config.rounds * per_round + _server_flops(config, size, method, net),
             server_bytes=2 * weights + features,
             # Two checkpoints with the server's weights, the model at the end, and what every client received once.
@@ -296,8 +294,9 @@ def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: N
     work = method.server_work(1, 1)
     if work is None:
         return 0.0
-    meta = net.with_constants_on("meta")
-    flops = count_flops(meta, work.objective, shapes_of(net), config.train.mask_ratio).training
+    tokens = torch.empty(1, method.context.num_tokens, net.embed_dim, device="meta")
+    training = replace(work.training(shapes_of(net)), features=FeatureSet([Features(tokens, tokens.new_empty(1))]))
+    flops = FlopCounter(net, config.train).step(training).per_sample.training
     passes, unseen = 0.0, float(fleet.clients)
     for _ in range(min(config.rounds, 1000)):
         unseen *= 1 - fleet.asked / fleet.clients

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.cost_model import num_trained_models
 from vitfleet.costs.dry_run import DryRun
-from vitfleet.data.batches import Batch
+from vitfleet.costs.flops import empty_batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.cohort import Cohort
-from vitfleet.training.cohort_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import Fit
+from vitfleet.training.stack_inputs import ClientTraining, RngContext, stack_inputs, trained_tensors
+from vitfleet.training.step import kind_of_step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 
@@ -112,8 +112,7 @@ class TrackedStep:
     Attributes
     ----------
     conditions
-        The model's and the fit's shapes, the objective and the settings. Compared by value, because the functions of
-        an objective need not have a hash.
+        The model's and the training's shapes, the step and the settings, compared by value.
     copied, ready, peak
         Bytes after the inputs were copied, before the first step, and at the peak.
     """
@@ -134,15 +133,15 @@ def round_memory(
 ) -> MemoryUsage:
     """Return the memory of the largest training in a client's round; see :func:`training_memory`."""
     usages = [
-        training_memory(net, fit, train, bf16, dry_run_result.held_tensors, parts_at_once, known_steps)
-        for fit in dry_run_result.fits
+        training_memory(net, training, train, bf16, dry_run_result.held_tensors, parts_at_once, known_steps)
+        for training in dry_run_result.trainings
     ]
     return max(usages, key=lambda usage: usage.total)
 
 
 def training_memory(
     net: Net,
-    fit: Fit,
+    training: LocalTraining,
     train: TrainConfig,
     bf16: bool = False,
     held_tensors: Iterable[Tensor] = (),
@@ -158,27 +157,28 @@ def training_memory(
     held_tensors
         Tensors that the client holds in addition: received tensors, and state kept from earlier rounds.
     parts_at_once
-        Number of stored tasks whose gradients are computed together; 1 needs the least memory.
+        Number of parts of a set whose gradients are computed together; 1 needs the least memory.
     known_steps
         Steps that were tracked before; one of the same conditions is not tracked again, a new one is added.
     """
-    train = fit.train or train
-    trainable = net.anatomy.trainable(fit.objective.trainable)
-    received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
-    trained = num_trained_models(fit) * _total_bytes([fit.weights[name] for name in trainable])
+    train = training.train or train
+    received = _total_bytes([*held_tensors, *_tensors(training)])
+    trained = _total_bytes([training.weights[name] for name in trained_tensors(net, training.trainable)])
     known = [] if known_steps is None else known_steps
-    conditions = (net.layout, _shapes(fit), fit.objective, train, bf16, parts_at_once)
+    conditions = (net.layout, _shapes(training), training.trainable, training.step, train, bf16, parts_at_once)
     step = next((step for step in known if step.conditions == conditions), None)
     if step is None:
-        step = TrackedStep(conditions, *_track_step(net, fit, train, bf16, parts_at_once))
+        step = TrackedStep(conditions, *_track_step(net, training, train, bf16, parts_at_once))
         known.append(step)
     return MemoryUsage(
         received + step.copied, trained, step.ready - step.copied, max(0, step.peak - step.ready - trained)
     )
 
 
-def _track_step(net: Net, fit: Fit, train: TrainConfig, bf16: bool, parts_at_once: int) -> tuple[int, int, int]:
-    """Track a step of the trainer; with a memory two, because gradients of the memory are kept from step to step.
+def _track_step(
+    net: Net, training: LocalTraining, train: TrainConfig, bf16: bool, parts_at_once: int
+) -> tuple[int, int, int]:
+    """Track a step of the trainer, twice where steps pass tensors on to later ones.
 
     Return the bytes after the inputs were copied, before the first step, and at the peak.
     """
@@ -190,52 +190,39 @@ def _track_step(net: Net, fit: Fit, train: TrainConfig, bf16: bool, parts_at_onc
         images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
         indices = torch.empty(train.batch_size, dtype=torch.long)
         shard = Shard(ImageSet(images, indices), indices)
-        fit = _with_empty_tensors(fit)
-        batch = _empty_batch(net, train, 0 if fit.replay is None else fit.replay.replays)
+        training = _with_empty_tensors(training)
+        batch = empty_batch(net, training, train, train.batch_size, "cpu")
         tracker = AllocationTracker()
-        tracker.ignore([*_fit_tensors(fit), images, *batch.tensors()])
+        tracker.ignore([*_tensors(training), images, *batch.tensors()])
         with tracker:
-            group = [ClientFit(fit, shard, RngContext(0, 1, 0))]
-            inputs = stack_inputs(group, cpu_net, train.mask_ratio)
+            group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
+            inputs = stack_inputs(group, cpu_net, machine.device)
             copied = tracker.live
-            cohort = Cohort(trainer.engine, group, inputs)
-            cohort.restart(None, train.lr)
+            stack = ClientStack(trainer.engine, group, inputs)
+            stack.restart(None, train.lr)
             ready = tracker.live
-            for _ in range(1 if fit.memory is None else 2):
-                cohort.take_step(batch, torch.empty((), dtype=torch.long), refresh=True, restore=True, all_active=True)
+            kind, epoch = kind_of_step(training.step, 0), torch.empty((), dtype=torch.long)
+            for _ in range(2 if training.sets else 1):
+                stack.take_step(batch, epoch, kind, all_active=True)
     return copied, ready, tracker.peak
 
 
-def _shapes(fit: Fit) -> tuple[object, ...]:
+def _shapes(training: LocalTraining) -> tuple[object, ...]:
     """Return the shapes and types of a training's tensors, by group and name."""
-    groups: list[Tensors] = [
-        fit.weights,
-        fit.constants,
-        fit.observer_state,
-        fit.reference_weights or {},
-        fit.companion_weights or {},
-        {} if fit.memory is None else fit.memory.tensors(),
-        {} if fit.replay is None else fit.replay.tensors(),
-    ]
-    replays = None if fit.replay is None else fit.replay.replays
-    return replays, *({name: (tensor.shape, tensor.dtype) for name, tensor in group.items()} for group in groups)
+    draws = {name: (samples.draws, samples.sizes) for name, samples in training.sets.items()}
+    groups = training.tensor_groups().items()
+    return draws, *(
+        (group, {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}) for group, tensors in groups
+    )
 
 
-def _fit_tensors(fit: Fit) -> list[Tensor]:
-    memory = () if fit.memory is None else fit.memory.tensors().values()
-    replay = () if fit.replay is None else fit.replay.tensors().values()
-    return [
-        *fit.weights.values(),
-        *fit.constants.values(),
-        *fit.observer_state.values(),
-        *(fit.reference_weights or {}).values(),
-        *(fit.companion_weights or {}).values(),
-        *memory,
-        *replay,
-    ]
+def _tensors(training: LocalTraining) -> list[Tensor]:
+    """Return the tensors that a training is given; of scratch tensors only the shapes are."""
+    groups = training.tensor_groups()
+    return [tensor for name, tensors in groups.items() if name != "scratch" for tensor in tensors.values()]
 
 
-def _with_empty_tensors(fit: Fit) -> Fit:
+def _with_empty_tensors(training: LocalTraining) -> LocalTraining:
     """Return the same training on new empty tensors; a tensor that is used twice stays one tensor."""
     replacements: dict[int, Tensor] = {}
 
@@ -245,34 +232,9 @@ def _with_empty_tensors(fit: Fit) -> Fit:
             for name, tensor in tensors.items()
         }
 
-    stored, replay = fit.memory, fit.replay
-    return replace(
-        fit,
-        weights=empty_like(fit.weights),
-        constants=empty_like(fit.constants),
-        observer_state=empty_like(fit.observer_state),
-        reference_weights=None if fit.reference_weights is None else empty_like(fit.reference_weights),
-        companion_weights=None if fit.companion_weights is None else empty_like(fit.companion_weights),
-        memory=None if stored is None else stored.with_tensors(empty_like(stored.tensors())),
-        replay=None if replay is None else replay.with_tensors(empty_like(replay.tensors())),
-    )
-
-
-def _empty_batch(net: Net, train: TrainConfig, replays: int) -> Batch:
-    kept = net.num_kept_patches(train.mask_ratio)
-
-    def empty(*shape: int) -> Batch:
-        indices = torch.empty(shape, dtype=torch.long)
-        return Batch(
-            image_indices=indices,
-            shard_positions=indices,
-            sample_weight=torch.empty(shape),
-            active=torch.empty(()),
-            keep=torch.empty(*shape, kept, dtype=torch.long) if train.mask_ratio else None,
-        )
-
-    batch = empty(train.batch_size)
-    return replace(batch, replay=empty(train.batch_size, replays)) if replays else batch
+    groups = training.tensor_groups()
+    empty = {name: tensors if name == "scratch" else empty_like(tensors) for name, tensors in groups.items()}
+    return training.with_tensor_groups(empty)
 
 
 def _total_bytes(tensors: Iterable[Tensor]) -> int:

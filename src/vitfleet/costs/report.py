@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.dry_run import typical_client
-from vitfleet.costs.flops import Flops, full_flops
+from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
 from vitfleet.data.partition import make_partition
@@ -95,7 +95,7 @@ class _SharedCounts:
     """
 
     full_flops: int
-    flops: dict[object, Flops] = field(default_factory=dict)
+    flops: dict[Hashable, Any] = field(default_factory=dict)
     steps: list[TrackedStep] = field(default_factory=list)
 
 
@@ -147,11 +147,7 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
     tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
-    num_tasks = config.data.tasks.count if config.data.tasks else 1
-    cpu = torch.device("cpu")
-    context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, dataset.classes, cpu, num_tasks, task_classes=tasks
-    )
+    context = MethodContext(config, net, dataset.classes, torch.device("cpu"))
     return make_method(config.method, context), net
 
 

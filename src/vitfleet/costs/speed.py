@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from vitfleet.config.schema import TrainConfig
-from vitfleet.costs.flops import forward
+from vitfleet.config.schema import AugmentConfig, TrainConfig
+from vitfleet.data.batches import Batch
+from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
+from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import Machine, thread_limit
-from vitfleet.training.objective import Fit
+from vitfleet.training.stack_inputs import ClientTraining, RngContext, stack_inputs
+from vitfleet.training.step import kind_of_step
+from vitfleet.training.trainer import Trainer, preprocess_for
 
 MEASURED_FLOPS = 5e9  # a step with more operations is not tried out
 PRODUCT_SIDE = 1024  # of the matrices whose product is timed instead
@@ -27,7 +32,7 @@ class SpeedRequest:
     """
 
     net: Net
-    fit: Fit
+    training: LocalTraining
     train: TrainConfig
     machine: Machine
     flops_per_sample: int
@@ -51,30 +56,39 @@ def measure_speed(request: SpeedRequest) -> float:
 
 
 def _step_speed(request: SpeedRequest, images: int) -> float:
-    """Time steps with a number of images: the forward pass and, if anything trains, backward and the optimiser's."""
-    device = request.machine.device
-    net = request.net.with_constants_on(str(device))
-    objective = request.fit.objective
-    trainable = set(net.anatomy.select(net.anatomy.trainable(objective.trainable)))
-    weights = {
-        name: torch.zeros(tensor.shape, device=device, requires_grad=name in trainable)
-        for name, tensor in request.fit.weights.items()
+    """Time steps of the trainer with a number of images."""
+    machine = replace(request.machine, graphs=False, compile=False)
+    net, train = request.net.with_constants_on(str(machine.device)), request.train
+    groups = request.training.tensor_groups()
+    zeros = {
+        group: {
+            name: torch.zeros(like.shape, dtype=like.dtype, device=machine.device) for name, like in tensors.items()
+        }
+        for group, tensors in groups.items()
     }
-    leaves = [weights[name] for name in sorted(trainable)]
-    optimizer = torch.optim.AdamW(leaves, foreach=True) if leaves else None
-    pixels = torch.zeros(images, len(net.mean), net.image_size, net.image_size, device=device)
-    kept = net.num_kept_patches(request.train.mask_ratio)
-    keep = torch.arange(kept, device=device).expand(images, kept) if request.train.mask_ratio else None
+    training = request.training.with_tensor_groups(zeros)
+    trainer = Trainer(net, preprocess_for(net, machine.device), train, AugmentConfig(), 1, machine)
+    pixels = torch.zeros(
+        images, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8, device=machine.device
+    )
+    index = torch.arange(images, device=machine.device)
+    group = [ClientTraining(training, Shard(ImageSet(pixels, torch.zeros_like(index)), index), RngContext(0, 1, 0))]
+    stack = ClientStack(trainer.engine, group, stack_inputs(group, net, machine.device))
+    stack.restart(None, train.lr)
+    kept = net.num_kept_patches(train.mask_ratio)
+    batch = Batch(
+        index,
+        index,
+        torch.full((images,), 1 / images, device=machine.device),
+        torch.ones((), device=machine.device),
+        keep=torch.arange(kept, device=machine.device).expand(images, kept) if train.mask_ratio else None,
+    )
+    epoch, kind = torch.zeros((), dtype=torch.long, device=machine.device), kind_of_step(training.step, 0)
 
     def step() -> None:
-        with request.machine.autocast():
-            loss = forward(net, objective, weights, pixels, keep).sum()
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        stack.take_step(batch, epoch, kind, all_active=True)
 
-    return images * request.flops_per_sample / _seconds(step, device)
+    return images * request.flops_per_sample / _seconds(step, machine.device)
 
 
 def _product(device: torch.device) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -33,9 +33,11 @@ class Batch:
     features, scales, labels
         In a training on features instead of images: the tokens of each sample as they are stored, their quantisation
         scales if they have any, and the samples' labels.
-    replay
-        The stored samples that are replayed with the batch, ``[…, batch, replays]`` in all tables. Their indices are
-        positions in the client's buffer.
+    drawn
+        The stored samples that are drawn for the batch, by the name of their set: ``[…, batch, draws]`` in all tables.
+        Their indices are positions in the client's set.
+    keys
+        One key per step, by the name of the random numbers that the step computes from it, ``[…]``.
     """
 
     image_indices: Tensor
@@ -49,12 +51,16 @@ class Batch:
     features: Tensor | None = None
     scales: Tensor | None = None
     labels: Tensor | None = None
-    replay: Batch | None = None
+    drawn: Mapping[str, Batch] = field(default_factory=dict)
+    keys: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
-        replay = None if self.replay is None else self.replay.map(function)
-        return Batch(**{name: function(tensor) for name, tensor in self._own_tensors()}, replay=replay)
+        return Batch(
+            **{name: function(tensor) for name, tensor in self._own_tensors()},
+            drawn={name: tables.map(function) for name, tables in self.drawn.items()},
+            keys={name: function(key) for name, key in self.keys.items()},
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are set, in the order of the fields."""
@@ -62,33 +68,17 @@ class Batch:
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that are set, with the names of their fields."""
-        replayed = [] if self.replay is None else self.replay.named_tensors()
-        return [*self._own_tensors(), *((f"replay.{name}", tensor) for name, tensor in replayed)]
+        drawn = [
+            (f"drawn.{set_name}.{name}", tensor)
+            for set_name, tables in self.drawn.items()
+            for name, tensor in tables.named_tensors()
+        ]
+        return [*self._own_tensors(), *drawn, *((f"keys.{name}", key) for name, key in self.keys.items())]
 
     def _own_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors of the batch without those of its replayed samples."""
-        values = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "replay"]
-        return [(name, tensor) for name, tensor in values if tensor is not None]
-
-    def flat_replay(self, axis: int) -> Batch | None:
-        """Return the replayed samples on one axis, ``[…, batch × replays]``; ``None`` if there are none.
-
-        Parameters
-        ----------
-        axis
-            The axis of the batch.
-        """
-        if self.replay is None:
-            return None
-        return self.replay.map(lambda table: table.flatten(axis, axis + 1) if table.dim() > axis else table)
-
-    def append(self, other: Batch, axis: int) -> Batch:
-        """Return the samples of this batch, then those of another one, which sets the same tensors."""
-        both = {
-            name: tensor if name == "active" else torch.cat([tensor, getattr(other, name)], dim=axis)
-            for name, tensor in self._own_tensors()
-        }
-        return Batch(**both, replay=None)
+        """Return the tensors of the batch itself."""
+        own = [field.name for field in fields(self) if field.name not in ("drawn", "keys")]
+        return [(name, tensor) for name in own if (tensor := getattr(self, name)) is not None]
 
 
 @dataclass(frozen=True)
@@ -173,11 +163,13 @@ def make_epoch_batches(
     layout = _Layout(steps, width, num_kept, stacked, device)
     weights, active_table = layout.to_device(sample_weight), layout.to_device(active.astype(np.float32))
     batch = layout.make_batch(draws, weights, active_table)
-    replayed = [draw.replay for draw in draws if draw.replay is not None]
-    if replayed:
-        replays = replayed[0].order.shape[1]
-        replay_weights = (weights / replays).unsqueeze(-1).expand(*weights.shape, replays).contiguous()
-        batch = replace(batch, replay=layout.make_batch(replayed, replay_weights, active_table))
+    drawn: dict[str, Batch] = {}
+    for name, first in draws[0].drawn.items():
+        per_sample = first.order.shape[1]
+        drawn_weights = (weights / per_sample).unsqueeze(-1).expand(*weights.shape, per_sample).contiguous()
+        drawn[name] = layout.make_batch([draw.drawn[name] for draw in draws], drawn_weights, active_table)
+    keys = {name: layout.keys([draw.keys[name] for draw in draws]) for name in draws[0].keys}
+    batch = replace(batch, drawn=drawn, keys=keys)
     return EpochBatches(batch, counts.max(axis=1).tolist(), active.sum(axis=1).tolist())
 
 
@@ -207,6 +199,13 @@ class _Layout:
             brightness=self._tabulate([draw.brightness for draw in draws]),
             keep=None if keep is None else keep.contiguous(),
         )
+
+    def keys(self, rows: Sequence[Array]) -> Tensor:
+        """Return a key per step and client; a client has at least as many as steps."""
+        padded = np.zeros((self.steps, len(rows)), dtype=np.int64)
+        for client, row in enumerate(rows):
+            padded[: len(row), client] = row[: self.steps]
+        return self.to_device(padded)
 
     def to_device(self, table: Array) -> Tensor:
         """Copy a table ``[steps, clients, …]`` to the device."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.rounding import round_half_up
-from vitfleet.randomness import Address, Purpose
+from vitfleet.randomness import Address, Purpose, own_purpose
 
 Array: TypeAlias = NDArray[Any]
 
@@ -29,9 +30,11 @@ class EpochDraws:
         Whether each image is mirrored, and the factor of its brightness.
     mask_noise
         One number per patch, ``[samples, patches]``: the patches with the smallest numbers are kept.
-    replay
-        The stored samples that are replayed with each visited sample, ``[samples, replays, …]``: ``order`` holds their
-        positions in the client's buffer. ``None``: nothing is replayed.
+    drawn
+        The stored samples that are drawn with each visited sample, by the name of their set, ``[samples, draws, …]``:
+        ``order`` holds their positions in the client's set.
+    keys
+        Of random numbers that steps compute themselves: more keys than there are steps, by name, ``[samples]``.
     """
 
     order: Array
@@ -39,7 +42,8 @@ class EpochDraws:
     flip: Array | None = None
     brightness: Array | None = None
     mask_noise: Array | None = None
-    replay: EpochDraws | None = None
+    drawn: Mapping[str, EpochDraws] = field(default_factory=dict)
+    keys: Mapping[str, Array] = field(default_factory=dict)
 
 
 def draw_epoch(
@@ -52,8 +56,8 @@ def draw_epoch(
     augment: AugmentConfig,
     num_patches: int,
     num_kept: int,
-    num_stored: int = 0,
-    replays: int = 0,
+    drawn: Mapping[str, tuple[int, int]] | None = None,
+    random: Sequence[str] = (),
 ) -> EpochDraws:
     """Draw one client's epoch from its random addresses.
 
@@ -63,15 +67,17 @@ def draw_epoch(
         Number of the client's images, and their height and width in pixels.
     num_patches, num_kept
         Patches per image, and how many of them are kept. They are equal if nothing is masked.
-    num_stored, replays
-        Number of the client's stored samples, and how many of them are replayed with each image: uniformly, with
-        replacement, with an augmentation and a mask of their own.
+    drawn
+        Of each set of stored samples: how many samples it has, and how many are drawn with each image, uniformly, with
+        replacement, with an augmentation and a mask of their own. The set's name is their purpose.
+    random
+        Names of random numbers that steps compute themselves, each a purpose of its own.
     """
 
-    def generator(purpose: Purpose) -> np.random.Generator:
+    def generator(purpose: str) -> np.random.Generator:
         return Address(seed, purpose, round, client, epoch).generator()
 
-    def draw(order: Array, augment_by: Purpose, mask_by: Purpose, replay: EpochDraws | None = None) -> EpochDraws:
+    def draw(order: Array, augment_by: str, mask_by: str) -> EpochDraws:
         """Draw the augmentation and the mask of every sample of an order."""
         shift = flip = brightness = mask_noise = None
         if augment.active:
@@ -87,10 +93,14 @@ def draw_epoch(
             brightness = drawn_brightness if augment.brightness else None
         if num_kept < num_patches:
             mask_noise = generator(mask_by).random((*order.shape, num_patches), dtype=np.float32)
-        return EpochDraws(order, shift, flip, brightness, mask_noise, replay)
+        return EpochDraws(order, shift, flip, brightness, mask_noise)
 
-    replay = None
-    if replays:
-        positions = generator(Purpose.REPLAY).integers(num_stored, size=(samples, replays))
-        replay = draw(positions, Purpose.REPLAY_AUGMENT, Purpose.REPLAY_MASK)
-    return draw(generator(Purpose.ORDER).permutation(samples), Purpose.AUGMENT, Purpose.MASK, replay)
+    drawn_sets = {
+        name: draw(
+            generator(own_purpose(name)).integers(stored, size=(samples, draws)), f"{name}-augment", f"{name}-mask"
+        )
+        for name, (stored, draws) in (drawn or {}).items()
+    }
+    keys = {name: generator(own_purpose(name)).integers(2**63 - 1, size=samples) for name in random}
+    batches = draw(generator(Purpose.ORDER).permutation(samples), Purpose.AUGMENT, Purpose.MASK)
+    return replace(batches, drawn=drawn_sets, keys=keys)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.data.batches import Batch
+
+class Augmentation(Protocol):
+    """How each image is augmented: see :class:`~vitfleet.data.epoch_draws.EpochDraws`; ``None``: not at all."""
+
+    @property
+    def shift(self) -> Tensor | None:
+        """Rows and columns by which an image is shifted."""
+
+    @property
+    def flip(self) -> Tensor | None:
+        """Whether an image is mirrored."""
+
+    @property
+    def brightness(self) -> Tensor | None:
+        """The factor of an image's brightness."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +42,9 @@ class Preprocess:
     mean: Tensor
     std: Tensor
 
-    def __call__(self, pixels: Tensor, batch: Batch | None = None) -> Tensor:
-        """Turn uint8 ``[…, channels, height, width]`` into the model's float input, augmented as the batch says."""
-        return self.transform(pixels) if batch is None else self.transform(pixels, *_augmentation(batch))
+    def __call__(self, pixels: Tensor, augmentation: Augmentation | None = None) -> Tensor:
+        """Turn uint8 ``[…, channels, height, width]`` into the model's float input, augmented or not."""
+        return self.transform(pixels, *_per_image(augmentation))
 
     def transform(
         self,
@@ -61,11 +76,11 @@ class CompiledPreprocess:
     def __init__(self, preprocess: Preprocess) -> None:
         self._transform = torch.compile(preprocess.transform, dynamic=False)
 
-    def __call__(self, pixels: Tensor, batch: Batch | None = None) -> Tensor:
+    def __call__(self, pixels: Tensor, augmentation: Augmentation | None = None) -> Tensor:
         """Turn stored pixels into the model's input, compiled once for any number of images."""
         lead = pixels.shape[:-3]
-        augmentation = (None, None, None) if batch is None else _augmentation(batch)
-        tensors = [None if tensor is None else tensor.flatten(0, len(lead) - 1) for tensor in augmentation]
+        given = _per_image(augmentation)
+        tensors = [None if tensor is None else tensor.flatten(0, len(lead) - 1) for tensor in given]
         flat = pixels.flatten(0, -4)
         for tensor in (flat, *tensors):
             if tensor is not None and len(tensor) > 1:  # torch always compiles a size of 1 by itself
@@ -74,8 +89,10 @@ class CompiledPreprocess:
         return images.reshape(*lead, *images.shape[1:])
 
 
-def _augmentation(batch: Batch) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return batch.shift, batch.flip, batch.brightness
+def _per_image(augmentation: Augmentation | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if augmentation is None:
+        return None, None, None
+    return augmentation.shift, augmentation.flip, augmentation.brightness
 
 
 def _shift_and_flip(pixels: Tensor, shift: Tensor | None, flip: Tensor | None) -> Tensor:

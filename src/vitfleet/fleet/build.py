@@ -34,14 +34,12 @@ def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
 
 
 def build_components(
-    config: Config, net: Net, classes: int, machine: Machine, num_tasks: int = 1, class_tasks: Tensor | None = None
+    config: Config, net: Net, classes: int, machine: Machine, class_tasks: Tensor | None = None
 ) -> Components:
     """Build everything that a machine needs to train a run's model.
 
     Parameters
     ----------
-    num_tasks
-        Tasks per client; 1 without tasks.
     class_tasks
         The task of each class, ``[classes]``, if the model is given an image's task.
     """
@@ -49,18 +47,7 @@ def build_components(
     if machine.bf16 and machine.device.type == "cpu":
         # On a CPU the fused kernel's backward pass takes three to five times as long in bfloat16.
         net = net.with_unfused_attention()
-    context = MethodContext.from_net(
-        net,
-        config.train,
-        config.rounds,
-        config.seed,
-        classes,
-        machine.device,
-        num_tasks,
-        config.aggregate,
-        config.eval.body,
-        task_classes(config.data.tasks, config.seed, classes),
-    )
+    context = MethodContext(config, net, classes, machine.device)
     preprocess = preprocess_for(net, machine.device)
     trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)
     return Components(net, make_method(config.method, context), trainer)

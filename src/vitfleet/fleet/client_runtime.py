@@ -15,15 +15,15 @@ from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method
-from vitfleet.training.cohort_driver import Participant, run_cohort
-from vitfleet.training.cohort_inputs import RngContext
+from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.memory_budget import is_out_of_memory
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 #: Evaluates model weights on the test images of clients' tasks.
 EvaluateTasks: TypeAlias = Callable[[Tensors, Sequence[ClientTask]], list[EvalResult]]
-#: Returns a client's update as a participant of a cohort, before its first step.
-MakeParticipant: TypeAlias = Callable[[Request], Participant[ClientUpdate]]
+#: Returns a client's update before its first step.
+MakeUpdate: TypeAlias = Callable[[Request], PendingUpdate[ClientUpdate]]
 
 logger = logging.getLogger(__name__)
 
@@ -47,33 +47,33 @@ class ClientRuntime:
     seed: int
     evaluate_tasks: EvaluateTasks
 
-    def participant(
+    def pending_update(
         self, request: Request, base_weights: Tensors, client_state: State | None, shard: Shard
-    ) -> Participant[ClientUpdate]:
-        """Return a client's update as a participant of a cohort, before its first step."""
+    ) -> PendingUpdate[ClientUpdate]:
+        """Return a client's update before its first step."""
         job = ClientJob(
             request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
         )
-        return Participant(self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client))
+        return PendingUpdate(
+            self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client)
+        )
 
-    def train(
-        self, requests: Sequence[Request], make_participant: MakeParticipant
-    ) -> Iterator[tuple[Reply, ClientUpdate]]:
+    def train(self, requests: Sequence[Request], make_update: MakeUpdate) -> Iterator[tuple[Reply, ClientUpdate]]:
         """Train clients together, and yield each one's reply with its update.
 
         Where captured steps diverged, the client is trained again without them. If it diverges again, training
         diverges, and no client of this trainer is trained again.
         """
-        for request, update in self._train_within_memory(requests, make_participant):
+        for request, update in self._train_within_memory(requests, make_update):
             reply = self.reply(request, update)
             doubtful = self.trainer.machine.graphs and not self.trainer.runners.execution.diverged
             if reply.failure is not None and doubtful:
-                yield self._train_again(request, make_participant(request), reply.failure)
+                yield self._train_again(request, make_update(request), reply.failure)
             else:
                 yield reply, update
 
     def _train_within_memory(
-        self, requests: Sequence[Request], make_participant: MakeParticipant
+        self, requests: Sequence[Request], make_update: MakeUpdate
     ) -> Iterator[tuple[Request, ClientUpdate]]:
         """Train clients together, as many at a time as fit in memory, and yield each one's update.
 
@@ -85,7 +85,7 @@ class ClientRuntime:
         steps_captured = runners.num_graphs > 0
         if len(requests) <= budget.max_cohort:
             try:
-                updates = run_cohort([make_participant(request) for request in requests], self.trainer)
+                updates = run_updates([make_update(request) for request in requests], self.trainer)
             except RuntimeError as error:
                 if not is_out_of_memory(error) or (len(requests) == 1 and not steps_captured):
                     raise
@@ -100,16 +100,16 @@ class ClientRuntime:
                 torch.cuda.empty_cache()
         size = int(min(len(requests), budget.max_cohort))
         for start in range(0, len(requests), size):
-            yield from self._train_within_memory(requests[start : start + size], make_participant)
+            yield from self._train_within_memory(requests[start : start + size], make_update)
 
     def _train_again(
-        self, request: Request, participant: Participant[ClientUpdate], failure: str
+        self, request: Request, pending: PendingUpdate[ClientUpdate], failure: str
     ) -> tuple[Reply, ClientUpdate]:
         """Train a client with plain steps. Those that were captured are dropped first: they hold memory."""
         trainer = self.trainer
         trainer.runners.clear()
         plain = replace(trainer, machine=replace(trainer.machine, graphs=False, compile=False))
-        (update,) = run_cohort([participant], plain)
+        (update,) = run_updates([pending], plain)
         reply = self.reply(request, update)
         trainer.runners.execution.add_repeated_client(diverged=reply.failure is not None)
         if reply.failure is None:

@@ -16,7 +16,7 @@ from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
-from vitfleet.training.cohort_driver import Participant
+from vitfleet.training.driver import PendingUpdate
 from vitfleet.training.machine import thread_limit
 
 # Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
@@ -72,7 +72,7 @@ class InlineFleet:
 
     def _train_in_cohorts(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
         for cohort in batched(requests, self.runtime.trainer.machine.cohort):
-            for reply, update in self.runtime.train(cohort, self._participant):
+            for reply, update in self.runtime.train(cohort, self._pending_update):
                 yield reply, update.client_state
 
     def _train_in_threads(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
@@ -90,7 +90,7 @@ class InlineFleet:
         with thread_limit(threads), ThreadPoolExecutor(workers) as pool:
 
             def submit(request: Request) -> Future[tuple[Reply, State | None]]:
-                return pool.submit(self._train_client, threads, request, self._participant(request))
+                return pool.submit(self._train_client, threads, request, self._pending_update(request))
 
             pending = deque(submit(request) for request in islice(largest_first, 2 * workers))
             while pending:
@@ -99,16 +99,16 @@ class InlineFleet:
                 yield result
 
     def _train_client(
-        self, threads: int, request: Request, participant: Participant[ClientUpdate]
+        self, threads: int, request: Request, pending: PendingUpdate[ClientUpdate]
     ) -> tuple[Reply, State | None]:
         torch.set_num_threads(threads)  # the setting is per Python thread
         # There are threads only on a CPU, where no step is captured: nothing is trained twice.
-        ((reply, update),) = self.runtime.train([request], lambda _: participant)
+        ((reply, update),) = self.runtime.train([request], lambda _: pending)
         return reply, update.client_state
 
-    def _participant(self, request: Request) -> Participant[ClientUpdate]:
+    def _pending_update(self, request: Request) -> PendingUpdate[ClientUpdate]:
         shard = self.shard(request.client, request.task_index)
-        return self.runtime.participant(request, self.base_weights, self.client_state(request.client), shard)
+        return self.runtime.pending_update(request, self.base_weights, self.client_state(request.client), shard)
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Evaluate each client's model. Clients without a state share one model, which is evaluated once for all."""

@@ -89,14 +89,14 @@ class FlowerClient:
         if base is None or state is None:
             return Reply(request.client, None, failure=_state_lost(request.last_round), state_lost=True)
         setup = self._setup(config, payload.run_spec, request.client)
-        make_participant = partial(
-            setup.runtime.participant,
+        make_update = partial(
+            setup.runtime.pending_update,
             base_weights=to_device(base.tensors, setup.device),
             client_state=_client_state(state, setup.device),
             shard=setup.tasks.train_shard(request.task_index),
         )
         on_device = replace(request, message=request.message.to(setup.device))
-        ((reply, update),) = setup.runtime.train([on_device], make_participant)
+        ((reply, update),) = setup.runtime.train([on_device], make_update)
         if reply.message is not None:
             self._save(storage, setup, payload, update)
         return reply

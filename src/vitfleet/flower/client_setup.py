@@ -105,7 +105,7 @@ def set_up_client(
     machine = set_up_machine(machine_config, net.embed_dim)
     stream = client_task_stream(config, classes, client, machine.device)
     class_tasks = stream.class_tasks if stream and config.task_known else None
-    components = build_components(config, net, classes, machine, config.num_tasks, class_tasks)
+    components = build_components(config, net, classes, machine, class_tasks)
     net.drop_weights()  # the server sends all weights that a client uses
     evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, class_tasks)
     tasks = LocalTasks(data.to(machine.device), stream, components.method.accumulates_tasks)

@@ -76,7 +76,7 @@ class StoredModels:
         class_tasks = None
         if config.data.tasks is not None and config.task_known:
             class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
-        components = build_components(without_file, net, len(data.classes), machine, config.num_tasks, class_tasks)
+        components = build_components(without_file, net, len(data.classes), machine, class_tasks)
         base = read_base(folder).tensors
         states = states or StoredStates.of_run(folder)
         return cls(config, data, components.net, components.method, base, states, class_tasks)

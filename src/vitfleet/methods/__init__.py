@@ -1,36 +1,35 @@
 """One file, one algorithm; each reads beside its paper. Importing the package registers the built-in methods."""
 
 # In the order in which `vitfleet keys`, `vitfleet cost` and the documentation list them.
-from vitfleet.methods.standalone import Standalone  # isort: skip
-from vitfleet.methods.fedavg import FedAvg, WeightAveraging  # isort: skip
-from vitfleet.methods.fedprox import FedProx  # isort: skip
-from vitfleet.methods.apfl import Apfl  # isort: skip
-from vitfleet.methods.transfl import TransFL  # isort: skip
-from vitfleet.methods.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
-from vitfleet.methods.fedbfpt import FedBfpt  # isort: skip
-from vitfleet.methods.eftvit import EftVit  # isort: skip
-from vitfleet.methods.fedper import FedPer  # isort: skip
-from vitfleet.methods.fedrep import FedRep  # isort: skip
-from vitfleet.methods.gem import AGem, Gem  # isort: skip
-from vitfleet.methods.ewc import Ewc  # isort: skip
-from vitfleet.methods.mas import Mas  # isort: skip
-from vitfleet.methods.fedweit import FedWeit  # isort: skip
-from vitfleet.methods.fedvit import FedVit  # isort: skip
-from vitfleet.methods.fedknow import FedKnow  # isort: skip
-from vitfleet.methods.er import ExperienceReplay  # isort: skip
-from vitfleet.methods.derpp import DerPlusPlus  # isort: skip
-from vitfleet.methods.dytox import DyTox  # isort: skip
-from vitfleet.methods.bcn import Bcn  # isort: skip
-from vitfleet.methods.lvt import Lvt  # isort: skip
-from vitfleet.methods.joint import Joint  # isort: skip
+from vitfleet.methods.personal.standalone import Standalone  # isort: skip
+from vitfleet.methods.averaging.fedavg import FedAvg, WeightAveraging  # isort: skip
+from vitfleet.methods.averaging.fedprox import FedProx  # isort: skip
+from vitfleet.methods.personal.apfl import Apfl  # isort: skip
+from vitfleet.methods.averaging.transfl import TransFL  # isort: skip
+from vitfleet.methods.tuning.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
+from vitfleet.methods.tuning.fedbfpt import FedBfpt  # isort: skip
+from vitfleet.methods.split.eftvit import EftVit  # isort: skip
+from vitfleet.methods.personal.fedper import FedPer  # isort: skip
+from vitfleet.methods.personal.fedrep import FedRep  # isort: skip
+from vitfleet.methods.continual.gem import AGem, Gem  # isort: skip
+from vitfleet.methods.continual.ewc import Ewc  # isort: skip
+from vitfleet.methods.continual.mas import Mas  # isort: skip
+from vitfleet.methods.continual.fedweit import FedWeit  # isort: skip
+from vitfleet.methods.continual.fedvit import FedVit  # isort: skip
+from vitfleet.methods.continual.fedknow import FedKnow  # isort: skip
+from vitfleet.methods.continual.replay import DerPlusPlus, ExperienceReplay  # isort: skip
+from vitfleet.methods.continual.dytox import DyTox  # isort: skip
+from vitfleet.methods.continual.bcn import Bcn  # isort: skip
+from vitfleet.methods.continual.lvt import Lvt  # isort: skip
+from vitfleet.methods.continual.joint import Joint  # isort: skip
 from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
-from vitfleet.methods.context import MethodContext  # isort: skip
 from vitfleet.methods.base import (  # isort: skip
     Aggregator,
     ClientGenerator,
     ClientJob,
     ClientUpdate,
     Method,
+    MethodContext,
     adapt_model,
     make_method,
     method_class,

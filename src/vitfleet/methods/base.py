@@ -5,32 +5,103 @@ defines the initial state, the message to each client and the aggregation of the
 defines what a client does with its images. A method is stateless: the state of the server and of each client is an
 argument and a result. Where clients run (in this process, in other processes, on other machines) is not its concern.
 
-The client part is a generator. It *yields* every training as a :class:`~vitfleet.training.objective.Fit` and receives
-the :class:`~vitfleet.training.objective.FitResult`, so it reads like the algorithm in the paper. The caller decides how
+The client part is a generator. It *yields* every training as a
+:class:`~vitfleet.training.local_training.LocalTraining` and receives the
+:class:`~vitfleet.training.local_training.LocalResult`, so it reads like the algorithm in the paper. The caller decides how
 a training is executed: alone, or batched with the trainings of other clients.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 
-from vitfleet.config.base import MethodParams
+from vitfleet.config.base import AggregationParams, MethodParams
 from vitfleet.config.registry import METHODS
-from vitfleet.config.schema import Config
+from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
+from vitfleet.data.tasks import TaskClasses, task_classes
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.client_metrics import ClientMetric
-from vitfleet.methods.context import MethodContext
-from vitfleet.models.anatomy import Selection
-from vitfleet.training.objective import Fit, FitResult, Objective
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.net import Net
+from vitfleet.training.local_training import LocalResult, LocalTraining
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """The run that a method is part of.
+
+    Attributes
+    ----------
+    config
+        The run's configuration.
+    net
+        The model's architecture.
+    num_classes
+        Number of classes of the data set.
+    device
+        The device that trains.
+    """
+
+    config: Config
+    net: Net
+    num_classes: int
+    device: torch.device
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The named parts of the model."""
+        return self.net.anatomy
+
+    @property
+    def train(self) -> TrainConfig:
+        """The table ``[train]``."""
+        return self.config.train
+
+    @property
+    def aggregation(self) -> AggregationParams:
+        """The table ``[aggregate]``: the aggregation rule with its parameters."""
+        return self.config.aggregate
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the run."""
+        return self.config.rounds
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.config.seed
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks that every client learns one after the other; 1 without tasks."""
+        return self.config.num_tasks
+
+    @cached_property
+    def task_classes(self) -> TaskClasses:
+        """Which task each class belongs to, and whether the task of an image is known."""
+        return task_classes(self.config.data.tasks, self.seed, self.num_classes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of a training image after masking, class token included."""
+        return self.net.num_prefix_tokens + self.net.num_kept_patches(self.train.mask_ratio)
+
+    @property
+    def embed_dim(self) -> int:
+        """Length of a token."""
+        return self.net.embed_dim
 
 
 @dataclass(frozen=True)
@@ -89,16 +160,16 @@ class ServerWork:
     ----------
     samples
         Samples that the server trains on, every epoch counted.
-    objective
-        What it trains.
+    training
+        Returns the training, given the model's weights.
     """
 
     samples: int
-    objective: Objective
+    training: Callable[[Tensors], LocalTraining]
 
 
-ClientGenerator: TypeAlias = Generator[Fit, FitResult, ClientUpdate]
-ServerGenerator: TypeAlias = Generator[Fit, FitResult, State]
+ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
+ServerGenerator: TypeAlias = Generator[LocalTraining, LocalResult, State]
 
 
 class RejectedUpdateError(Exception):
@@ -318,7 +389,7 @@ class Method(ABC, Generic[Params]):
         return 0
 
 
-def train_metrics(result: FitResult) -> Numbers:
+def train_metrics(result: LocalResult) -> Numbers:
     """Return the numbers that every update reports: the client's samples and its mean training loss.
 
     If the loss is not finite, the update is rejected, and ``diverged_step`` says at which step, from 1, that began.

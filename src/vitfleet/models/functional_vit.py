@@ -104,6 +104,20 @@ class FunctionalViT:
         depth
             Number of blocks to use, if not all of them; the last ones are skipped.
         """
+        tokens, num_prompts = self._run(weights, inputs, keep, start, stop, depth)
+        return tokens if stop is not None else self.head(weights, self._final_tokens(weights, tokens, num_prompts))
+
+    def with_representation(
+        self, weights: Tensors, images: Tensor, keep: Tensor | None, depth: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits, and the pooled tokens of which they are computed."""
+        tokens = self._final_tokens(weights, *self._run(weights, images, keep, 0, None, depth))
+        return self.head(weights, tokens), self.pool(weights, tokens)
+
+    def _run(
+        self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None
+    ) -> tuple[Tensor, int]:
+        """Run blocks; return their output, and how many prompts are among its tokens."""
         vit = self.vit
         last = len(vit.blocks) if depth is None else depth
         tokens = inputs if start else self._norm(weights, "norm_pre", vit.norm_pre, self.embed(weights, inputs, keep))
@@ -116,13 +130,15 @@ class FunctionalViT:
                     tokens = insert_prompts(tokens, prompts[index], vit.num_prefix_tokens, num_replaced=num_prompts)
                     num_prompts = prompts[index].shape[-2]
             tokens = self.block(weights, index, tokens)
-        if stop is not None:
+        return tokens, num_prompts
+
+    def _final_tokens(self, weights: Tensors, tokens: Tensor, num_prompts: int) -> Tensor:
+        """Return the normalised tokens that the head sees: those of the last block without prompts."""
+        tokens = self._norm(weights, "norm", self.vit.norm, tokens)
+        if not num_prompts:
             return tokens
-        tokens = self._norm(weights, "norm", vit.norm, tokens)
-        if num_prompts:
-            prefix = vit.num_prefix_tokens
-            tokens = torch.cat([tokens[..., :prefix, :], tokens[..., prefix + num_prompts :, :]], dim=-2)
-        return self.head(weights, tokens)
+        prefix = self.vit.num_prefix_tokens
+        return torch.cat([tokens[..., :prefix, :], tokens[..., prefix + num_prompts :, :]], dim=-2)
 
     def embed(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
         """Embed the kept patches of images with their positions, after the prefix tokens."""

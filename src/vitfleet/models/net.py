@@ -185,6 +185,15 @@ class Net:
             stacked |= set(masks) if images.dim() > 4 else set()
         return call_module(self.module, given, frozenset(stacked), images, keep)
 
+    def outputs_and_representation(
+        self, weights: Tensors, images: Tensor, keep: Tensor | None, depth: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the input of the head, ``[…, batch, width]``. Only for a plain ViT."""
+        if self.functional is None:
+            family = type(self.module.vit).__name__
+            raise UserError(f"a representation is known of plain ViTs only, not of a {family}; choose model.name = vit")
+        return self.functional.with_representation(weights, images, keep, depth)
+
     def split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits among the model's outputs, and the other outputs; ``None`` if there are no others."""
         num_classes = None if self.functional is None else self.functional.num_classes

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vitfleet.config.registry import METHODS
 from vitfleet.message import Numbers
-from vitfleet.methods.median_sampling import class_threshold
+from vitfleet.methods.split.median_sampling import class_threshold
 from vitfleet.report.figure_types import BarChart, Figure, HeatMap
 from vitfleet.report.runs import RunData
 

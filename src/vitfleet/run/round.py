@@ -22,9 +22,9 @@ from vitfleet.run.context import RunContext
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
-from vitfleet.training.cohort_driver import run_participant
-from vitfleet.training.cohort_inputs import SERVER_CLIENT, RngContext
+from vitfleet.training.driver import run_update
 from vitfleet.training.optim import learning_rate
+from vitfleet.training.stack_inputs import SERVER_CLIENT, RngContext
 from vitfleet.wire import encode
 
 
@@ -190,9 +190,7 @@ def _update_server(context: RunContext, server: State, round: int) -> State:
         return replace(server, tensors=updated.tensors, numbers=updated.numbers)
     no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long, device=device))
     generator = context.method.server_update(server, round)
-    updated = run_participant(
-        generator, context.trainer, no_images, RngContext(context.config.seed, round, SERVER_CLIENT)
-    )
+    updated = run_update(generator, context.trainer, no_images, RngContext(context.config.seed, round, SERVER_CLIENT))
     if processes.size > 1:
         processes.broadcast(encode(updated))
     return updated

@@ -82,7 +82,7 @@ def open_run(
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
         checkpoints = Checkpoints(folder, verify=processes.is_first, keep_every=config.kept_rounds)
     class_tasks = _class_tasks(config, data)
-    components = build_components(config, net, len(data.classes), machine, config.num_tasks, class_tasks)
+    components = build_components(config, net, len(data.classes), machine, class_tasks)
     base = components.method.base_message(to_device(components.net.initial_weights(), machine.device))
     if processes.is_first:
         write_base(base, folder)

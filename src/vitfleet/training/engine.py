@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.data.batches import Batch
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import BatchStatistics, Net
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import mask_other_tasks
+from vitfleet.training.samples import Samples, mask_other_tasks
 
 # Keys of the table `train` that no step depends on: they decide how many steps there are and at which learning rate,
 # and the learning rate is a tensor that is set before a training begins.
 SCHEDULE_KEYS = frozenset({"epochs", "lr", "schedule", "warmup_rounds"})
+
+
+class ModelOutputs(NamedTuple):
+    """What a forward pass returns.
+
+    Attributes
+    ----------
+    logits, auxiliary
+        Logits, and the model's outputs besides them, if it has any.
+    features
+        The tokens at the split, if there is one.
+    representation
+        The input of the head, if it was asked for.
+    """
+
+    logits: Tensor
+    auxiliary: Tensor | None = None
+    features: Tensor | None = None
+    representation: Tensor | None = None
+
+    def narrow(self, axis: int, start: int, count: int) -> ModelOutputs:
+        """Return the outputs of some of the samples."""
+        return ModelOutputs(*(None if tensor is None else tensor.narrow(axis, start, count) for tensor in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,63 +88,65 @@ class StepEngine:
     def forward(
         self,
         weights: Tensors,
-        images: Tensor,
-        batch: Batch | None,
-        split: int | None,
-        depth: int | None,
-        keep: Tensor | None = None,
+        samples: Samples,
+        split: int | None = None,
+        depth: int | None = None,
         batch_norms: tuple[str, ...] = (),
         perturbation: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the model's outputs for stored images, and the features at the split if there is one.
+        representation: bool = False,
+    ) -> ModelOutputs:
+        """Pass stored images, or features, through the model.
 
         Parameters
         ----------
-        batch
-            How each image is augmented and masked; ``None``: not at all.
         split
-            The block whose input tokens are returned as features.
+            The block whose input tokens are returned as features; features enter the model there.
         depth
             Number of blocks of the client's model; ``None``: all.
-        keep
-            Without a batch: positions of the patches that are kept, ``[…, batch, kept]``; ``None``: all.
         batch_norms
-            With a batch: the batch norms that normalise with it and update their running statistics.
+            The batch norms that normalise with these samples and update their running statistics.
         perturbation
             What is added to the model's input; ``None``: nothing.
+        representation
+            Whether the input of the head is returned too.
         """
-        statistics = None if batch is None or not batch_norms else BatchStatistics(batch_norms, batch.sample_weight > 0)
-        keep = keep if batch is None else batch.keep
-        net = self._training_net
+        net, features = self._training_net, None
         with self.machine.autocast():
-            inputs = self._training_preprocess(images, batch)
-            if perturbation is not None:
-                inputs = inputs + perturbation
-            if split is None:
-                return net.outputs(weights, inputs, keep, depth, statistics), None
-            features = net.forward_to(weights, inputs, keep, split)
-            return net.forward_from(weights, features, split), features
+            if samples.features is not None:
+                assert split is not None
+                features = self._kept_tokens(samples.features, samples.keep)
+                outputs = net.forward_from(weights, features, split)
+            elif split is not None:
+                features = net.forward_to(weights, self._inputs(samples, perturbation), samples.keep, split)
+                outputs = net.forward_from(weights, features, split)
+            elif representation:
+                inputs = self._inputs(samples, perturbation)
+                outputs, pooled = net.outputs_and_representation(weights, inputs, samples.keep, depth)
+                return ModelOutputs(*net.split_outputs(outputs), representation=pooled)
+            else:
+                statistics = BatchStatistics(batch_norms, samples.sample_weight > 0) if batch_norms else None
+                inputs = self._inputs(samples, perturbation)
+                outputs = net.outputs(weights, inputs, samples.keep, depth, statistics)
+        return ModelOutputs(*net.split_outputs(outputs), features=features)
 
-    def features(self, weights: Tensors, images: Tensor, batch: Batch, split: int) -> Tensor:
-        """Return the tokens that enter the block ``split``, for stored images; the blocks after it are not computed."""
+    def features(self, weights: Tensors, samples: Samples, split: int) -> Tensor:
+        """Return the tokens that enter the block ``split``, of stored images; the blocks after it are not computed."""
         with self.machine.autocast():
-            inputs = self._training_preprocess(images, batch)
-            return self._training_net.forward_to(weights, inputs, batch.keep, split)
+            return self._training_net.forward_to(weights, self._inputs(samples, None), samples.keep, split)
 
-    def forward_features(self, weights: Tensors, features: Tensor, keep: Tensor | None, split: int) -> Tensor:
-        """Return the logits of tokens that enter the block ``split``.
+    def _inputs(self, samples: Samples, perturbation: Tensor | None) -> Tensor:
+        """Return the model's input of stored images, augmented as the samples say."""
+        assert samples.images is not None
+        inputs = self._training_preprocess(samples.images, samples)
+        return inputs if perturbation is None else inputs + perturbation
 
-        Parameters
-        ----------
-        keep
-            Positions of the patch tokens that are kept, ``[…, batch, kept]``; ``None``: all. Prefix tokens always are.
-        """
-        if keep is not None:
-            prefix = self.net.num_prefix_tokens
-            index = (keep + prefix).unsqueeze(-1).expand(*keep.shape, features.shape[-1])
-            features = torch.cat([features[..., :prefix, :], features.gather(-2, index)], dim=-2)
-        with self.machine.autocast():
-            return self._training_net.forward_from(weights, features, split)
+    def _kept_tokens(self, features: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the prefix tokens, which are always kept, and the kept patch tokens."""
+        if keep is None:
+            return features
+        prefix = self.net.num_prefix_tokens
+        index = (keep + prefix).unsqueeze(-1).expand(*keep.shape, features.shape[-1])
+        return torch.cat([features[..., :prefix, :], features.gather(-2, index)], dim=-2)
 
     def sample_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of each sample, in the shape of ``labels``."""

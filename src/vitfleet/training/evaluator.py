@@ -14,7 +14,7 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.training.machine import Machine
-from vitfleet.training.objective import mask_other_tasks
+from vitfleet.training.samples import mask_other_tasks
 from vitfleet.training.stack import stack
 
 MAX_STACKED_MODELS = 8  # in one forward pass: their weights are copied

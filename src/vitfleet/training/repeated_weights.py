@@ -64,6 +64,15 @@ def _in_product_type(engine: StepEngine, matrices: Tensor, gradient_dtype: torch
     return matrices.to(gradient_dtype) if computed_in_it else matrices
 
 
+def repeat_constants(constants: Stack, parts: int) -> Stack:
+    """Return constants in which every part has those of its client."""
+    tensors = {
+        name: tensor.repeat_interleave(parts, dim=0) if name in constants.stacked_names else tensor
+        for name, tensor in constants.tensors.items()
+    }
+    return Stack(tensors, constants.stacked_names)
+
+
 def by_part(
     gradients: Mapping[str, Tensor], leaves: Mapping[str, Tensor], parts: int, stacked: bool
 ) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from vitfleet.data.batches import EpochBatches
-from vitfleet.training.cohort import Cohort
-from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.client_stack import ClientStack
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionLog
 from vitfleet.training.memory_budget import captured_bytes_limit
+from vitfleet.training.stack_inputs import ClientTraining, StackInputs, trained_tensors
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, EagerRunner, StepRunner
 from vitfleet.training.warmup import WarmupTimer
 
@@ -37,15 +37,15 @@ class RunnerCache:
     def graph_runner(
         self,
         engine: StepEngine,
-        group: Sequence[ClientFit],
-        inputs: CohortInputs,
+        group: Sequence[ClientTraining],
+        inputs: StackInputs,
         learning_rate: float,
         epoch_batches: EpochBatches,
     ) -> StepRunner:
         """Return a runner with CUDA graphs that is ready to start."""
         for runner in self._runners:
             if runner.serves(engine, group, inputs, epoch_batches):
-                runner.cohort.restart(inputs, learning_rate)
+                runner.stack.restart(inputs, learning_rate)
                 self._runners.remove(runner)
                 self._runners.append(runner)
                 return runner
@@ -53,11 +53,11 @@ class RunnerCache:
             self.clear()
         if self._space is None:
             self._space = CaptureSpace.create()
-        trainable = engine.net.anatomy.trainable(group[0].fit.objective.trainable)
+        trainable = trained_tensors(engine.net, group[0].training.trainable)
         # The tensors of later groups are copied into those of this one.
-        cohort = Cohort(engine, group, inputs.with_own_tensors(trainable))
-        cohort.restart(None, learning_rate)
-        runner = CudaGraphRunner(cohort, epoch_batches, self._space, self.warmup, self.execution)
+        stack = ClientStack(engine, group, inputs.with_own_tensors(trainable))
+        stack.restart(None, learning_rate)
+        runner = CudaGraphRunner(stack, epoch_batches, self._space, self.warmup, self.execution)
         self._runners.append(runner)
         max_bytes = captured_bytes_limit(engine.machine.device)
         while len(self._runners) > 1 and (len(self._runners) > MAX_RUNNERS or self.num_bytes > max_bytes):
@@ -75,12 +75,12 @@ class RunnerCache:
         return len(self._dropped_graphs) + sum(len(runner.graphs) for runner in self._runners)
 
     def eager_runner(
-        self, engine: StepEngine, group: Sequence[ClientFit], inputs: CohortInputs, learning_rate: float
+        self, engine: StepEngine, group: Sequence[ClientTraining], inputs: StackInputs, learning_rate: float
     ) -> StepRunner:
         """Return a runner without CUDA graphs that is ready to start."""
-        cohort = Cohort(engine, group, inputs)
-        cohort.restart(None, learning_rate)
-        return EagerRunner(cohort, self.warmup)
+        stack = ClientStack(engine, group, inputs)
+        stack.restart(None, learning_rate)
+        return EagerRunner(stack, self.warmup)
 
     def clear(self) -> None:
         """Drop all runners and their captured steps; later ones have another pool and stream."""

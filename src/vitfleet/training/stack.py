@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import _pytree
 
 from vitfleet.message import Tensors
-from vitfleet.training.objective import Step
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,40 +91,43 @@ def unpad(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
-def lift(function: Callable[..., Any], stacked: bool, constants: Stack, *in_dims: object) -> Callable[..., Any]:
-    """Return a function of one client's step as a function of the stacked step of all clients.
+def rows_at(tensor: Tensor, positions: Tensor, stacked: bool) -> Tensor:
+    """Return the rows at these positions; where clients are stacked, each client's own."""
+    if not stacked:
+        return tensor[positions]
+    clients = torch.arange(positions.shape[0], device=positions.device).unsqueeze(-1)
+    return tensor[clients, positions]
+
+
+def register_fields(cls: type[T]) -> type[T]:
+    """Let functions that are mapped over clients take and return instances of a dataclass."""
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    _pytree.register_pytree_node(
+        cls,
+        lambda value: ([getattr(value, name) for name in names], None),
+        lambda values, _: cls(**dict(zip(names, values, strict=True))),
+    )
+    return cls
+
+
+def vmap_over_clients(function: Callable[..., Any], arguments: tuple[Any, ...], shared: Collection[int]) -> Any:
+    """Return a function of one client's tensors, applied to each client's.
 
     Parameters
     ----------
-    function
-        Its last argument is a :class:`~vitfleet.training.objective.Step`.
-    stacked
-        Whether the step has an axis of clients. If not, the function is returned as it is.
-    constants
-        The constants of the step: some may be shared by all clients.
-    in_dims
-        The axes of clients of the arguments before the step, for ``torch.vmap``.
+    arguments
+        Tensors with a leading axis of clients, in any structure of tuples, lists, dictionaries and registered classes.
+    shared
+        Identities (``id``) of tensors that all clients share and that have no such axis.
     """
-    if not stacked:
-        return function
+    leaves, structure = _pytree.tree_flatten(arguments)
+    is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+    tensors = [leaf for leaf, tensor in zip(leaves, is_tensor, strict=True) if tensor]
 
-    def function_of_fields(*arguments: Any) -> Any:
-        *others, fields = arguments
-        return function(*others, Step(**fields))
+    def of_one_client(*tensors: Tensor) -> Any:
+        remaining = iter(tensors)
+        own = [next(remaining) if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)]
+        return function(*_pytree.tree_unflatten(own, structure))
 
-    def lifted(*arguments: Any) -> Any:
-        *others, step = arguments
-        fields = {name: value for name, value in vars(step).items() if value is not None}
-        step_dims = _step_in_dims(fields, constants)
-        return torch.vmap(function_of_fields, in_dims=(*in_dims, step_dims))(*others, fields)
-
-    return lifted
-
-
-def _step_in_dims(fields: dict[str, Any], constants: Stack) -> dict[str, Any]:
-    """Return the axes of clients of a step's fields."""
-    in_dims: dict[str, Any] = {name: 0 for name in fields}
-    in_dims["weights"] = {name: 0 for name in fields["weights"]}
-    in_dims["constants"] = constants.in_dims
-    in_dims["epoch"] = None
-    return in_dims
+    in_dims = tuple(None if id(tensor) in shared else 0 for tensor in tensors)
+    return torch.vmap(of_one_client, in_dims=in_dims)(*tensors)

@@ -1,9 +1,9 @@
-"""How a cohort runs its steps: eagerly, or captured in CUDA graphs and replayed."""
+"""How a stack runs its steps: eagerly, or captured in CUDA graphs and replayed."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,11 +12,12 @@ import torch
 
 from vitfleet.data.batches import Batch, EpochBatches
 from vitfleet.errors import UserError
-from vitfleet.training.cohort import Cohort
-from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
+from vitfleet.training.client_stack import ClientStack
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionLog, RunnerName
 from vitfleet.training.memory_budget import is_out_of_memory
+from vitfleet.training.stack_inputs import ClientTraining, StackInputs
+from vitfleet.training.step import kind_of_step
 from vitfleet.training.warmup import WarmupTimer
 
 # A capture takes some tenths of a second. Epochs of at least so many steps are worth it for steps of half of the
@@ -28,9 +29,9 @@ BUFFERED_BYTES = 1 << 28  # but fewer steps if their batches are larger than thi
 
 
 class StepRunner(Protocol):
-    """Runs the steps of a cohort."""
+    """Runs the steps of a stack."""
 
-    cohort: Cohort
+    stack: ClientStack
 
     @property
     def name(self) -> RunnerName:
@@ -73,27 +74,23 @@ class StepKind:
 
     Attributes
     ----------
-    refresh
-        Whether the step selects its references again.
-    restore
-        Whether the step computes its references again; one that selects does.
+    kind
+        What the method distinguishes: see :mod:`vitfleet.training.step`.
     num_clients
         How many clients compute the step. They are always the first ones.
     """
 
-    refresh: bool
-    restore: bool
+    kind: Hashable
     num_clients: int
 
 
-def step_kinds(cohort: Cohort, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
+def step_kinds(stack: ClientStack, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
     """Return the kind of each step of an epoch."""
-    objective = cohort.objective
     # Torch compiles a size of 1 separately, which takes seconds: the last client is accompanied by another one.
-    min_clients = 2 if cohort.engine.compiled else 1
+    min_clients = 2 if stack.engine.compiled else 1
     num_clients = clients_per_step(epoch_batches.active_clients, captured, min_clients)
     # Counted within the epoch, so that the result does not depend on which clients are trained together.
-    return [StepKind(*objective.reference_work(step), count) for step, count in enumerate(num_clients)]
+    return [StepKind(kind_of_step(stack.training.step, index), count) for index, count in enumerate(num_clients)]
 
 
 def clients_per_step(active_clients: Sequence[int], captured: bool, min_clients: int = 1) -> list[int]:
@@ -139,27 +136,27 @@ class EagerRunner:
 
     name: RunnerName = "eager"
 
-    def __init__(self, cohort: Cohort, warmup: WarmupTimer) -> None:
-        self.cohort = cohort
+    def __init__(self, stack: ClientStack, warmup: WarmupTimer) -> None:
+        self.stack = stack
         self.warmup = warmup
-        self._active_cohort = cohort
+        self._active_stack = stack
 
     def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
         """Run the steps of an epoch."""
-        cohort = self.cohort
-        epoch_number = torch.tensor(epoch, device=cohort.engine.machine.device)
-        for step, kind in enumerate(step_kinds(cohort, epoch_batches, captured=False)):
-            if kind.num_clients != self._active_cohort.num_clients:
-                self._active_cohort = cohort.first(kind.num_clients)
-            batch = epoch_batches.batch(step, kind.num_clients if cohort.stacked else None)
+        stack = self.stack
+        epoch_number = torch.tensor(epoch, device=stack.engine.machine.device)
+        for step, kind in enumerate(step_kinds(stack, epoch_batches, captured=False)):
+            if kind.num_clients != self._active_stack.num_clients:
+                self._active_stack = stack.first(kind.num_clients)
+            batch = epoch_batches.batch(step, kind.num_clients if stack.stacked else None)
             all_active = kind.num_clients == epoch_batches.active_clients[step]
-            with self._time_compilation(batch) if cohort.engine.compiled else nullcontext():
-                self._active_cohort.take_step(batch, epoch_number, kind.refresh, kind.restore, all_active)
+            with self._time_compilation(batch) if stack.engine.compiled else nullcontext():
+                self._active_stack.take_step(batch, epoch_number, kind.kind, all_active)
 
     def _time_compilation(self, batch: Batch) -> AbstractContextManager[None]:
         """Time a step if it is the first of its kind: then it compiles the model."""
-        objective = self.cohort.objective
-        kind = objective.trainable, objective.depth, objective.split, batch.image_indices.dim()
+        training = self.stack.training
+        kind = training.trainable, repr(training.step), batch.image_indices.dim()
         return self.warmup.time_first("compiling the model", kind)
 
 
@@ -180,13 +177,13 @@ class CudaGraphRunner:
 
     def __init__(
         self,
-        cohort: Cohort,
+        stack: ClientStack,
         epoch_batches: EpochBatches,
         space: CaptureSpace,
         warmup: WarmupTimer,
         execution: ExecutionLog,
     ) -> None:
-        self.cohort = cohort
+        self.stack = stack
         self.space = space
         self.warmup = warmup
         self.execution = execution
@@ -194,7 +191,7 @@ class CudaGraphRunner:
         step_bytes = sum(table.nbytes for table in example.tensors())
         self.buffered_steps = max(1, min(BUFFERED_STEPS, BUFFERED_BYTES // step_bytes))
         self.tables = example.map(lambda table: table.new_empty(self.buffered_steps, *table.shape[1:]))
-        device = cohort.engine.machine.device
+        device = stack.engine.machine.device
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.epoch_number = torch.zeros((), dtype=torch.long, device=device)
         self.graphs: dict[StepKind, torch.cuda.CUDAGraph] = {}
@@ -202,18 +199,18 @@ class CudaGraphRunner:
     @property
     def num_bytes(self) -> int:
         """The memory of the tensors that captured steps read and write, without those that they allocate."""
-        return self.cohort.num_bytes + sum(table.nbytes for table in self.tables.tensors())
+        return self.stack.num_bytes + sum(table.nbytes for table in self.tables.tensors())
 
     def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
         """Run the steps of an epoch; the first of a kind eagerly, as the warm-up that a capture needs."""
         self.epoch_number.fill_(epoch)
-        for step, kind in enumerate(step_kinds(self.cohort, epoch_batches, captured=True)):
+        for step, kind in enumerate(step_kinds(self.stack, epoch_batches, captured=True)):
             if step % self.buffered_steps == 0:
                 self._load_batches(epoch_batches, step)
             if kind in self.graphs:
                 self.graphs[kind].replay()
             else:
-                compiling = "compiling the model and " if self.cohort.engine.compiled else ""
+                compiling = "compiling the model and " if self.stack.engine.compiled else ""
                 with self.warmup.time(f"{compiling}capturing a step"):
                     self._warm_up(kind)
                     self.graphs[kind] = self._capture(kind)
@@ -248,19 +245,21 @@ class CudaGraphRunner:
         return graph
 
     def serves(
-        self, engine: StepEngine, group: Sequence[ClientFit], inputs: CohortInputs, epoch_batches: EpochBatches
+        self, engine: StepEngine, group: Sequence[ClientTraining], inputs: StackInputs, epoch_batches: EpochBatches
     ) -> bool:
         """Whether the captured steps are also those of another group, once its tensors are copied in."""
-        cohort, fit, images = self.cohort, group[0].fit, group[0].shard.images
+        stack, training, images = self.stack, group[0].training, group[0].shard.images
         return (
-            cohort.engine.computes_like(engine)
-            and cohort.objective == fit.objective
-            and cohort.stacked == (len(group) > 1)
-            and cohort.images.images is images.images
-            and cohort.images.labels is images.labels
+            stack.engine.computes_like(engine)
+            and stack.training.trainable == training.trainable
+            and stack.training.step == training.step
+            and stack.training.augment == training.augment
+            and stack.stacked == (len(group) > 1)
+            and stack.images.images is images.images
+            and stack.images.labels is images.labels
             and _table_form(self.tables) == _table_form(epoch_batches.chunk(0, 1))
-            and cohort.inputs.signature() == inputs.signature()
-            and cohort.inputs.covers(inputs)
+            and stack.inputs.signature() == inputs.signature()
+            and stack.inputs.covers(inputs)
         )
 
     def _warm_up(self, kind: StepKind) -> None:
@@ -276,8 +275,8 @@ class CudaGraphRunner:
 
     def _step(self, kind: StepKind) -> None:
         batch = self.tables.map(lambda table: table.index_select(0, self.position).squeeze(0))
-        if self.cohort.stacked:
+        if self.stack.stacked:
             batch = batch.map(lambda tensor: tensor[: kind.num_clients])
-        cohort = self.cohort.first(kind.num_clients)
-        cohort.take_step(batch, self.epoch_number, kind.refresh, kind.restore, all_active=False)
+        stack = self.stack.first(kind.num_clients)
+        stack.take_step(batch, self.epoch_number, kind.kind, all_active=False)
         self.position += 1

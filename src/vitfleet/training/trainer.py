@@ -21,15 +21,15 @@ from vitfleet.data.feature_loader import FeatureBlock, FeatureLoader
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.models.net import Net, num_kept
-from vitfleet.training.cohort_inputs import SERVER_CLIENT, ClientFit, RngContext, stack_inputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.execution import ExecutionSummary
-from vitfleet.training.fit_results import fit_results
+from vitfleet.training.local_results import local_results
+from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.machine import Machine
 from vitfleet.training.memory_budget import MemoryBudget, is_out_of_memory
-from vitfleet.training.objective import Fit, FitResult
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientTraining, RngContext, stack_inputs
 from vitfleet.training.step_runner import StepRunner
 
 ALL_PARTS = 1 << 30
@@ -74,30 +74,30 @@ class Trainer:
         """Return the execution path of all trainings so far, of all trainers that share the runner cache."""
         return self.runners.execution.summary()
 
-    def fit(self, fit: Fit, shard: Shard, rng: RngContext) -> FitResult:
-        """Run the training of one client, on its images or on the features of the fit.
+    def train(self, training: LocalTraining, shard: Shard, rng: RngContext) -> LocalResult:
+        """Run the training of one client, on its images or on features.
 
         A client without samples takes no step, and its weights are returned unchanged.
         """
-        return self.fit_cohort([ClientFit(fit, shard, rng)])[0]
+        return self.train_together([ClientTraining(training, shard, rng)])[0]
 
-    def fit_cohort(self, group: Sequence[ClientFit]) -> list[FitResult]:
+    def train_together(self, group: Sequence[ClientTraining]) -> list[LocalResult]:
         """Run the trainings of several clients at once.
 
-        All clients of a group of several have the same objective and at least one sample.
+        The trainings of a group of several stack, and each has at least one sample.
         """
         # Sorted by falling size, the clients that have a step are always the first ones, and the others are left out.
         order = sorted(range(len(group)), key=lambda index: -len(group[index]))
-        results = dict(zip(order, self._fit_within_memory([group[index] for index in order]), strict=True))
+        results = dict(zip(order, self._train_within_memory([group[index] for index in order]), strict=True))
         return [results[index] for index in range(len(group))]
 
-    def _fit_within_memory(self, group: Sequence[ClientFit]) -> list[FitResult]:
+    def _train_within_memory(self, group: Sequence[ClientTraining]) -> list[LocalResult]:
         """Train at most as many clients at once as the memory budget allows; halve a group that does not fit."""
         num_clients = self.memory_budget.max_clients(len(group), self.machine.device)
         if num_clients == len(group):
             try:
                 with self.memory_budget.measure(len(group), self.machine.device):
-                    return self._fit(group)
+                    return self._train(group)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -107,22 +107,23 @@ class Trainer:
             torch.cuda.empty_cache()
             num_clients = (len(group) + 1) // 2
         parts = [group[start : start + num_clients] for start in range(0, len(group), num_clients)]
-        return [result for part in parts for result in self._fit_within_memory(part)]
+        return [result for part in parts for result in self._train_within_memory(part)]
 
-    def _fit(self, group: Sequence[ClientFit]) -> list[FitResult]:
-        fit = group[0].fit
-        config = fit.train or self.config
+    def _train(self, group: Sequence[ClientTraining]) -> list[LocalResult]:
+        training = group[0].training
+        config = training.train or self.config
         engine = self.engine.with_config(config)
         lr = learning_rate(config, group[0].rng.round, self.rounds)
-        inputs = stack_inputs(group, self.net, config.mask_ratio)
+        inputs = stack_inputs(group, self.net, self.machine.device)
         if not len(group[0]):
             runner = self.runners.eager_runner(engine, group, inputs, lr)
-            return fit_results(runner.cohort, group, [0], tensors_reused=False)
+            return local_results(runner.stack, group, [0], tensors_reused=False)
         use_graphs = self.machine.graphs
-        loader = None if fit.features is None else FeatureLoader(fit.features, self.machine.device, self.feature_block)
+        features = training.features
+        loader = None if features is None else FeatureLoader(features, self.machine.device, self.feature_block)
         active_runner: StepRunner | None = None
         num_steps = [0] * len(group)
-        for epoch in range(fit.epochs):
+        for epoch in range(training.epochs):
             batches = self._epoch_batches(group, epoch, config, CAPTURED_WIDTH_MULTIPLE if use_graphs else 1)
             if loader is not None:
                 batches = replace(batches, complete=loader.complete)
@@ -139,35 +140,35 @@ class Trainer:
         self.runners.execution.add_training(
             active_runner.name, engine, len(group), server=group[0].rng.client == SERVER_CLIENT
         )
-        return fit_results(active_runner.cohort, group, num_steps, tensors_reused=use_graphs)
+        return local_results(active_runner.stack, group, num_steps, tensors_reused=use_graphs)
 
     def _epoch_batches(
-        self, group: Sequence[ClientFit], epoch: int, config: TrainConfig, width_multiple: int
+        self, group: Sequence[ClientTraining], epoch: int, config: TrainConfig, width_multiple: int
     ) -> EpochBatches:
         """Draw an epoch of every client, and arrange the clients' batches side by side."""
-        fit = group[0].fit
-        uses_images = fit.features is None
-        if fit.features is None:
+        training = group[0].training
+        features, uses_images = training.features, training.features is None
+        if features is None:
             num_patches, num_tokens_kept = self.net.num_patches, self.net.num_kept_patches(config.mask_ratio)
         else:
-            num_patches = fit.features.num_tokens - self.net.num_prefix_tokens
-            num_tokens_kept = num_kept(num_patches, fit.features.token_dropout)
+            num_patches = features.num_tokens - self.net.num_prefix_tokens
+            num_tokens_kept = num_kept(num_patches, features.token_dropout)
         draws = [
             draw_epoch(
-                client_fit.rng.seed,
-                client_fit.rng.round,
-                client_fit.rng.client,
-                client_fit.rng.first_epoch + epoch,
-                samples=len(client_fit),
-                image_size=client_fit.shard.images.image_size,
+                client.rng.seed,
+                client.rng.round,
+                client.rng.client,
+                client.rng.first_epoch + epoch,
+                samples=len(client),
+                image_size=client.shard.images.image_size,
                 # Features were computed from images that were already augmented and masked.
-                augment=self.augment if uses_images and fit.objective.augment else AugmentConfig(),
+                augment=self.augment if uses_images and training.augment else AugmentConfig(),
                 num_patches=num_patches,
                 num_kept=num_tokens_kept,
-                num_stored=0 if client_fit.fit.replay is None else len(client_fit.fit.replay),
-                replays=0 if client_fit.fit.replay is None else client_fit.fit.replay.replays,
+                drawn={name: (stored.sizes[0], stored.draws) for name, stored in client.training.drawn_sets().items()},
+                random=training.random,
             )
-            for client_fit in group
+            for client in group
         ]
         stacked = len(group) > 1
         batches = make_epoch_batches(
@@ -176,7 +177,7 @@ class Trainer:
         if not uses_images:
             return batches
         # From positions in each client's shard to indices into the image set.
-        shard_indices = [client_fit.shard.index for client_fit in group]
+        shard_indices = [client.shard.index for client in group]
         index = torch.nn.utils.rnn.pad_sequence(shard_indices, batch_first=True)
         positions = batches.stacked.shard_positions
         image_indices = index.expand(len(batches), -1, -1).gather(-1, positions) if stacked else index[0][positions]

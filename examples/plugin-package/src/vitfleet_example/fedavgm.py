@@ -6,7 +6,7 @@ from vitfleet import register_method
 from vitfleet.config.base import MethodParams
 from vitfleet.message import State
 from vitfleet.methods.aggregation import WeightedMean
-from vitfleet.methods.fedavg import WeightAveraging
+from vitfleet.methods.averaging.fedavg import WeightAveraging
 
 
 class FedAvgMParams(MethodParams):

@@ -1,0 +1,182 @@
+"""Sharing of some layers: a client sends those with the largest gradients, and receives what has changed (TransFL).
+
+During training a client measures the mean absolute gradient G_ℓ of each transformer layer ℓ. It sends the k layers with
+the largest G_ℓ, and some weights outside the layers always. The server averages each layer over the clients that sent
+it. A client receives only the layers that have changed since its last round; its other layers stay as it trained them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitfleet.config.base import AggregationParams
+from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.models.anatomy import Anatomy, AttentionProjections, Selection
+from vitfleet.training.local_training import LocalResult
+
+LAYER_FIGURES = ("sent-layers", "head-gradients")
+LAYER_METRICS = (
+    ClientMetric("layers", "layers sent", form="counts"),
+    ClientMetric("gradients", "mean |gradient| of each layer", form="numbers"),
+    ClientMetric("head_gradients", "mean |gradient| of each attention head, layer by layer", form="numbers"),
+)
+
+
+@dataclass(frozen=True)
+class GradientMagnitude:
+    """G_ℓ (equation 1) of every layer, and of every attention head (figure 2), in a step.
+
+    The weights of a head are its rows of the query-key-value projection and its columns of the output projection.
+
+    Attributes
+    ----------
+    blocks, sizes
+        The weights of each layer, and how many numbers they are.
+    attention
+        The projections of each layer's attention; empty for models with other attention modules.
+    """
+
+    blocks: tuple[Selection, ...]
+    sizes: tuple[int, ...]
+    attention: tuple[AttentionProjections, ...]
+
+    @classmethod
+    def of_model(cls, anatomy: Anatomy) -> GradientMagnitude:
+        """Return what is measured of a model."""
+        blocks = tuple(anatomy.trainable(block) for block in anatomy.blocks)
+        return cls(blocks, tuple(anatomy.count_parameters(block) for block in blocks), anatomy.attention)
+
+    def zeros(self, device: torch.device) -> Tensors:
+        """Return the sums before the first step: ``layers``, and ``heads`` ``[layers, heads]`` with plain attention."""
+        sums = {"layers": torch.zeros(len(self.blocks), device=device)}
+        if self.attention:
+            sums["heads"] = torch.zeros(len(self.blocks), self.attention[0].heads, device=device)
+        return sums
+
+    def __call__(self, gradients: Tensors) -> Tensors:
+        """Return the magnitudes of one step."""
+        norms = [
+            torch.stack([torch.linalg.vector_norm(gradients[name], 1) for name in block]).sum() for block in self.blocks
+        ]
+        layers = torch.stack([norm / size for norm, size in zip(norms, self.sizes, strict=True)])
+        if not self.attention:
+            return {"layers": layers}
+        heads = [
+            head_magnitudes(gradients[part.qkv], gradients[part.projection], part.heads) for part in self.attention
+        ]
+        return {"layers": layers, "heads": torch.stack(heads)}
+
+
+def head_magnitudes(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
+    """Return the mean absolute gradient of each attention head, ``[heads]``.
+
+    Parameters
+    ----------
+    qkv, projection
+        Gradients of the query-key-value and of the output projection's weights.
+    """
+    width = projection.shape[1]
+    rows = qkv.abs().view(3, heads, -1, qkv.shape[1]).sum(dim=(0, 2, 3))
+    columns = projection.abs().view(projection.shape[0], heads, -1).sum(dim=(0, 2))
+    return (rows + columns) / ((3 * qkv.shape[1] + projection.shape[0]) * width // heads)
+
+
+@dataclass(frozen=True)
+class LayerSharing:
+    """Which weights are sent: the k layers with the largest gradients, and always some others.
+
+    Attributes
+    ----------
+    k
+        How many layers a client sends.
+    always_sent
+        The weights outside the layers that are sent in every round, in both directions.
+    """
+
+    anatomy: Anatomy
+    k: int
+    always_sent: Selection
+
+    @property
+    def magnitude(self) -> GradientMagnitude:
+        """What steps measure of their gradients, and add to what they keep."""
+        return GradientMagnitude.of_model(self.anatomy)
+
+    # Server
+
+    def initial_numbers(self) -> Numbers:
+        """Return what the server's state records besides weights: the last round in which each layer changed."""
+        return {"updated": [0] * self.anatomy.depth}
+
+    def client_message(self, server_state: State, last_round: int | None) -> Message:
+        """Return what has changed since the client's last round; for a new client, all of the server's weights."""
+        if last_round is None:
+            return Message(server_state.tensors)
+        return Message(self.updated_since(server_state, last_round).take(server_state.tensors))
+
+    def updated_since(self, server_state: State, last_round: int) -> Selection:
+        """Return the layers that changed in a round or later, and the weights that are always sent."""
+        updated = server_state.numbers["updated"]
+        assert isinstance(updated, list)
+        changed = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
+        return self.anatomy.union(self.always_sent, *changed)
+
+    # Client
+
+    def select(self, result: LocalResult) -> tuple[Selection, Numbers]:
+        """Return the weights that a client sends after a training of at least one step, and the numbers to report."""
+        magnitudes = (result.kept["layers"] / result.steps).tolist()
+        layers = top_k(magnitudes, self.k)
+        sent = self.anatomy.union(self.always_sent, *(self.anatomy.blocks[layer] for layer in layers))
+        numbers: Numbers = {"layers": layers, "gradients": magnitudes}
+        if not self.anatomy.attention:
+            return sent, numbers
+        return sent, {**numbers, "head_gradients": (result.kept["heads"] / result.steps).flatten().tolist()}
+
+
+def top_k(magnitudes: list[float], k: int) -> list[int]:
+    """Return the k layers with the largest magnitudes, in the model's order; of equal ones, the earlier."""
+    ranked = sorted(range(len(magnitudes)), key=lambda layer: -magnitudes[layer])
+    return sorted(ranked[:k])
+
+
+class LayerwiseMean(WeightedMean):
+    """The weighted mean of each layer. The new state records which layers changed."""
+
+    def __init__(self, server_state: State, config: AggregationParams, anatomy: Anatomy, round: int) -> None:
+        super().__init__(server_state, config)
+        self.anatomy = anatomy
+        self.round = round
+
+    def add(self, client: int, message: Message) -> None:
+        """Add one client's layers. The reported numbers are checked, because they are written to the records."""
+        depth = self.anatomy.depth
+        heads = self.anatomy.attention[0].heads if self.anatomy.attention else 0
+        for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
+            values = message.numbers.get(name)
+            if values is not None and not (isinstance(values, list) and len(values) == length):
+                raise RejectedUpdateError(f"its number {name!r} is not a list of {length} values")
+        layers = message.numbers.get("layers", [])
+        if not isinstance(layers, list) or any(layer not in range(depth) for layer in layers):
+            raise RejectedUpdateError(f"its layers are not all between 0 and {depth - 1}")
+        for name, needed in (("gradients", "layers"), ("head_gradients", "gradients")):
+            if name in message.numbers and needed not in message.numbers:
+                raise RejectedUpdateError(f"it reports {name!r} without {needed!r}")
+        super().add(client, message)
+
+    def finish(self) -> State:
+        """Return the server's state with the means; ``updated`` is this round for the layers that changed."""
+        weights = super().finish().tensors
+        previous = self.server_state.numbers["updated"]
+        assert isinstance(previous, list)
+        updated = [
+            self.round if any(name in self.updated_names for name in block) else int(last)
+            for block, last in zip(self.anatomy.blocks, previous, strict=True)
+        ]
+        return State(weights, {"updated": updated})

@@ -1,0 +1,131 @@
+"""TransFL: Kim, Kim and Park, "Selective Transformer Layer Sharing for Efficient Federated Learning".
+
+Every client trains its own copy of the whole model. During training it measures the mean absolute gradient G_ℓ of each
+transformer layer ℓ (equation 1). It sends only the k layers with the largest G_ℓ, and all weights outside the layers.
+The server averages each layer over the clients that sent it. Clients receive only what has changed since their last
+round. A layer that no client sent differs from client to client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from vitfleet.config.base import MethodParams
+from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
+from vitfleet.message import Message, State, Tensors
+from vitfleet.methods.averaging.layer_sharing import (
+    LAYER_FIGURES,
+    LAYER_METRICS,
+    GradientMagnitude,
+    LayerSharing,
+    LayerwiseMean,
+)
+from vitfleet.methods.base import (
+    Aggregator,
+    ClientGenerator,
+    ClientJob,
+    ClientUpdate,
+    Method,
+    MethodContext,
+    train_metrics,
+)
+from vitfleet.methods.params import check_layers
+from vitfleet.models.anatomy import Selection
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.step import StepView
+
+
+class TransFLParams(MethodParams):
+    """Clients send only the k layers with the largest gradients (TransFL)."""
+
+    k: int = Field(3, ge=1, description="layers sent, 1 … the model's layers")
+    always_send: tuple[Literal["embed", "norm", "head"], ...] = Field(
+        ("embed", "norm", "head"), strict=False, description="the parts besides layers that are sent in every round"
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Follows the gradient of the mean cross-entropy, and adds up its magnitude in every layer."""
+
+    magnitude: GradientMagnitude
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        """Return the gradients to apply."""
+        gradients = view.grad(cross_entropy, batch)
+        view.count(view.map(self.magnitude, gradients))
+        return gradients
+
+
+@register_method("transfl", TransFLParams, title="TransFL")
+class TransFL(Method[TransFLParams]):
+    """Each client shares the k layers with the largest gradients."""
+
+    figures = LAYER_FIGURES
+    client_metrics = LAYER_METRICS
+
+    @classmethod
+    def check_config(cls, params: TransFLParams, config: Config) -> None:
+        """Check k against the number of layers, if the configuration sets it."""
+        super().check_config(params, config)
+        check_layers("k", params.k, config.model.depth)
+
+    def __init__(self, params: TransFLParams, context: MethodContext) -> None:
+        super().__init__(params, context)
+        check_layers("k", params.k, self.anatomy.depth)
+        parts = {"embed": self.anatomy.embed, "norm": self.anatomy.norm, "head": self.anatomy.head}
+        always_sent = self.anatomy.union(*(parts[part] for part in params.always_send))
+        self.sharing = LayerSharing(self.anatomy, params.k, always_sent)
+
+    @property
+    def trainable(self) -> Selection:
+        """The whole model."""
+        return self.anatomy.whole
+
+    # Server
+
+    def initial_state(self, initial_weights: Tensors) -> State:
+        """Return the initial model; ``updated`` is the last round in which each layer changed."""
+        return State(initial_weights, self.sharing.initial_numbers())
+
+    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+        """Return what has changed since the client's last round; for a new client, the whole model."""
+        return self.sharing.client_message(server_state, last_round)
+
+    def aggregator(self, server_state: State, round: int) -> Aggregator:
+        """Return the mean of each layer over the clients that sent it."""
+        return LayerwiseMean(server_state, self.context.aggregation, self.anatomy, round)
+
+    # Client
+
+    def client_update(self, job: ClientJob) -> ClientGenerator:
+        """Train the whole model; send the top-k layers and the weights that are always sent; keep the model."""
+        own_weights = {} if job.client_state is None else job.client_state.tensors
+        magnitude = self.sharing.magnitude
+        result = yield LocalTraining(
+            {**own_weights, **job.message.tensors},
+            self.trainable,
+            self.context.train.epochs,
+            MeasuredStep(magnitude),
+            kept=magnitude.zeros(self.context.device),
+        )
+        client_state = State(result.weights, {"round": job.round})
+        if not result.steps:
+            return ClientUpdate(Message(numbers=train_metrics(result)), result.weights, client_state)
+        sent, numbers = self.sharing.select(result)
+        message = Message(sent.take(result.weights), {**train_metrics(result), **numbers})
+        return ClientUpdate(message, result.weights, client_state)
+
+    def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
+        """Return the client's own layers, overridden by what has changed since its last round."""
+        if client_state is None:
+            return server_state.tensors
+        last_round = client_state.numbers["round"]
+        assert isinstance(last_round, int)
+        changed = self.sharing.updated_since(server_state, last_round).take(server_state.tensors)
+        return {**client_state.tensors, **changed}

@@ -1,0 +1,113 @@
+"""FedWEIT's decomposed weights: θ_t = B ⊙ σ(m_t) + A_t + Σ_c α_c A_c, their loss, and how they are named.
+
+The tensors of a decomposed weight have the weight's name with a prefix; B has the name itself. Shapes, for a weight of
+the shape ``[units, …]``:
+
+======================== ======================= ==========================================================
+tensor                   shape                   what it is
+======================== ======================= ==========================================================
+``mask.``                ``[units]``             m_t; σ(m_t) is the share of B that each output unit uses
+``adaptive.``            ``[units, …]``          A_t
+``attention.``           ``[others]``            α_c, one per other client
+``past_adaptive.``       ``[tasks, units, …]``   A_i of the tasks before this one
+``knowledge.``           ``[others, units, …]``  A_c of other clients, constant
+``past_mask.``           ``[tasks, units]``      m_i of the tasks before this one, constant
+``target.``              ``[tasks, units, …]``   θ_i*, B ⊙ σ(m_i) + A_i when task i was trained last, constant
+======================== ======================= ==========================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitfleet.message import Tensors
+from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.training.samples import Outputs, Samples, cross_entropy
+from vitfleet.training.step import StepView
+
+MASK, ADAPTIVE, ATTENTION, PAST_ADAPTIVE = "mask.", "adaptive.", "attention.", "past_adaptive."
+KNOWLEDGE, PAST_MASK, TARGET = "knowledge.", "past_mask.", "target."
+
+
+def decomposed_weights(anatomy: Anatomy) -> Selection:
+    """Return the weights that are decomposed: the matrices and kernels of all blocks."""
+    blocks = anatomy.trainable(anatomy.union(*anatomy.blocks))
+    return anatomy.select(name for name in blocks if len(anatomy.shapes[name]) >= 2)
+
+
+def masked(base: Tensor, mask: Tensor) -> Tensor:
+    """Return B ⊙ σ(m). The mask may have leading axes, of tasks, that the base weights do not have."""
+    return base * mask.sigmoid().reshape(*mask.shape, *[1] * (base.dim() - 1))
+
+
+def transferred(attention: Tensor, knowledge: Tensor) -> Tensor:
+    """Return Σ_c α_c A_c."""
+    weighted: Tensor = torch.tensordot(attention, knowledge, dims=1)
+    return weighted
+
+
+@dataclass(frozen=True)
+class DecomposedStep:
+    """Follows the gradient of the loss of the composed weights θ_t by what they are composed of.
+
+    The loss is the cross-entropy + λ₁ (Σ_{i≤t} ‖A_i‖₁ + ‖σ(m_t)‖₁) + λ₂/2 Σ_{i<t} ‖B ⊙ σ(m_i) + A_i − θ_i*‖².
+
+    Attributes
+    ----------
+    names
+        The decomposed weights.
+    sparsity, drift
+        λ₁ and λ₂.
+    others
+        The number of other clients whose adaptive weights are used, with padding.
+    past_tasks
+        The number of tasks before this one.
+    """
+
+    names: tuple[str, ...]
+    sparsity: float
+    drift: float
+    others: int
+    past_tasks: int
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        """Return the gradients to apply."""
+        return view.grad(self.loss, batch, compose=self.compose)
+
+    def compose(self, trained: Tensors, constants: Tensors) -> Tensors:
+        """Return θ_t = B ⊙ σ(m_t) + A_t + Σ_c α_c A_c."""
+        composed: dict[str, Tensor] = {}
+        for name in self.names:
+            weight = masked(trained[name], trained[MASK + name]) + trained[ADAPTIVE + name]
+            if self.others:
+                weight = weight + transferred(trained[ATTENTION + name], constants[KNOWLEDGE + name])
+            composed[name] = weight
+        return composed
+
+    def loss(self, outputs: Outputs) -> Tensor:
+        """Return the loss of a batch."""
+        trained, constants = outputs.weights, outputs.constants
+        sizes: list[Tensor] = []
+        drifts: list[Tensor] = []
+        for name in self.names:
+            sizes += [trained[ADAPTIVE + name].abs().sum(), trained[MASK + name].sigmoid().sum()]
+            if self.past_tasks:
+                past = trained[PAST_ADAPTIVE + name]
+                sizes.append(past.abs().sum())
+                restored = masked(trained[name], constants[PAST_MASK + name]) + past
+                drifts.append((restored - constants[TARGET + name]).square().sum())
+        loss = cross_entropy(outputs) + self.sparsity * torch.stack(sizes).sum()
+        return loss + 0.5 * self.drift * torch.stack(drifts).sum() if drifts else loss
+
+    def trainable(self, whole: Selection) -> Selection:
+        """Return what trains: all weights of the model, those that are decomposed being B, and what else θ_t needs."""
+        prefixes = [
+            MASK,
+            ADAPTIVE,
+            *([ATTENTION] if self.others else []),
+            *([PAST_ADAPTIVE] if self.past_tasks else []),
+        ]
+        return Selection((*whole, *(prefix + name for prefix in prefixes for name in self.names)))

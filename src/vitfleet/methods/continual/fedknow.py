@@ -1,0 +1,342 @@
+"""FedKNOW: Luopan et al., "FedKNOW: Federated Continual Learning with Signature Task Knowledge Integration at Edge".
+
+FedViT's predecessor (2023, arXiv 2212.01738). The knowledge of a task is weights, not samples:
+
+1. The knowledge extractor keeps, of the model that a client has trained on a task, the fraction ρ of the weights with
+   the largest absolute values. All others are zero. Values and positions stay on the client.
+2. The gradient restorer computes the gradient g_i of an old task i without its images: that of the distillation, at the
+   temperature T, of the kept model's predictions for the images of the *current* batch. The k gradients that are most
+   dissimilar to the step's gradient (largest Wasserstein distance) are the signature tasks'.
+3. The gradient integrator finds the gradient nearest to the step's that has no obtuse angle with any of these, against
+   forgetting. After an aggregation it does the same with the gradients before and after it, in one epoch of
+   fine-tuning, against negative transfer from other clients.
+
+Integrator and fine-tuning are FedViT's (:mod:`vitfleet.methods.continual.restorer`).
+
+Decisions, where the papers leave it open:
+
+- Body and head are trained together, all epochs integrated. (That FedViT freezes parts is told as its difference.)
+- The weights are ranked over the whole model, body and head, biases and norms included. Public code keeps all biases
+  and the head.
+- Distillation compares the classes among which the old task was learned: those of its task where the task of an image
+  is known, else all. The loss is the cross-entropy at temperature T without a factor T².
+- The end of a task is not known in advance: knowledge is extracted after every round, from the model that the client
+  has just trained, and replaces that of its previous round in the task.
+- Fine-tuning trains what was aggregated: the body, with ``heads = "shared"`` the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitfleet.config.registry import register_method
+from vitfleet.data.rounding import round_half_up
+from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
+from vitfleet.methods.base import ClientJob
+from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
+from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
+from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
+from vitfleet.models.anatomy import Selection
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Outputs, Samples, mask_other_tasks
+from vitfleet.training.step import StepView
+
+FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
+
+
+class FedKnowParams(RestorerParams):
+    """Knowledge of old tasks as sparse models, distilled into reference gradients (FedKNOW)."""
+
+    kept_share: float = Field(
+        0.1, gt=0, le=1, description="fraction ρ of a task's model, its largest weights, that is kept"
+    )
+    temperature: float = Field(2.0, ge=0.01, le=1000, description="temperature T of the distillation")
+
+
+_PREFIX, TEACHERS = "knowledge.", "teacher."
+
+
+@dataclass(frozen=True)
+class TaskKnowledge:
+    """The kept weights of one task's model.
+
+    Attributes
+    ----------
+    values, indices
+        The weights, float32 ``[kept]``, and their positions in the vector of all parameters of the model, in the
+        model's order, int32 ``[kept]``, ascending.
+    label
+        A class of the task, an integer.
+    """
+
+    values: Tensor
+    indices: Tensor
+    label: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tensors in their order."""
+        return self.values, self.indices, self.label
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+
+KnownTasks: TypeAlias = Mapping[int, TaskKnowledge]  # by task index
+
+
+def num_kept_weights(num_weights: int, share: float) -> int:
+    """Return how many weights are a share of all: at least one."""
+    return max(1, round_half_up(share * num_weights))
+
+
+def extract_knowledge(weights: Tensors, parameters: Selection, share: float, label: Tensor) -> TaskKnowledge:
+    """Return the share of a model's weights that have the largest absolute values.
+
+    They are ranked over the whole model. Of equal values the first in the model's order are kept.
+
+    Parameters
+    ----------
+    parameters
+        The weights that are ranked: all parameters of the model.
+    label
+        A class of the task that the model has learned.
+    """
+    vector = torch.cat([weights[name].detach().flatten() for name in parameters])
+    ranking = vector.abs().sort(descending=True, stable=True).indices
+    indices = ranking[: num_kept_weights(len(vector), share)].sort().values
+    return TaskKnowledge(vector[indices], indices.to(torch.int32), label)
+
+
+def read_knowledge(client_tensors: Tensors) -> KnownTasks:
+    """Return the knowledge in the tensors of a client's state."""
+    task_indices = sorted(
+        int(name.split(".")[1]) for name in client_tensors if name.startswith(_PREFIX) and name.endswith(".label")
+    )
+    return {index: TaskKnowledge(*(client_tensors[name] for name in _tensor_names(index))) for index in task_indices}
+
+
+def knowledge_tensors(known: KnownTasks) -> dict[str, Tensor]:
+    """Return the knowledge as tensors of a client's state."""
+    return {
+        name: tensor
+        for index, task in known.items()
+        for name, tensor in zip(_tensor_names(index), task.tensors(), strict=True)
+    }
+
+
+def _tensor_names(task_index: int) -> tuple[str, str, str]:
+    prefix = f"{_PREFIX}{task_index:04d}"
+    return f"{prefix}.values", f"{prefix}.indices", f"{prefix}.label"
+
+
+def teachers(known: KnownTasks, task_index: int) -> dict[str, Tensor]:
+    """Return the knowledge of the tasks before ``task_index`` as constants of a training; empty if there is none.
+
+    A task that the client missed is an absent teacher, so that all clients of a round have the same number of teachers.
+    """
+    tasks = [known.get(index) for index in range(task_index)]
+    present = [task for task in tasks if task is not None]
+    if not present:
+        return {}
+    empty = TaskKnowledge(*(torch.zeros_like(tensor) for tensor in present[0].tensors()))
+    filled = [task or empty for task in tasks]
+    device = present[0].values.device
+    return {
+        f"{TEACHERS}values": torch.stack([task.values for task in filled]),
+        f"{TEACHERS}indices": torch.stack([task.indices for task in filled]),
+        f"{TEACHERS}label": torch.stack([task.label for task in filled]).long(),
+        f"{TEACHERS}present": torch.tensor([task is not None for task in tasks], device=device),
+    }
+
+
+@dataclass(frozen=True)
+class DistilledGradients:
+    """The gradients of the distillation of earlier tasks' sparse models, on the batch of the step.
+
+    Teachers are expanded one by one: only one of them is in memory as a whole model.
+
+    Attributes
+    ----------
+    shapes
+        Name and shape of each weight, in the order of the vector of which knowledge keeps positions.
+    """
+
+    shapes: tuple[tuple[str, torch.Size], ...]
+    temperature: float
+    dtype: torch.dtype | None
+
+    def __call__(self, view: StepView, batch: Samples, selected: Tensor | None) -> References:
+        """Return the gradients of all teachers, or of those with these indices."""
+        known = with_prefix(view.constants, TEACHERS)
+        if selected is not None:
+            known = {name: view.map(_rows, tensor, selected) for name, tensor in known.items()}
+        count, axis = known["label"].shape[-1], known["label"].dim() - 1
+        rows: dict[str, Tensor] = {}
+
+        def targets() -> Iterator[tuple[Tensor, Tensor]]:
+            """Yield the logits and a class of each teacher."""
+            for index in range(count):
+                teacher = {name: tensor.select(axis, index) for name, tensor in known.items()}
+                weights = view.map(self.expand, teacher["values"], teacher["indices"])
+                (outputs,) = view.forward(batch, at=weights, all_classes=True)
+                yield outputs.logits, teacher["label"]
+
+        def loss(student: Outputs, targets: Tensor, label: Tensor) -> Tensor:
+            """Return the distillation's loss. The teacher's task says which classes are compared, not the image's."""
+            labels = label.expand(student.labels.shape)
+            logits = mask_other_tasks(student.logits, labels, view.class_to_task)
+            losses = distillation_losses(
+                logits, mask_other_tasks(targets, labels, view.class_to_task), self.temperature
+            )
+            return (losses * student.sample_weight).sum()
+
+        for index, gradient in enumerate(view.grad_of_each(loss, batch, given=targets(), all_classes=True)):
+            for name, tensor in gradient.items():
+                shape = (*tensor.shape[:axis], count, *tensor.shape[axis:])
+                if name not in rows:
+                    rows[name] = tensor.new_empty(shape, dtype=self.dtype or tensor.dtype)
+                rows[name].select(axis, index).copy_(tensor)
+        return References(rows, known["present"])
+
+    def expand(self, values: Tensor, indices: Tensor) -> dict[str, Tensor]:
+        """Return the weights of a teacher; those that were not kept are zero."""
+        return expand_weights(values, indices, dict(self.shapes))
+
+
+def _rows(tensor: Tensor, selected: Tensor) -> Tensor:
+    return tensor.index_select(0, selected)
+
+
+def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the weights of a model of which some were kept; the others are zero.
+
+    Parameters
+    ----------
+    values, indices
+        The kept weights and their positions in the vector of all weights, ``[kept]``.
+    shapes
+        The shape of each weight, in the order of the vector.
+    """
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
+    parts = torch.split(flat, sizes)
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def distillation_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Return the cross-entropy between the predictions of two models for each image, both at a temperature.
+
+    Parameters
+    ----------
+    logits, targets
+        Of the model that learns and of its teacher, ``[…, classes]``. Classes that are −∞ in both do not count.
+    """
+    log_predictions = (logits.float() / temperature).log_softmax(dim=-1)
+    expected = (targets.float() / temperature).softmax(dim=-1)
+    return -torch.where(expected > 0, expected * log_predictions, 0).sum(dim=-1)
+
+
+@register_method("fedknow", FedKnowParams, title="FedKNOW")
+class FedKnow(SharedBody[FedKnowParams]):
+    """Knowledge extractor, gradient restorer and gradient integrator on weights."""
+
+    needs_tasks = True
+    client_metrics = (
+        *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
+        *projection_metrics(),
+        ClientMetric("knowledge_bytes", "bytes of kept weights, largest client", "max"),
+        ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept"),
+    )
+
+    @property
+    def parameters(self) -> Selection:
+        """The weights that are ranked: all parameters of the model."""
+        return self.anatomy.trainable(self.anatomy.whole)
+
+    def known_tasks(self, job: ClientJob) -> KnownTasks:
+        """Return what the client has kept so far."""
+        return {} if job.client_state is None else read_knowledge(job.client_state.tensors)
+
+    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+        """Fine-tune after the aggregation, train with integration, extract knowledge."""
+        known = self.known_tasks(job)
+        numbers: Numbers = {}
+        if job.client_state is not None and self.params.tune_epochs:
+            tuned = yield self.fine_tuning(weights, job.client_state.tensors)
+            weights = {**weights, **tuned.weights}
+            numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
+        result = yield self.integrated_training(weights, teachers(known, job.task_index))
+        trained = {**weights, **result.weights}
+        if result.samples:
+            label = job.shard.labels[0].to(self.context.device, label_dtype(self.context.num_classes))
+            extracted = extract_knowledge(trained, self.parameters, self.params.kept_share, label)
+            known = {**known, job.task_index: extracted}
+        numbers = {**numbers, **projection_counts(result), **knowledge_numbers(known)}
+        return TrainedClient(trained, result, numbers, knowledge_tensors(known))
+
+    def fine_tuning(self, weights: Tensors, previous: Tensors) -> LocalTraining:
+        """Return the fine-tuning of the aggregated weights.
+
+        Parameters
+        ----------
+        previous
+            The client's weights before the aggregation.
+        """
+        before = add_prefix(BEFORE, self.anatomy.trainable(self.shared).take(previous))
+        counts = zero_counts(self.context.device)
+        return LocalTraining(
+            weights, self.shared, self.params.tune_epochs, RotatedStep(), constants=before, kept=counts
+        )
+
+    def integrated_training(self, weights: Tensors, known: Tensors) -> LocalTraining:
+        """Return the training on the task: with knowledge of earlier tasks, their gradients are integrated."""
+        training = LocalTraining(weights, self.trainable, self.context.train.epochs)
+        if not known:
+            return training
+        restorer = Restorer.of_params(self.params, len(known[f"{TEACHERS}label"]))
+        shapes = tuple((name, self.anatomy.shapes[name]) for name in self.parameters)
+        distilled = DistilledGradients(shapes, self.params.temperature, restorer.dtype)
+        return replace(
+            training,
+            step=IntegratedStep(restorer, distilled, self.params.margin),
+            constants=known,
+            kept=zero_counts(self.context.device),
+            scratch=restorer.scratch(self.parameters.take(weights)),
+        )
+
+    # Costs
+
+    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+        """Return the shapes of the kept weights."""
+        count = num_kept_weights(self.anatomy.count_parameters(self.parameters), self.params.kept_share)
+        kept = TaskKnowledge(
+            torch.empty(count, device="meta"),
+            torch.empty(count, dtype=torch.int32, device="meta"),
+            torch.empty((), dtype=label_dtype(self.context.num_classes), device="meta"),
+        )
+        return knowledge_tensors({index: kept for index in self.reported_tasks(reported)})
+
+    def num_stored_samples(self, reported: Numbers) -> int:
+        """Return of how many tasks a client has knowledge: it needs memory as stored samples do."""
+        return len(self.reported_tasks(reported))
+
+    def reported_tasks(self, reported: Numbers) -> list[int]:
+        """Return the tasks of which a client has knowledge, as it reported them; an invalid index does not count."""
+        tasks = reported.get("known_tasks")
+        indices = tasks if isinstance(tasks, list) else []
+        return sorted({index for index in indices if isinstance(index, int) and 0 <= index < self.context.num_tasks})
+
+
+def knowledge_numbers(known: KnownTasks) -> Numbers:
+    """Return the numbers that a client reports of its knowledge: its bytes, and the tasks."""
+    return {"knowledge_bytes": sum(task.num_bytes for task in known.values()), "known_tasks": sorted(known)}

@@ -1,0 +1,298 @@
+"""Forward and backward passes of one client's model, or of several stacked clients' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from vitfleet.message import Tensors
+from vitfleet.models.batch_norm import statistics_names
+from vitfleet.training.engine import ModelOutputs, StepEngine
+from vitfleet.training.gradients import client_gradients
+from vitfleet.training.repeated_weights import by_part, repeat_constants, repeat_weights
+from vitfleet.training.samples import Loss, Outputs, Samples, mask_other_tasks
+from vitfleet.training.stack import Stack, vmap_over_clients
+
+#: Returns the model's weights, composed of what trains and of the constants.
+Compose: TypeAlias = Callable[[Tensors, Tensors], Tensors]
+PERTURBATION = "perturbation"
+
+
+class PassOptions(TypedDict, total=False):
+    """How samples pass through a model.
+
+    Attributes
+    ----------
+    at
+        Other values of some weights; by default those of the training. Gradients are then with respect to what trains
+        among these.
+    compose
+        Composes weights of the model from what trains.
+    depth
+        Number of blocks of the model; by default all blocks.
+    split
+        The block whose input tokens are returned as ``Outputs.features``. Features enter the model there.
+    representation
+        Whether ``Outputs.representation`` is returned; only of a plain ViT.
+    given
+        Further arguments of the loss, of each client.
+    all_classes
+        Whether logits of classes of other tasks are left as they are, where the task of an image is known.
+    """
+
+    at: Tensors | None
+    compose: Compose | None
+    depth: int | None
+    split: int | None
+    representation: bool
+    given: tuple[Any, ...]
+    all_classes: bool
+
+
+class Pass(NamedTuple):
+    """A forward and a backward pass.
+
+    Attributes
+    ----------
+    gradients
+        Of each client's loss, with respect to what trains.
+    losses
+        The loss of each client.
+    outputs
+        For each group of samples.
+    input_gradient
+        With respect to the perturbation of the images, if there is one.
+    """
+
+    gradients: dict[str, Tensor]
+    losses: Tensor
+    outputs: tuple[Outputs, ...]
+    input_gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ClientModels:
+    """The models of one or several clients: every pass of a step goes through here.
+
+    Attributes
+    ----------
+    weights
+        All weights, those that train and those that do not.
+    leaves
+        What trains, by name.
+    constants
+        The constants of the clients' trainings, which losses see.
+    epoch
+        The number of the epoch, from 0, a scalar on the device.
+    stacked
+        Whether tensors have a leading axis of clients.
+    batch_norms
+        The batch norms whose running statistics train.
+    shows_weights
+        Whether losses see the weights.
+    """
+
+    engine: StepEngine
+    weights: Stack
+    leaves: Tensors
+    constants: Stack
+    epoch: Tensor
+    stacked: bool
+    batch_norms: tuple[str, ...] = ()
+    shows_weights: bool = True
+
+    @property
+    def axis(self) -> int:
+        """The axis of a batch's samples."""
+        return 1 if self.stacked else 0
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The identities of tensors that all clients share: they have no axis of clients."""
+        groups = (self.weights, self.constants)
+        tensors = [
+            tensor for group in groups for name, tensor in group.tensors.items() if name not in group.stacked_names
+        ]
+        return frozenset(map(id, (*tensors, self.epoch)))
+
+    def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return a function of one client's tensors, applied to each client's."""
+        return vmap_over_clients(function, arguments, self.shared) if self.stacked else function(*arguments)
+
+    def value_and_grad(
+        self,
+        loss: Loss,
+        groups: Sequence[Samples],
+        statistics: Tensors | None = None,
+        perturbation: Tensor | None = None,
+        input_gradient: bool = False,
+        **options: Unpack[PassOptions],
+    ) -> Pass:
+        """Pass groups of samples forward and backward together.
+
+        Parameters
+        ----------
+        statistics
+            The running statistics that the pass updates in place, where batch norms normalise with these samples;
+            ``None``: they use their running statistics.
+        perturbation
+            What is added to the model's input.
+        input_gradient
+            Whether the gradient with respect to the perturbation is returned too.
+        """
+        leaves = self._leaves(options.get("at"))
+        with torch.enable_grad():
+            if perturbation is not None and input_gradient:
+                perturbation = perturbation.detach().requires_grad_()
+            outputs = self.forward(groups, leaves, statistics, perturbation, **options)
+            losses = self.map(loss, *outputs, *options.get("given", ()))
+            wanted = {**leaves, PERTURBATION: perturbation} if perturbation is not None and input_gradient else leaves
+            gradients = client_gradients(losses, wanted)
+        return Pass(gradients, losses.detach(), outputs, gradients.pop(PERTURBATION, None))
+
+    def input_grad(
+        self, loss: Loss, groups: Sequence[Samples], perturbation: Tensor, **options: Unpack[PassOptions]
+    ) -> Tensor:
+        """Return the gradient with respect to a perturbation of the images alone."""
+        fixed = replace(self, leaves={name: leaf.detach() for name, leaf in self.leaves.items()})
+        with torch.enable_grad():
+            perturbation = perturbation.detach().requires_grad_()
+            outputs = fixed.forward(groups, fixed.leaves, None, perturbation, **options)
+            losses = self.map(loss, *outputs, *options.get("given", ()))
+            return client_gradients(losses, {PERTURBATION: perturbation})[PERTURBATION]
+
+    def grad_of_each(
+        self, loss: Loss, groups: Sequence[Samples], given: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the gradient of a loss for each of several givens, which are taken one by one.
+
+        The samples pass forward once for all, unless the model is compiled: then a backward pass frees what the next
+        one would need.
+        """
+        leaves, compiled = self._leaves(options.get("at")), self.engine.compiled
+        outputs: tuple[Outputs, ...] = ()
+        remaining = iter(given)
+        current = next(remaining, None)
+        while current is not None:
+            with torch.enable_grad():
+                if compiled or not outputs:
+                    outputs = self.forward(groups, leaves, None, **options)
+                losses = self.map(loss, *outputs, *current)
+            current = next(remaining, None)
+            with torch.enable_grad():
+                gradients = client_gradients(losses, leaves, retain_graph=current is not None and not compiled)
+            yield gradients
+
+    def part_grads(
+        self, loss: Loss, parts: Samples, dtype: torch.dtype | None = None, **options: Unpack[PassOptions]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the gradient ``[parts, …]`` and the loss ``[parts]`` of each part of some samples.
+
+        Parameters
+        ----------
+        parts
+            ``[parts, samples, …]``: the parts become clients of one forward pass.
+        dtype
+            The type in which gradients are held; ``None``: that of the weights.
+        """
+        count = parts.sample_weight.shape[self.axis]
+        if count == 1:
+            only = parts.map(lambda tensor: tensor.select(self.axis, 0))
+            single = replace(self, shows_weights=False).value_and_grad(loss, [only], **options)
+            rows = {name: gradient.unsqueeze(self.axis) for name, gradient in single.gradients.items()}
+            return rows, single.losses.unsqueeze(-1)
+        repeated = self._repeat(count, dtype, options.get("at"))
+        flat = parts.map(lambda tensor: tensor.flatten(0, 1) if self.stacked else tensor)
+        computed = repeated.value_and_grad(loss, [flat], **{**options, "at": None})
+        gradients = by_part(computed.gradients, self.leaves, count, self.stacked)
+        return gradients, computed.losses.reshape(parts.sample_weight.shape[:-1])
+
+    def forward(
+        self,
+        groups: Sequence[Samples],
+        leaves: Tensors,
+        statistics: Tensors | None = None,
+        perturbation: Tensor | None = None,
+        **options: Unpack[PassOptions],
+    ) -> tuple[Outputs, ...]:
+        """Pass groups of samples through the models together, and return the outputs for each group."""
+        samples, axis, net = groups[0], self.axis, self.engine.net
+        for other in groups[1:]:
+            samples = samples.append(other, axis)
+        weights = {**self.weights.tensors, **(options.get("at") or {}), **leaves, **(statistics or {})}
+        if compose := options.get("compose"):
+            composed: Tensors = self.map(compose, dict(leaves), self.constants.tensors)
+            weights = {**{name: weights[name] for name in net.anatomy.shapes if name in weights}, **composed}
+        computed = self.engine.forward(
+            weights,
+            samples,
+            options.get("split"),
+            options.get("depth"),
+            () if statistics is None else self.batch_norms,
+            perturbation,
+            options.get("representation", False),
+        )
+        if not options.get("all_classes", False):
+            logits = mask_other_tasks(computed.logits, samples.labels, self.engine.class_tasks)
+            computed = computed._replace(logits=logits)
+        if len(groups) == 1:
+            return (self.outputs(samples, computed, leaves),)
+        sizes = [group.labels.shape[axis] for group in groups]
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        return tuple(
+            self.outputs(group, computed.narrow(axis, start, size), leaves)
+            for group, start, size in zip(groups, starts, sizes, strict=True)
+        )
+
+    def features(self, samples: Samples, split: int) -> Outputs:
+        """Return the tokens that enter block ``split``; the blocks after it are not computed, and logits are empty."""
+        features = self.engine.features(self.weights.tensors, samples, split)
+        empty = features.new_empty(*samples.labels.shape, 0)
+        return self.outputs(samples, ModelOutputs(empty, features=features), {})
+
+    def outputs(self, samples: Samples, computed: ModelOutputs, leaves: Tensors) -> Outputs:
+        """Return what a loss sees of some samples."""
+        return Outputs(
+            computed.logits,
+            samples.labels,
+            samples.sample_weight,
+            samples.positions,
+            dict(leaves) if self.shows_weights else {},
+            self.constants.tensors,
+            self.epoch,
+            computed.features,
+            computed.representation,
+            computed.auxiliary,
+            samples.stored,
+        )
+
+    def own_statistics(self) -> dict[str, Tensor]:
+        """Return the running statistics of the batch norms that train."""
+        names = [name for path in self.batch_norms for name in statistics_names(path)]
+        return {name: self.weights.tensors[name] for name in names}
+
+    def _leaves(self, at: Tensors | None) -> Tensors:
+        """Return what a gradient is taken of: what trains of the clients' own models, or what is given of it.
+
+        Given values become leaves of a graph of their own. Those that clients share are repeated for each.
+        """
+        if at is None:
+            return {name: leaf for name, leaf in self.leaves.items() if "/" not in name}
+        return {
+            name: at[name].detach().expand(leaf.shape).contiguous().requires_grad_()
+            for name, leaf in self.leaves.items()
+            if name in at
+        }
+
+    def _repeat(self, count: int, dtype: torch.dtype | None, at: Tensors | None) -> ClientModels:
+        """Return the models of every client several times, as clients of their own."""
+        weights = Stack({**self.weights.tensors, **(at or {})}, self.weights.stacked_names)
+        everything, leaves = repeat_weights(self.engine, weights, self._leaves(at), count, self.stacked, dtype)
+        constants = repeat_constants(self.constants, count)
+        unstacked = Stack(everything, frozenset(everything))
+        return ClientModels(self.engine, unstacked, leaves, constants, self.epoch, stacked=True, shows_weights=False)
