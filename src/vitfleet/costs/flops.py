@@ -283,13 +283,13 @@ class CountedModels(ClientModels):
         return torch.empty_like(perturbation)
 
     def grad_of_each(
-        self, loss: Loss, groups: Sequence[Samples], given: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
+        self, loss: Loss, groups: Sequence[Samples], each: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
     ) -> Iterator[dict[str, Tensor]]:
-        """Count one forward pass, and a backward pass for each of the given."""
+        """Count one forward pass, and a backward pass for each of the further arguments."""
         leaves = self._leaves(options.get("at"))
         flops, _ = self._pass_of_one(groups[0], tuple(leaves), False, options)
         self._add(groups, Flops(flops.forward, flops.forward))
-        for _ in given:
+        for _ in each:
             self._add(groups, Flops(0, flops.training - flops.forward))
             yield {name: torch.empty_like(leaf) for name, leaf in leaves.items()}
 

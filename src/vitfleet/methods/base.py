@@ -7,8 +7,8 @@ argument and a result. Where clients run (in this process, in other processes, o
 
 The client part is a generator. It *yields* every training as a
 :class:`~vitfleet.training.local_training.LocalTraining` and receives the
-:class:`~vitfleet.training.local_training.LocalResult`, so it reads like the algorithm in the paper. The caller decides how
-a training is executed: alone, or batched with the trainings of other clients.
+:class:`~vitfleet.training.local_training.LocalResult`, so it reads like the algorithm in the paper. The caller decides
+how a training is executed: alone, or stacked with those of other clients.
 """
 
 from __future__ import annotations

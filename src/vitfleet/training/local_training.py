@@ -1,12 +1,12 @@
 """A training that a method asks for, and its result.
 
-The client half of a method yields :class:`LocalTraining` values and is sent back a :class:`LocalResult` for each. What is
-computed in a step is the method's own function: see :mod:`vitfleet.training.step`.
+The client half of a method yields :class:`LocalTraining` values and is sent back a :class:`LocalResult` for each. What
+is computed in a step is the method's own function: see :mod:`vitfleet.training.step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -114,7 +114,7 @@ class LocalTraining:
         Tensors that steps change (sums, counters, recordings), with their initial values. Their final values are in the
         result. Between clients their shapes may differ: stacked ones are padded with zeros at their ends, and cut back.
     scratch
-        The same for tensors that nobody needs afterwards: of each only shape and type count, so they may be meta tensors.
+        The same for tensors that nobody needs afterwards. Only shape and type count, so they may be meta tensors.
     sets
         Stored samples by name; those that are drawn from use their name in the random addresses.
     random
@@ -164,7 +164,7 @@ class LocalTraining:
             **{f"sets.{name}": samples.tensors() for name, samples in self.sets.items()},
         }
 
-    def with_tensor_groups(self, groups: dict[str, Tensors]) -> LocalTraining:
+    def with_tensor_groups(self, groups: Mapping[str, Tensors]) -> LocalTraining:
         """Return the training with other tensors, in the groups of :meth:`tensor_groups`."""
         sets = {name: samples.with_tensors(groups[f"sets.{name}"]) for name, samples in self.sets.items()}
         own = {field.name: groups[field.name] for field in fields(self) if field.name in groups}

@@ -167,16 +167,16 @@ class ClientModels:
             return client_gradients(losses, {PERTURBATION: perturbation})[PERTURBATION]
 
     def grad_of_each(
-        self, loss: Loss, groups: Sequence[Samples], given: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
+        self, loss: Loss, groups: Sequence[Samples], each: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the gradient of a loss for each of several givens, which are taken one by one.
+        """Yield the gradient of a loss for each of several further arguments, which are taken one by one.
 
         The samples pass forward once for all, unless the model is compiled: then a backward pass frees what the next
         one would need.
         """
         leaves, compiled = self._leaves(options.get("at")), self.engine.compiled
         outputs: tuple[Outputs, ...] = ()
-        remaining = iter(given)
+        remaining = iter(each)
         current = next(remaining, None)
         while current is not None:
             with torch.enable_grad():
@@ -208,7 +208,9 @@ class ClientModels:
             return rows, single.losses.unsqueeze(-1)
         repeated = self._repeat(count, dtype, options.get("at"))
         flat = parts.map(lambda tensor: tensor.flatten(0, 1) if self.stacked else tensor)
-        computed = repeated.value_and_grad(loss, [flat], **{**options, "at": None})
+        at_own = options.copy()
+        at_own["at"] = None
+        computed = repeated.value_and_grad(loss, [flat], **at_own)
         gradients = by_part(computed.gradients, self.leaves, count, self.stacked)
         return gradients, computed.losses.reshape(parts.sample_weight.shape[:-1])
 

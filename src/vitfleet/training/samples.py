@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -51,11 +51,13 @@ class Samples:
     def map(self, function: Callable[[Tensor], Tensor]) -> Samples:
         """Return the samples with a function applied to every tensor."""
         tensors = {name: function(tensor) for name, tensor in self._tensors()}
-        return Samples(**tensors, stored={name: function(tensor) for name, tensor in self.stored.items()})
+        stored = {name: function(tensor) for name, tensor in self.stored.items()}
+        return replace(self, **tensors, stored=stored)
 
     def append(self, other: Samples, axis: int) -> Samples:
         """Return these samples, then others with the same tensors; what is stored with them is left out."""
-        return Samples(**{name: torch.cat([mine, getattr(other, name)], dim=axis) for name, mine in self._tensors()})
+        tensors = {name: torch.cat([mine, getattr(other, name)], dim=axis) for name, mine in self._tensors()}
+        return replace(self, **tensors, stored={})
 
     def _tensors(self) -> list[tuple[str, Tensor]]:
         values = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "stored"]

@@ -15,8 +15,8 @@ a CUDA graph, without any difference to the method. So it holds to three rules:
 - A sample of weight 0 is padding, and so is a whole batch of such samples.
 
 A step whose work differs from step to step (rank the stored tasks at every tenth, say) has a method ``kind(index)``: it
-returns the kind of the step with this number in its epoch, any value that can be hashed, and ``view.kind`` is that value.
-Every kind is captured once.
+returns the kind of the step with this number in its epoch, any value that can be hashed, and ``view.kind`` is that
+value. Every kind is captured once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cross_entropy_step(view: StepView, batch: Samples) -> Tensors:
 def kind_of_step(step: Step, index: int) -> Hashable:
     """Return the kind of the step with this number in its epoch; ``None`` where all are of one kind."""
     kind = getattr(step, "kind", None)
-    return None if kind is None else kind(index)  # type: ignore[no-any-return]
+    return None if kind is None else kind(index)
 
 
 class StepView:
@@ -191,10 +191,10 @@ class StepView:
         return self._models.input_grad(loss, groups, perturbation, **options)
 
     def grad_of_each(
-        self, loss: Loss, *groups: Samples, given: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
+        self, loss: Loss, *groups: Samples, each: Iterable[tuple[Any, ...]], **options: Unpack[PassOptions]
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the gradient of a loss for each of several givens; the samples pass forward once for all of them."""
-        return self._models.grad_of_each(loss, groups, given, **options)
+        """Yield the gradient of a loss for each of several further arguments; the samples pass forward once for all."""
+        return self._models.grad_of_each(loss, groups, each, **options)
 
     def per_sample_grad(self, loss: Loss, samples: Samples, **options: Unpack[PassOptions]) -> dict[str, Tensor]:
         """Return the gradient of each sample's loss, ``[batch, …]``; that of padding is zero.

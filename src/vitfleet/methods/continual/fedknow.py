@@ -200,7 +200,7 @@ class DistilledGradients:
             )
             return (losses * student.sample_weight).sum()
 
-        for index, gradient in enumerate(view.grad_of_each(loss, batch, given=targets(), all_classes=True)):
+        for index, gradient in enumerate(view.grad_of_each(loss, batch, each=targets(), all_classes=True)):
             for name, tensor in gradient.items():
                 shape = (*tensor.shape[:axis], count, *tensor.shape[axis:])
                 if name not in rows:

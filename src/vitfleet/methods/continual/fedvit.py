@@ -11,10 +11,10 @@ Clients learn one task after the other. The body is federated, the heads are loc
 
 The knowledge extractor then stores the fraction ρ of the task's samples that have the lowest loss.
 
-The defaults are the paper's text. Keys that leave it: ``margin``, ``integrate``, ``task_ranking``, ``tune_first_round``,
-``tune_integrated`` and ``heads``. The parameters under "Ours" combine FedViT with the other systems; by default they
-are off. With ``send_layers`` a client sends only the layers of the body with the largest gradients, as in TransFL. With
-``body_mask_ratio`` the body is trained on masked images, as in EFTViT.
+The defaults are the paper's text. Keys that leave it: ``margin``, ``integrate``, ``task_ranking``,
+``tune_first_round``, ``tune_integrated`` and ``heads``. The parameters under "Ours" combine FedViT with the other
+systems; by default they are off. With ``send_layers`` a client sends only the layers of the body with the largest
+gradients, as in TransFL. With ``body_mask_ratio`` the body is trained on masked images, as in EFTViT.
 """
 
 from __future__ import annotations

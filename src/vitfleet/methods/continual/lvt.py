@@ -138,7 +138,7 @@ def injection_gradient_step(view: StepView, batch: Samples) -> Tensors:
 
 
 def add_weighted(totals: Tensors, gradients: Tensors, sample_weight: Tensor) -> Tensors:
-    """Return the totals, changed in place, with a gradient of the mean over a batch added as often as it has samples."""
+    """Return the totals, changed in place, with the gradient of a mean added as often as the batch has samples."""
     samples = (sample_weight > 0).sum()
     return {name: total.add_(samples * gradients[name]) for name, total in totals.items()}
 

@@ -116,7 +116,7 @@ def read_learned(client_tensors: Tensors) -> LearnedTasks:
 
 @dataclass(frozen=True)
 class PenalizedStep:
-    """Follows the gradient of the cross-entropy plus ``factor``·Σ_j Ω_j (θ_j − θ*_j)²; the penalty is in the constants."""
+    """Follows the gradient of the cross-entropy plus ``factor``·Σ_j Ω_j (θ_j − θ*_j)²; Ω and θ* are constants."""
 
     factor: float
 
@@ -137,7 +137,7 @@ class PenalizedStep:
 class ImportanceStep:
     """Adds up the squares or the absolute values of the gradients of single samples; it changes no weight.
 
-    A gradient of a batch's mean does not tell the gradients of its samples. Padding needs no care: its gradient is zero.
+    The gradient of a batch's mean does not tell those of its samples. Padding needs no care: its gradient is zero.
     """
 
     loss: Loss

@@ -6,9 +6,9 @@ their stream does not tell where a task ends; here it does, and every task keeps
 samples of earlier tasks only, uniformly and with replacement; they are augmented and masked as the batch is. The body
 is shared; heads are local by default.
 
-**ER**: Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019. A step minimises the cross-entropy ℓ of
-its batch B and of as many samples B_M drawn from the memory M of earlier tasks (algorithm 1 there): mean over B of ℓ +
-mean over B_M of ℓ. The paper takes the mean over B ∪ B_M, which is half of this sum. Here the terms are added, as in
+**ER**: Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019. A step minimises the cross-entropy ℓ
+of its batch B and of as many samples B_M drawn from the memory M of earlier tasks (algorithm 1 there): mean over B of ℓ
++ mean over B_M of ℓ. The paper takes the mean over B ∪ B_M, which is half of this sum. Here the terms are added, as in
 DER++, so that the batch counts as much as in the first task.
 
 **DER++**: Buzzega et al., "Dark Experience for General Continual Learning: a Strong, Simple Baseline", 2020. The memory

@@ -1,4 +1,4 @@
-"""FedViT's gradient restorer: which of the gradients of earlier tasks a step is compared with, and when they are computed.
+"""FedViT's gradient restorer: which gradients of earlier tasks a step is compared with, and when they are computed.
 
 FedViT and FedKNOW project the gradient of a step against those of the k earlier tasks that are most dissimilar to it.
 What a task's gradient is differs: of stored samples (FedViT), of the distillation of a sparse model (FedKNOW). Which
@@ -154,7 +154,7 @@ def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
 
 
 def angles(gradients: Tensors, references: Tensors) -> Tensor:
-    """Return a number for each reference that grows with its angle to a gradient: the negative cosine, ``[references]``.
+    """Return a number that grows with the angle of each reference to a gradient, ``[references]``: the negative cosine.
 
     It is −1 where one of them is zero. References are converted to float64 one by one.
     """
