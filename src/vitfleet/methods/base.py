@@ -203,6 +203,11 @@ class Method(ABC, Generic[Params]):
             )
 
     @classmethod
+    def averages_weights(cls, params: Params) -> bool:
+        """Return whether the server averages weights that clients send: what a server optimiser applies to."""
+        return True
+
+    @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_tasks: Sequence[int]) -> None:
         """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
 
