@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -242,46 +243,33 @@ def test_another_optimizer_drops_the_keys_of_the_one_before(tiny_config: MakeCon
     )
 
 
-PLUGIN = '''
-from pydantic import Field
-
-from vitfleet import register_server_optimizer
-from vitfleet.config.base import ServerOptimizerParams
-
-
-class SignParams(ServerOptimizerParams):
-    """A step of the same length for every weight."""
-
-    decay: float = Field(0.5, ge=0, lt=1, description="decay of the changes")
-
-
-@register_server_optimizer("sign", SignParams)
-def sign(params, weight, change, moments):
-    mean = params.decay * moments.get("mean", 0.0) + change
-    return weight + params.lr * mean.sign(), {"mean": mean}
-'''
+def documented_optimizer() -> str:
+    """Return the example of docs/extending.md."""
+    text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    return next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "server_optimizer(" in code)
 
 
 def test_an_optimizer_from_a_file_is_configured_listed_and_resumed(
     vitfleet: Command, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     plugin = tmp_path / "mine.py"
-    plugin.write_text(PLUGIN)
-    config = tiny_config(f"server.optimizer={plugin}:sign", "server.lr=0.01")
-    assert (config.server.optimizer, config.server.lr) == ("sign", 0.01)
+    plugin.write_text(documented_optimizer())
+    config = tiny_config(f"server.optimizer={plugin}:amsgrad", "server.lr=0.02")
+    assert (config.server.optimizer, config.server.lr) == ("amsgrad", 0.02)
     states = run(config, tmp_path / "whole")
-    for before, after in pairwise(states):
-        for name, weight in after.server.tensors.items():
-            step = weight - before.server.tensors[name]
-            moved = after.moments.tensors[f"{name}/mean"].sign()
-            torch.testing.assert_close(step, 0.01 * moved, rtol=0, atol=1e-6)
+    plain = run(tiny_config("rounds=1"), tmp_path / "plain")
+    for _, before, aggregate, after in compared(states[0], plain[1], states[1]):
+        torch.testing.assert_close(after, adam_step(before, aggregate - before), rtol=1e-5, atol=1e-7)
+    for earlier, later in pairwise(states[1:]):
+        for key, tensor in later.moments.tensors.items():
+            assert not key.endswith("/largest") or (tensor >= earlier.moments.tensors[key]).all()
     with pytest.raises(KeyboardInterrupt):
         run_rounds(open_run(config, tmp_path / "parts"), callbacks=[InterruptAfter(2)])
     run(config, tmp_path / "parts")
     assert written(tmp_path / "parts") == written(tmp_path / "whole")
-    assert ("server.decay", "sign") in {(key.name, key.variant) for key in every_key()}
+    assert ("server.beta2", "amsgrad") in {(key.name, key.variant) for key in every_key()}
     listed = vitfleet(tmp_path, "keys", "--plugin", "mine.py").stdout
-    assert "decay of the changes" in listed
+    assert "amsgrad" in listed
     # What only the server uses need not be installed on the clients, and is not sent to them.
     spec = make_run_spec(config, load_dataset(config.data), "run")
     assert not spec.plugins
