@@ -54,7 +54,20 @@ FOREIGN_OPTIONS = {
 }
 # Attributes in the text that look like keys.
 NOT_KEYS = {"data.rng": "of PartitionInput"}
-FILE_ENDINGS = (".csv", ".json", ".jsonl", ".safetensors", ".onnx", ".pt", ".pte", ".py", ".png", ".md", ".toml")
+FILE_ENDINGS = (
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".onnx",
+    ".png",
+    ".pt",
+    ".pt2",
+    ".pte",
+    ".py",
+    ".safetensors",
+    ".toml",
+)
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^(?:\$ )?(?P<launcher>torchrun .*-m )?(?P<command>vitfleet( .*)?)$")

@@ -246,7 +246,8 @@ def test_another_optimizer_drops_the_keys_of_the_one_before(tiny_config: MakeCon
 def documented_optimizer() -> str:
     """Return the example of docs/extending.md."""
     text = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
-    return next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "server_optimizer(" in code)
+    codes: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return next(code for code in codes if "server_optimizer(" in code)
 
 
 def test_an_optimizer_from_a_file_is_configured_listed_and_resumed(

@@ -137,7 +137,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def finish(self) -> State:
-        """Return the server's new state."""
+        """Return the server's new state. Tensors that no client sent are the same objects as before."""
 
 
 Params = TypeVar("Params", bound=MethodParams)
