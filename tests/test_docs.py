@@ -54,7 +54,20 @@ FOREIGN_OPTIONS = {
 }
 # Attributes in the text that look like keys.
 NOT_KEYS = {"data.rng": "of PartitionInput"}
-FILE_ENDINGS = (".csv", ".json", ".jsonl", ".safetensors", ".onnx", ".pt", ".pte", ".py", ".png", ".md", ".toml")
+FILE_ENDINGS = (
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".onnx",
+    ".png",
+    ".pt",
+    ".pt2",
+    ".pte",
+    ".py",
+    ".safetensors",
+    ".toml",
+)
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"^(?:\$ )?(?P<launcher>torchrun .*-m )?(?P<command>vitfleet( .*)?)$")
@@ -129,7 +142,7 @@ def parse(arguments: tuple[str, ...]) -> list[Config]:
 
 
 def configurations(options: dict[str, Any]) -> Iterator[Config]:
-    """Yield the configurations of parsed options; the parameters of a plug-in's method cannot be checked."""
+    """Yield the configurations of parsed options; the parameters of a plug-in's component cannot be checked."""
     sources = options.get("sources") or [options.get("source")]
     for source in filter(None, sources):
         is_file = "/" in source or source.endswith((".toml", ".json"))
@@ -140,7 +153,7 @@ def configurations(options: dict[str, Any]) -> Iterator[Config]:
             for _, swept in combinations(parse_sweep(options.get("sweep") or [])):
                 keys = {**parse_overrides(options.get("override", [])), **own, **swept}
                 if options.get("plugin") or ".py:" in str(keys.get("method.name")):
-                    keys = {key: value for key, value in keys.items() if not key.startswith("method.")}
+                    keys = {key: value for key, value in keys.items() if not key.startswith(("method.", "server."))}
                 yield load_config("digits" if is_file else source, keys)
 
 
@@ -214,7 +227,7 @@ def test_code_spans_name_existing_keys(document: Path) -> None:
     known = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
     tables = "|".join(sorted({name.split(".")[0] for name in names if "." in name}))
     for span in spans_of(document):
-        for key in re.findall(rf"^(?:-o )?['\"]?((?:{tables})\.[a-z_.]+[a-z])", span):
+        for key in re.findall(rf"^(?:-o )?['\"]?((?:{tables})\.[a-z0-9_.]+[a-z0-9])", span):
             if not key.endswith(FILE_ENDINGS) and key not in NOT_KEYS:
                 assert key in known, f"{document.name}: `{span}`"
 

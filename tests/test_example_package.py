@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import vitfleet as api
 from conftest import Command
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_figure_files")
 
 PACKAGE = Path(__file__).parents[1] / "examples" / "plugin-package"
 PLUGIN = PACKAGE / "src" / "vitfleet_example" / "plugin.py"
-CONFIG = PACKAGE / "fedavgm-shapes.toml"
+CONFIG = PACKAGE / "fedexp-shapes.toml"
 SHORT = ["-o", "rounds=2", "-o", "data.params.images=120"]
 
 
@@ -35,7 +36,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_method_file_has_at_most_40_lines() -> None:
-    assert len((PACKAGE / "src" / "vitfleet_example" / "fedavgm.py").read_text().splitlines()) <= 40
+    assert len((PACKAGE / "src" / "vitfleet_example" / "fedexp.py").read_text().splitlines()) <= 40
 
 
 def test_example_runs_resumes_and_compares_from_the_command_line(vitfleet: Command, tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_example_runs_resumes_and_compares_from_the_command_line(vitfleet: Comma
     assert done.returncode == 0, done.stderr
     used = {(part["kind"], part["name"]) for part in json.loads((tmp_path / "run" / "plugins.json").read_text())}
     assert used == {
-        ("method", "fedavgm"), ("data set", "shapes"), ("partition", "unequal"), ("metric", "kappa"),
+        ("method", "fedexp"), ("data set", "shapes"), ("partition", "unequal"), ("metric", "kappa"),
     }  # fmt: skip
     resumed = vitfleet(tmp_path, "resume", "run")
     assert resumed.returncode == 0, resumed.stderr
@@ -57,16 +58,16 @@ def test_example_runs_resumes_and_compares_from_the_command_line(vitfleet: Comma
         "--method",
         "fedavg",
         "--method",
-        "fedavgm",
+        "fedexp",
         "--out",
         "both",
     )
     assert compared.returncode == 0, compared.stderr
-    assert "fedavgm" in compared.stdout
-    cost = vitfleet(tmp_path, "cost", CONFIG, "--plugin", PLUGIN, "--method", "fedavgm", "--json")
-    assert json.loads(cost.stdout)["methods"]["fedavgm"]["up_bytes"] > 0
+    assert "FedExP" in compared.stdout
+    cost = vitfleet(tmp_path, "cost", CONFIG, "--plugin", PLUGIN, "--method", "fedexp", "--json")
+    assert json.loads(cost.stdout)["methods"]["fedexp"]["up_bytes"] > 0
     keys = vitfleet(tmp_path, "keys", "--plugin", PLUGIN)
-    assert "momentum β of the server" in keys.stdout
+    assert "ε: the larger, the nearer to FedAvg" in keys.stdout
     report = vitfleet(tmp_path, "report", "run")
     assert report.returncode == 0, report.stderr
 
@@ -90,16 +91,21 @@ def test_example_runs_through_the_api_and_resumes_to_the_same_records(tmp_path: 
     assert -1 <= whole.summary["metrics"]["kappa"]["value"] <= 1
 
 
-def test_fedavgm_with_the_mean_step_by_hand(tmp_path: Path) -> None:
-    """An oracle: with β = 0 FedAvgM is FedAvg."""
-    # One round: AdamW makes a rounding error of a key bias, whose gradient is zero, as large as any other step.
-    options = {"rounds": 1, "data.params.images": 120, "metrics": {}}
-    still = api.train(
-        CONFIG, method={"name": "fedavgm", "momentum": 0.0}, plugins=[PLUGIN], overrides=options, out=tmp_path / "a"
-    )
-    fedavg = api.train(CONFIG, method="fedavg", plugins=[PLUGIN], overrides=options, out=tmp_path / "b")
-    for mine, theirs in zip(still.model().parameters(), fedavg.model().parameters(), strict=True):
-        assert float((mine - theirs).abs().max()) < 1e-6
+def test_fedexp_goes_along_the_mean_change_and_with_a_large_epsilon_no_further(tmp_path: Path) -> None:
+    """An oracle: a round of FedAvg, with a rate of almost nothing for the weights that it starts from."""
+
+    def weights_after_a_round(**changed: object) -> torch.Tensor:
+        keys = {"rounds": 1, "data.limit": 400, "data.partition.beta": 0.05, "fleet.per_round": 10, **changed}
+        run = api.train("digits", plugins=[PLUGIN], overrides=keys, out=tmp_path / str(len(list(tmp_path.iterdir()))))
+        return torch.cat([weight.flatten() for weight in run.model().parameters()])
+
+    before, mean = weights_after_a_round(**{"train.lr": 1e-30}), weights_after_a_round()
+    fedexp = {"method.name": "fedexp"}
+    assert torch.equal(weights_after_a_round(**fedexp, **{"method.epsilon": 1e9}), mean)
+    moved = weights_after_a_round(**fedexp, **{"method.epsilon": 1e-9})
+    rate = float((moved - before).norm() / (mean - before).norm())
+    assert rate > 1.1
+    torch.testing.assert_close(moved, before + rate * (mean - before), rtol=1e-3, atol=1e-6)
 
 
 def test_changed_plugin_is_not_resumed(vitfleet: Command, tmp_path: Path) -> None:
@@ -129,12 +135,12 @@ def test_installed_package_is_found_by_its_entry_point(tmp_path: Path) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vitfleet-example\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[vitfleet.plugins]\nexample = vitfleet_example\n")
-    code = "from vitfleet.config import load_config; print(load_config('digits', ['method.name=fedavgm']).method)"
+    code = "from vitfleet.config import load_config; print(load_config('digits', ['method.name=fedexp']).method)"
     path = os.pathsep.join([str(site), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert "momentum=0.9" in done.stdout, done.stderr
+    assert "epsilon=0.001" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

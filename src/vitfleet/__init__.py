@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vitfleet.config.registry import register_metric as register_metric
     from vitfleet.config.registry import register_model as register_model
     from vitfleet.config.registry import register_partition as register_partition
+    from vitfleet.config.registry import register_server_optimizer as register_server_optimizer
     from vitfleet.config.registry import register_tracker as register_tracker
     from vitfleet.run.callbacks import BestModel as BestModel
     from vitfleet.run.callbacks import Callback as Callback
@@ -59,7 +60,7 @@ _HOMES = {
     "vitfleet.config": ("Config", "load_config"),
     "vitfleet.config.registry": (
         "register_aggregation", "register_callback", "register_dataset", "register_method", "register_metric",
-        "register_model", "register_partition", "register_tracker",
+        "register_model", "register_partition", "register_server_optimizer", "register_tracker",
     ),
     "vitfleet.run.callbacks": ("BestModel", "Callback", "EarlyStopping", "StopRun"),
 }  # fmt: skip

@@ -23,6 +23,7 @@ CASES = {
     "transfl": ["method.name=transfl", "method.k=1", "machine.checkpoint_every=2"],
     "eftvit": ["method.name=eftvit", "method.local_layers=1", "train.mask_ratio=0.5"],
     "on-disk": ["method.name=eftvit", "method.local_layers=1", "method.store_on=disk"],
+    "adam": ["server.optimizer=adam"],
     "standalone": ["method.name=standalone"],
     "buffered": ["fleet.devices={agx=1,nano=1}", "fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3"],
     "diverging": ["method.name=fedavg", "train.lr=1e30"],

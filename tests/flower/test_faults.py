@@ -333,7 +333,7 @@ def test_failed_evaluation_leaves_gaps_and_the_run_continues(tiny_config: MakeCo
 
 
 def test_rejected_reply_leaves_the_client_state_unchanged(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    context = open_run(tiny_config("method.name=fedper", "aggregate.max_norm=1e-9"), tmp_path / "run")
+    context = open_run(tiny_config("method.name=fedper", "aggregate.max_change=1e-9"), tmp_path / "run")
     summary = run_rounds(context).summary
     assert summary["total"]["failures"] == summary["total"]["participations"] > 0
     assert all(context.fleet.client_state(client) is None for client in range(context.config.fleet.clients))

@@ -71,6 +71,12 @@ def test_flower_fleet_equals_inline_fleet(name: str, tiny_config: MakeConfig, tm
     )
 
 
+@pytest.mark.parametrize("name", ["fedavg", "transfl"])
+def test_the_servers_optimizer_does_not_depend_on_the_fleet(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+    keys = f"method.name={name}", *OVERRIDES.get(name, ()), "server.optimizer=adam", "eval.clients=0"
+    assert_equals_inline(tiny_config(*keys), tmp_path)
+
+
 def test_devices_that_only_compute_features_receive_the_model_to_evaluate_it(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def keys_by_variant() -> list[tuple[Key, str]]:
         "data.partition.": "data.partition.kind",
         "fleet.schedule.": "fleet.schedule.kind",
     }
-    tags["aggregate."] = "aggregate.rule"
+    tags |= {"aggregate.": "aggregate.rule", "server.": "server.optimizer"}
     found = []
     for key in every_key():
         tag = next((tag for prefix, tag in tags.items() if key.name.startswith(prefix)), "")

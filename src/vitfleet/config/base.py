@@ -90,8 +90,9 @@ class AggregationParams(Table):
     """Parameters of an aggregation rule: the table ``[aggregate]``, with the limits that every rule has."""
 
     rule: str = ""
-    clip: float | None = Field(None, gt=0, description="longest update: a longer one is scaled down (Euclidean norm)")
-    max_norm: float | None = Field(None, gt=0, description="longest update: a longer one is rejected (Euclidean norm)")
+    clip_update: float | None = Field(
+        None, gt=0, description="longest update: a longer one is scaled down (Euclidean norm)"
+    )
     norm_factor: float | None = Field(
         None, gt=1, description="updates or features larger than this many times the round's median are rejected"
     )
@@ -110,6 +111,18 @@ class AggregationParams(Table):
     max_samples: int | None = Field(
         10**8, ge=1, description="updates that report more samples are rejected; null: no limit"
     )
+
+
+class ServerOptimizerParams(Table):
+    """Parameters of a server optimiser: the table ``[server]``."""
+
+    optimizer: str = ""
+    lr: float = Field(1.0, gt=0, description="learning rate of the server")
+
+    @property
+    def takes_aggregate(self) -> bool:
+        """Whether the server's new weights are the aggregate itself, as without an optimiser."""
+        return False
 
 
 def _check_every(value: object) -> object:

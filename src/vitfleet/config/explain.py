@@ -14,7 +14,13 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 
 # Tables whose other keys depend on one key, their tag; {dotted path of the table: tag}.
-VARIANTS = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind", "aggregate": "rule"}
+VARIANTS = {
+    "method": "name",
+    "data.partition": "kind",
+    "fleet.schedule": "kind",
+    "aggregate": "rule",
+    "server": "optimizer",
+}
 
 
 def explain(error: ErrorDetails) -> UserError:

@@ -28,7 +28,13 @@ Tree = dict[str, Any]
 Overrides: TypeAlias = Mapping[str, Any] | Iterable[str]
 
 # Tables that are emptied when one key changes: the other keys were set for its earlier value.
-FRESH = {"method": "name", "data.partition": "kind", "fleet.schedule": "kind", "model": "name"}
+FRESH = {
+    "method": "name",
+    "data.partition": "kind",
+    "fleet.schedule": "kind",
+    "model": "name",
+    "server": "optimizer",
+}
 # Keys that name a file or folder.
 PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 

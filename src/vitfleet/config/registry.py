@@ -296,6 +296,9 @@ def validate_params(registry: Registry[Any], name: str, values: dict[str, Any], 
 METHODS: Registry[Any] = Registry("method", "method.name", ("vitfleet.methods",))
 PARTITIONS: Registry[Any] = Registry("partition", "data.partition.kind", ("vitfleet.data.partitioners",))
 AGGREGATIONS: Registry[Any] = Registry("aggregation", "aggregate.rule", ("vitfleet.methods.aggregation_rules",))
+SERVER_OPTIMIZERS: Registry[Any] = Registry(
+    "server optimiser", "server.optimizer", ("vitfleet.methods.server_optimizers",)
+)
 DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.named_datasets",), tagged=False)
 MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), tagged=False)
 METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.metrics",), tagged=False)
@@ -305,6 +308,7 @@ CALLBACKS: Registry[Any] = Registry("callback", "callbacks", ("vitfleet.run.call
 register_method = METHODS.register
 register_partition = PARTITIONS.register
 register_aggregation = AGGREGATIONS.register
+register_server_optimizer = SERVER_OPTIMIZERS.register
 register_dataset = DATASETS.register
 register_model = MODELS.register
 register_metric = METRICS.register

@@ -10,11 +10,30 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from vitfleet.config.base import AggregationParams, CallbackParams, MethodParams, MetricParams, Table, TrackerParams
+from vitfleet.config.base import (
+    AggregationParams,
+    CallbackParams,
+    MethodParams,
+    MetricParams,
+    ServerOptimizerParams,
+    Table,
+    TrackerParams,
+)
 from vitfleet.config.data import AugmentConfig, DataConfig, TasksConfig
 from vitfleet.config.fleet import FleetConfig
-from vitfleet.config.registry import AGGREGATIONS, CALLBACKS, METHODS, METRICS, TRACKERS, ByName, OneOf, on_change
+from vitfleet.config.registry import (
+    AGGREGATIONS,
+    CALLBACKS,
+    METHODS,
+    METRICS,
+    SERVER_OPTIMIZERS,
+    TRACKERS,
+    ByName,
+    OneOf,
+    on_change,
+)
 from vitfleet.config.train import EvalConfig, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.errors import ConfigError
 
 
 class Extensions(Table):
@@ -50,6 +69,9 @@ class Config(Extensions):
     fleet: FleetConfig = FleetConfig()
     aggregate: Annotated[AggregationParams, OneOf(AGGREGATIONS, default="mean")] = Field(
         default_factory=lambda: AGGREGATIONS.make_params("mean")
+    )
+    server: Annotated[ServerOptimizerParams, OneOf(SERVER_OPTIMIZERS, default="sgd")] = Field(
+        default_factory=lambda: SERVER_OPTIMIZERS.make_params("sgd")
     )
     eval: EvalConfig = EvalConfig()
     machine: MachineConfig = MachineConfig()
@@ -133,6 +155,20 @@ class Config(Extensions):
         """Let the method check its parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)
         return self
+
+    @model_validator(mode="after")
+    def _server_optimizer_has_effect(self) -> Config:
+        """Reject a server optimiser with a method whose server averages no weights."""
+        if self.server.takes_aggregate or METHODS[self.method.name].target.averages_weights(self.method):
+            return self
+        is_rate = self.server.optimizer == "sgd"
+        key, value = ("server.lr", self.server.lr) if is_rate else ("server.optimizer", self.server.optimizer)
+        raise ConfigError(
+            key,
+            value,
+            f"has no effect: with {self.method.name} as configured the server averages no weights; leave the table "
+            "[server] out",
+        )
 
     @model_validator(mode="after")
     def _metrics_fit(self) -> Config:

@@ -30,6 +30,7 @@ from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.methods.server_optimizers import moment_bytes
 from vitfleet.models.net import Net
 from vitfleet.models.request import USUAL_GRID, fewer_patches
 from vitfleet.training.local_training import LocalTraining
@@ -246,7 +247,8 @@ class _RunWork:
         forward_flops = cost_model.counter.evaluation
         trained = 0 if _remote(config) else config.fleet.asked
         per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
-        weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
+        parameters = net.anatomy.count_parameters(net.anatomy.whole)
+        weights, moments = FLOAT_BYTES * parameters, moment_bytes(config.server, parameters)
         # The checkpoint before the last has the states that its successor replaced.
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
@@ -254,9 +256,10 @@ class _RunWork:
             first.trainings[0],
             cost_model.average(first).training,
             config.rounds * per_round + _server_flops(config, size, method, net),
-            server_bytes=2 * weights + features,
-            # Two checkpoints with the server's weights, the model at the end, and what every client received once.
-            stored_bytes=4 * weights + kept + features,
+            server_bytes=2 * weights + moments + features,
+            # Two checkpoints with the server's weights and moments, the model at the end, and what every client
+            # received once.
+            stored_bytes=4 * weights + 2 * moments + kept + features,
         )
 
 

@@ -133,6 +133,7 @@ def method_config(config: Config, name: str) -> Config:
         return config
     tree = config.model_dump(mode="json")
     tree["method"] = {"name": name}
+    tree["server"] = {}  # not every method has an optimiser on its server, and none costs a client anything
     tree["train"]["mask_ratio"] = METHODS[name].target.usual_mask_ratio
     return validate(tree)
 

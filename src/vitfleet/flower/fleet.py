@@ -9,7 +9,7 @@ from flwr.common import MessageType
 from flwr.serverapp import Grid
 
 from vitfleet.config.plugins import used_components
-from vitfleet.config.registry import AGGREGATIONS
+from vitfleet.config.registry import AGGREGATIONS, SERVER_OPTIMIZERS
 from vitfleet.config.schema import Config, DataConfig, FleetConfig, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
@@ -38,7 +38,8 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
     model_config = config.model.model_copy(update={"weights": None})
     # What only the server uses needs not be installed on the clients.
     server_only: dict[str, object] = {"plugins": (), "metrics": {}, "callbacks": {}, "trackers": {}}
-    server_only |= {"aggregate": AGGREGATIONS.make_params("mean"), "machine": MachineConfig()}
+    server_only |= {"aggregate": AGGREGATIONS.make_params("mean"), "server": SERVER_OPTIMIZERS.make_params("sgd")}
+    server_only["machine"] = MachineConfig()
     shared = config.model_copy(update={"data": data_config, "model": model_config, **server_only})
     needed = [f"{used.kind}:{used.name}:{used.sha256}" for used in used_components(shared)]
     images = data.train

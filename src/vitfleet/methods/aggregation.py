@@ -136,17 +136,16 @@ class WeightedMean(Aggregator):
         return samples
 
     def _clipped(self, weights: Tensors) -> tuple[Tensors, float]:
-        """Return the weights, scaled towards the server's if the update is longer than ``clip``, and its norm."""
+        """Return the weights, scaled towards the server's if the update exceeds ``clip_update``, and its norm."""
         config, reference = self.config, self.server_state.tensors
-        if config.max_norm is None and config.clip is None and config.norm_factor is None:
+        if config.clip_update is None and config.norm_factor is None:
             return weights, 0.0
         norm = update_norm(weights, reference)
-        if config.max_norm is not None and not norm <= config.max_norm:
-            raise RejectedUpdateError(f"its update has the norm {norm:.3g}; aggregate.max_norm = {config.max_norm:g}")
-        if config.clip is None or norm <= config.clip:
+        if config.clip_update is None or norm <= config.clip_update:
             return weights, norm
+        share = config.clip_update / norm
         clipped = {
-            name: torch.lerp(reference[name], tensor, config.clip / norm) if tensor.is_floating_point() else tensor
+            name: torch.lerp(reference[name], tensor, share) if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
         }
         return clipped, norm

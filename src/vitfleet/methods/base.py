@@ -208,7 +208,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def finish(self) -> State:
-        """Return the server's new state."""
+        """Return the server's new state. Tensors that no client sent are the same objects as before."""
 
 
 Params = TypeVar("Params", bound=MethodParams)
@@ -272,6 +272,11 @@ class Method(ABC, Generic[Params]):
             raise ConfigError(
                 "eval.body", config.eval.body, f"must be own: with {params.name} no client has a shared body of its own"
             )
+
+    @classmethod
+    def averages_weights(cls, params: Params) -> bool:
+        """Return whether the server averages weights that clients send: what a server optimiser applies to."""
+        return True
 
     @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_tasks: Sequence[int]) -> None:

@@ -44,6 +44,8 @@ from vitfleet.run.manifest import (
 from vitfleet.run.state import RunState
 from vitfleet.wire import parse_numbers, read_payload, write_payload
 
+_MOMENTS = "moments"  # name of the part of a stored server state that holds the server optimiser's
+
 logger = logging.getLogger(__name__)
 
 
@@ -177,8 +179,12 @@ class Checkpoints:
             return None
         manifest = self.latest
         parts = {key: self._map(name) for key, name in manifest.parts.items()}
-        self._parts = {key: part.to(device) if is_past_state(key) else part for key, part in parts.items()}
-        stored = replace(self.read(manifest.server).to(device), parts=dict(self._parts))
+        self._parts = {
+            key: part.to(device) if is_past_state(key) or key == _MOMENTS else part for key, part in parts.items()
+        }
+        parts = dict(self._parts)
+        moments = parts.pop(_MOMENTS, State())
+        stored = replace(self.read(manifest.server).to(device), parts=parts)
         server, in_flight = InFlight.unpack(stored, manifest.virtual_seconds)
         return RunState(
             server,
@@ -188,6 +194,7 @@ class Checkpoints:
             last_seen=dict(manifest.last_seen),
             in_flight=in_flight,
             update_sizes=tuple(manifest.update_sizes),
+            moments=moments,
             stop_reason=manifest.stop_reason,
         )
 
@@ -211,6 +218,8 @@ class Checkpoints:
                 clients[client] = f"client-{client:06d}-round-{state.round:06d}.safetensors"
                 files[clients[client]] = client_state
         stored = state.in_flight.pack(state.server)
+        if state.moments.tensors:
+            stored = replace(stored, parts={**stored.parts, _MOMENTS: state.moments})
         parts = self._part_files(stored, state.round)
         written = self.latest.files() if self.latest else set()
         files |= {name: stored.parts[key] for key, name in parts.items() if name not in written}

@@ -16,6 +16,7 @@ from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State
 from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
 from vitfleet.methods.reported_numbers import parse_numbers
+from vitfleet.methods.server_optimizers import apply_server_optimizer
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.context import RunContext
@@ -37,7 +38,7 @@ def run_round(
     aggregator = context.method.aggregator(state.server, round)
     aggregator.earlier_sizes = state.update_sizes
     collected = _collect_updates(context, state, round, plans, aggregator, progress)
-    server, rejected = _aggregate(context, state, round, aggregator, collected.accepted, progress)
+    server, moments, rejected = _aggregate(context, state, round, aggregator, collected.accepted, progress)
     used = {client for client in collected.accepted if client not in rejected}
     context.fleet.commit(used)
     entries = sorted(
@@ -46,6 +47,7 @@ def run_round(
     state = replace(
         _without_clients(state, collected.lost_state),
         server=server,
+        moments=moments,
         round=round,
         total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
         total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
@@ -169,16 +171,19 @@ def _aggregate(
     aggregator: Aggregator,
     accepted: Sequence[int],
     progress: Progress,
-) -> tuple[State, Mapping[int, str]]:
-    """Return the server state after a round, and why the updates of clients were rejected as a whole."""
+) -> tuple[State, State, Mapping[int, str]]:
+    """Return the server state and its optimiser's moments after a round, and why updates were rejected as a whole."""
     minimum = context.config.fleet.min_replies
     if len(accepted) < minimum:
         reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
-        return state.server, dict.fromkeys(accepted, reason)
-    server = aggregator.finish()
+        return state.server, state.moments, dict.fromkeys(accepted, reason)
+    parameters = context.net.anatomy.parameters
+    server, moments = apply_server_optimizer(
+        context.config.server, state.server, aggregator.finish(), state.moments, parameters
+    )
     trains = type(context.method).server_update is not Method.server_update
     with (progress if trains else NO_PROGRESS).task(f"round {round}: the server trains", 1):
-        return _update_server(context, server, round), aggregator.rejected
+        return _update_server(context, server, round), moments, aggregator.rejected
 
 
 def _update_server(context: RunContext, server: State, round: int) -> State:

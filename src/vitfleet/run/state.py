@@ -17,7 +17,7 @@ class RunState:
     Attributes
     ----------
     server
-        The server state.
+        The method's state on the server.
     round
         The last finished round, 0 before the first.
     total_up_bytes, total_down_bytes
@@ -32,6 +32,8 @@ class RunState:
         Clients that are training while the server moves on, and the virtual clock.
     update_sizes
         Sizes of the updates that were used in the last round: those of the next round are compared with them.
+    moments
+        What the server optimiser keeps. Methods do not see it, so no message has it.
     stop_reason
         Why the run was stopped early; ``None`` if it was not.
     """
@@ -45,6 +47,7 @@ class RunState:
     task_records: tuple[TaskRecord, ...] = ()
     in_flight: InFlight = field(default_factory=InFlight)
     update_sizes: tuple[float, ...] = ()
+    moments: State = field(default_factory=State)
     stop_reason: str | None = None
 
     def is_finished(self, rounds: int) -> bool:

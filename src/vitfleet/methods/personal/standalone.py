@@ -20,6 +20,11 @@ class Standalone(Method[StandaloneParams]):
 
     has_global_model = False
 
+    @classmethod
+    def averages_weights(cls, params: StandaloneParams) -> bool:
+        """Return that nothing is averaged."""
+        return False
+
     @property
     def trainable(self) -> Selection:
         """The whole model."""

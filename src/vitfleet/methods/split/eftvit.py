@@ -102,6 +102,11 @@ class EftVit(Method[EftVitParams]):
             )
             raise ConfigError("method.train_head", params.train_head, remedy)
 
+    @classmethod
+    def averages_weights(cls, params: EftVitParams) -> bool:
+        """Return whether local modules are averaged."""
+        return params.average_local is not None
+
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
         if not self.anatomy.uniform_blocks:
