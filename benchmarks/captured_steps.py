@@ -42,10 +42,10 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.stack_inputs import ClientFit
-from vitfleet.training.step import FitResult
 from vitfleet.training.runner_cache import RunnerCache
 from vitfleet.training.stack import Stack
+from vitfleet.training.stack_inputs import ClientFit
+from vitfleet.training.step import FitResult
 from vitfleet.training.step_runner import CudaGraphRunner, StepKind, step_kinds
 from vitfleet.training.trainer import Trainer
 

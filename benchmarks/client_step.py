@@ -28,8 +28,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import set_up_machine
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100

@@ -25,13 +25,18 @@ import torch
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
+from vitfleet.methods.continual.projection import (
+    GradientIntegrator,
+    MostDissimilar,
+    inner_products,
+    solve_dual,
+    to_chunks,
+)
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import ClientFit, RngContext
-from vitfleet.methods.continual.projection import solve_dual
-from vitfleet.training.machine import set_up_machine
 from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.machine import set_up_machine
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
-from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, inner_products, to_chunks
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100

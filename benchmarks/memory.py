@@ -38,8 +38,8 @@ from vitfleet.methods import ClientJob, ClientUpdate, Method, MethodContext, ada
 from vitfleet.methods.continual.stored_samples import StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
 
 CLASSES, IMAGE_SIZE, ROUNDS, STEPS = 100, 224, 2, 3

@@ -32,14 +32,14 @@ from vitfleet.costs.cost_model import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
+from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.split.eftvit import EftVit, EftVitParams
-from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.driver import Participant, run_cohort
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 SEED = 0

@@ -13,8 +13,8 @@ from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Request
 from vitfleet.fleet.client_runtime import divergence
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
-from vitfleet.methods.base import train_metrics
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.base import train_metrics
 from vitfleet.models.net import Net
 from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective

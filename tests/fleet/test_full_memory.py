@@ -16,8 +16,8 @@ from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.training.driver import Participant
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.runner_cache import RunnerCache
+from vitfleet.training.stack_inputs import RngContext
 
 
 class LimitedMemory:

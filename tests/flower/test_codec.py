@@ -27,7 +27,7 @@ from vitfleet.flower.codec import (
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.reported import RejectedUpdateError
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -7,12 +7,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vitfleet.methods.aggregation.weighted_mean.rules import MeanParams, MedianParams, TrimmedMeanParams
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, State
-from vitfleet.methods.aggregation import WeightedMean, norm_outliers, update_norm
-from vitfleet.methods.aggregation_rules import MeanParams, MedianParams, TrimmedMeanParams
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean, norm_outliers, update_norm
+from vitfleet.methods.reported import RejectedUpdateError
 
 KNOWN = State({"w": torch.zeros(4, 3), "b": torch.zeros(3)})
 

@@ -18,17 +18,16 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message
 from vitfleet.methods import ClientJob, MethodContext
-from vitfleet.methods.continual.replay import DarkExperienceLoss
 from vitfleet.methods.continual.ewc import Ewc, EwcParams
 from vitfleet.methods.continual.mas import Mas, MasParams
-from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss
-from vitfleet.methods.continual.quadratic_penalty import measured_importance
+from vitfleet.methods.continual.projection import project_gradient
+from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss, measured_importance
+from vitfleet.methods.continual.replay import DarkExperienceLoss
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.machine import Machine
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import ReplayedSamples, Step
-from vitfleet.methods.continual.projection import project_gradient
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CPU = torch.device("cpu")

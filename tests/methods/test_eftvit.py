@@ -22,7 +22,7 @@ from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import MethodContext
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

@@ -10,6 +10,7 @@ from conftest import MakeShard
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import State
+from vitfleet.methods.continual.fedvit import FedVitParams
 from vitfleet.methods.continual.stored_samples import (
     StoredSamples,
     limit_memory,
@@ -20,7 +21,6 @@ from vitfleet.methods.continual.stored_samples import (
     select_samples,
     store_task,
 )
-from vitfleet.methods.continual.fedvit import FedVitParams
 from vitfleet.wire import decode, encode
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 4 + [7])

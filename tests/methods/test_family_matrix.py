@@ -14,14 +14,13 @@ from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import State, Tensors
-from vitfleet.methods.base import ClientJob, ClientUpdate, Method, adapt_model, make_method
-from vitfleet.methods.base import MethodContext
+from vitfleet.methods.base import ClientJob, ClientUpdate, Method, MethodContext, adapt_model, make_method
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.driver import Participant, run_cohort
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, encoded_size
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from vitfleet.methods.aggregation.weighted_mean.rules import MeanParams
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
-from vitfleet.methods.aggregation import WeightedMean
-from vitfleet.methods.aggregation_rules import MeanParams
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step import Fit, FitResult, Objective

@@ -14,8 +14,7 @@ from torch.func import functional_call
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
-from vitfleet.methods.continual.fedknow import FedKnowParams
-from vitfleet.methods.continual.fedknow import extract_knowledge, make_teachers, read_knowledge
+from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_participant

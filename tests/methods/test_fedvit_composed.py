@@ -28,8 +28,8 @@ from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size

@@ -11,10 +11,10 @@ from fedweit_clients import SETTINGS, make_fedweit, random_sparse
 
 from conftest import MakeContext
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.continual.decomposed_tasks import read_knowledge
 from vitfleet.methods.continual.fedweit import FedWeit
 from vitfleet.methods.continual.sparse_weights import check_sparse
+from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
 from vitfleet.wire import tensors_size
 

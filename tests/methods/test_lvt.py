@@ -20,8 +20,8 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, Lvt, MethodContext, adapt_model
-from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.methods.continual.lvt import LvtParams
+from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose

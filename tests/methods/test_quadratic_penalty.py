@@ -22,8 +22,13 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, weight_importance
 from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
 from vitfleet.methods.continual.mas import Mas, MasParams
-from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss, Penalty, read_learned
-from vitfleet.methods.continual.quadratic_penalty import images_per_step, measured_importance
+from vitfleet.methods.continual.quadratic_penalty import (
+    PenalizedLoss,
+    Penalty,
+    images_per_step,
+    measured_importance,
+    read_learned,
+)
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_participant

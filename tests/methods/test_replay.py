@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, DerPlusPlus, ExperienceReplay
-from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams
+from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams, ErParams
 from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
-from vitfleet.methods.continual.replay import ErParams
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_participant

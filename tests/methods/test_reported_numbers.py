@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from conftest import MakeContext
-from vitfleet.methods.base import Method, RejectedUpdateError
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
+from vitfleet.methods.base import Method
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
-from vitfleet.methods.reported_numbers import MAX_NUMBER, parse_numbers
+from vitfleet.methods.reported import MAX_NUMBER, RejectedUpdateError, parse_numbers
 
 HONEST: dict[str, Any] = {"samples": 3, "loss": 0.5}
 

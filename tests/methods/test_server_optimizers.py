@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-from vitfleet.config.base import ServerOptimizerParams
-from vitfleet.config.registry import SERVER_OPTIMIZERS
-from vitfleet.message import State
-from vitfleet.methods.server_optimizers import (
+from vitfleet.methods.aggregation.weighted_mean.server_optimizers import (
     AdagradParams,
     AdamParams,
     MomentumParams,
@@ -21,6 +17,10 @@ from vitfleet.methods.server_optimizers import (
     apply_server_optimizer,
     moment_bytes,
 )
+
+from vitfleet.config.base import ServerOptimizerParams
+from vitfleet.config.registry import SERVER_OPTIMIZERS
+from vitfleet.message import State
 
 ROUNDS = 6
 TAU = 0.02

@@ -20,8 +20,7 @@ from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes
-from vitfleet.methods.averaging.layer_sharing import top_k
+from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes, top_k
 from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -30,8 +29,8 @@ from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.machine import Machine
+from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size

@@ -21,9 +21,9 @@ from vitfleet.data.images import ImageSet
 from vitfleet.data.partition import ClientIndices
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
-from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
+from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

@@ -14,8 +14,8 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
 from vitfleet.training.driver import group_fits
-from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.local_training import ReplayBuffer
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.trainer import Trainer
 

@@ -17,9 +17,9 @@ from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.training.client_stack import Cohort
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
 
 

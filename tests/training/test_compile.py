@@ -15,8 +15,8 @@ from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.machine import set_up_machine
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer

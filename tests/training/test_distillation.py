@@ -15,14 +15,14 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
+from vitfleet.methods.continual.fedknow import distillation_losses, expand_weights
+from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import ClientFit, RngContext
-from vitfleet.methods.continual.fedknow import distillation_losses, expand_weights
 from vitfleet.training.local_training import Teachers
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
-from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])

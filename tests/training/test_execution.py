@@ -15,9 +15,9 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.models.net import Net
 from vitfleet.training.driver import group_fits
-from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.execution import ExecutionSummary
 from vitfleet.training.machine import Machine
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner
 from vitfleet.training.trainer import Trainer, preprocess_for

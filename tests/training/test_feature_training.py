@@ -12,8 +12,8 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
 from vitfleet.training.machine import normalize_device, resolve_machine_config, set_up_machine
+from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 

@@ -15,10 +15,10 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
-from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.methods.continual.bcn import SequentialGame, game_gradients, unit_per_image
+from vitfleet.models.net import Net
 from vitfleet.training.local_training import ReplayBuffer
+from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, cross_entropy
 from vitfleet.training.step_runner import CudaGraphRunner
 

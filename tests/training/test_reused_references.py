@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from conftest import MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
+from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, project_gradient
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.client_stack import Cohort
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.local_training import EpisodicMemory
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
-from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, project_gradient
 
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "lr": 0.1}
 MakeMemory = Callable[[int], EpisodicMemory]

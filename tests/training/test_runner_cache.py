@@ -12,9 +12,9 @@ import pytest
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.training import runner_cache
+from vitfleet.training.runner_cache import RunnerCache
 from vitfleet.training.stack_inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.runner_cache import RunnerCache
 from vitfleet.training.step_runner import CudaGraphRunner
 
 

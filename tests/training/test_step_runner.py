@@ -16,6 +16,7 @@ from conftest import MakeConfig, MakeShard, MakeTrainer
 from emulated_graphs import set_up_with_graphs
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import UserError
+from vitfleet.methods.continual.projection import GradientIntegrator
 from vitfleet.methods.continual.replay import replay_loss
 from vitfleet.models.net import Net
 from vitfleet.run import setup
@@ -23,11 +24,10 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.client_stack import Cohort
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.local_training import EpisodicMemory, ReplayBuffer
+from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
-from vitfleet.methods.continual.projection import GradientIntegrator
 from vitfleet.training.trainer import Trainer
 
 

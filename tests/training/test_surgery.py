@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from scipy.stats import wasserstein_distance
 from torch import Tensor
 
-from vitfleet.methods.continual.projection import solve_dual
-from vitfleet.training.step import ReferenceGradients, Step
 from vitfleet.methods.continual.projection import (
     COUNT_NAMES,
     OBTUSE,
@@ -26,9 +24,11 @@ from vitfleet.methods.continual.projection import (
     has_obtuse_angle,
     inner_products,
     project_gradient,
+    solve_dual,
     to_chunks,
     wasserstein_distances,
 )
+from vitfleet.training.step import ReferenceGradients, Step
 
 Floats = NDArray[np.float64]
 

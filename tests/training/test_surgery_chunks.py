@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.training.step import ReferenceGradients, Step
 from vitfleet.methods.continual.projection import (
     CHUNK,
     GradientIntegrator,
@@ -19,6 +18,7 @@ from vitfleet.methods.continual.projection import (
     project_gradient,
     to_chunks,
 )
+from vitfleet.training.step import ReferenceGradients, Step
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "below": {"a": (5, 7), "b": (CHUNK - 1,)},

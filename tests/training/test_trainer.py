@@ -18,9 +18,9 @@ from vitfleet.message import Tensors
 from vitfleet.models.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
+from vitfleet.training.optim import learning_rate
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
-from vitfleet.training.optim import learning_rate
 from vitfleet.training.trainer import Trainer
 
 RNG = RngContext(seed=7, round=3, client=2)

@@ -20,8 +20,7 @@ from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
 from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.flower.record_keys import CHUNK, HEADER
 from vitfleet.message import Message
-from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.reported_numbers import MAX_NUMBER, check_numbers
+from vitfleet.methods.reported import MAX_NUMBER, RejectedUpdateError, check_numbers
 from vitfleet.wire import decode_received, encode_chunks
 
 

@@ -22,7 +22,7 @@ from vitfleet.methods.continual.dytox import DyTox  # isort: skip
 from vitfleet.methods.continual.bcn import Bcn  # isort: skip
 from vitfleet.methods.continual.lvt import Lvt  # isort: skip
 from vitfleet.methods.continual.joint import Joint  # isort: skip
-from vitfleet.methods.client_metrics import ClientMetric, reduce_client_metrics  # isort: skip
+from vitfleet.methods.reported import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.base import (  # isort: skip
     Aggregator,
     ClientGenerator,

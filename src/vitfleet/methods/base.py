@@ -31,7 +31,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.tasks import TaskClasses, task_classes
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
-from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Anatomy, Selection
 from vitfleet.models.net import Net
 from vitfleet.training.local_training import LocalResult, LocalTraining
@@ -170,10 +170,6 @@ class ServerWork:
 
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
 ServerGenerator: TypeAlias = Generator[LocalTraining, LocalResult, State]
-
-
-class RejectedUpdateError(Exception):
-    """A client's update cannot be used. The message is the reason."""
 
 
 class Aggregator(ABC):

@@ -14,9 +14,9 @@ from vitfleet.data.images import Shard
 from vitfleet.errors import printable
 from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State
-from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
-from vitfleet.methods.reported_numbers import parse_numbers
-from vitfleet.methods.server_optimizers import apply_server_optimizer
+from vitfleet.methods.aggregation.weighted_mean.server_optimizers import apply_server_optimizer
+from vitfleet.methods.base import Aggregator, Method
+from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run import continual
 from vitfleet.run.context import RunContext

@@ -7,8 +7,8 @@ from pydantic import Field
 from vitfleet import register_method
 from vitfleet.config.base import MethodParams
 from vitfleet.message import State
-from vitfleet.methods.aggregation import WeightedMean, update_norm
-from vitfleet.methods.fedavg import WeightAveraging
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean, update_norm
+from vitfleet.methods.averaging.fedavg import WeightAveraging
 
 
 class FedExPParams(MethodParams):

@@ -11,7 +11,7 @@ from typing import TypeVar
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalTraining

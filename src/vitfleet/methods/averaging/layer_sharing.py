@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, Numbers, State, Tensors
-from vitfleet.methods.aggregation import WeightedMean
-from vitfleet.methods.base import RejectedUpdateError
-from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
+from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.anatomy import Anatomy, AttentionProjections, Selection
 from vitfleet.training.local_training import LocalResult
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Message, State, Tensors, to_device, with_prefix
-from vitfleet.methods.aggregation import WeightedMean
-from vitfleet.methods.base import Aggregator, RejectedUpdateError
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
+from vitfleet.methods.base import Aggregator
 from vitfleet.methods.continual.decomposed_tasks import KEPT, LATEST_TASK, OTHERS, PAST_TASKS
 from vitfleet.methods.continual.decomposition import ADAPTIVE, KNOWLEDGE
 from vitfleet.methods.continual.sparse_weights import SparseVector, check_sparse
+from vitfleet.methods.reported import RejectedUpdateError
 
 CLIENT, TASK = "client", "task"  # numbers of a part
 STORED_TASKS = 2  # per client

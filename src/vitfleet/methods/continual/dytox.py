@@ -38,7 +38,6 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.message import Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.continual.stored_samples import (
     MEMORY_METRICS,
     REPLAY,
@@ -47,6 +46,7 @@ from vitfleet.methods.continual.stored_samples import (
     drawn_before,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.task_tokens import (
     CURRENT,

@@ -40,10 +40,10 @@ from vitfleet.config.registry import register_method
 from vitfleet.data.rounding import round_half_up
 from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, mask_other_tasks

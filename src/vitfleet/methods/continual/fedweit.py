@@ -52,7 +52,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors, add_prefix, with_prefix
-from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
@@ -62,7 +62,6 @@ from vitfleet.methods.base import (
     MethodContext,
     train_metrics,
 )
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.continual.adaptive_store import AdaptiveStoreUpdate, knowledge_for
 from vitfleet.methods.continual.decomposed_tasks import (
     KEPT,
@@ -86,6 +85,7 @@ from vitfleet.methods.continual.decomposition import (
     transferred,
 )
 from vitfleet.methods.continual.sparse_weights import SparseVector, densify, sparsify
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
 

@@ -38,7 +38,6 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, Tensors
 from vitfleet.methods.base import ClientJob, MethodContext
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.continual.quadratic_penalty import whole_images
 from vitfleet.methods.continual.replay import ReplayParams
 from vitfleet.methods.continual.stored_samples import (
@@ -50,6 +49,7 @@ from vitfleet.methods.continual.stored_samples import (
     reported_counts,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.external_keys import add_external_keys, external_keys
 from vitfleet.training.local_training import LocalTraining

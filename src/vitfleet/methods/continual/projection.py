@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vitfleet.message import Numbers, Tensors
-from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.training.local_training import LocalResult
 
 VANISHING_RATIO = 1e-7  # a projected gradient that is this much shorter than g is all rounding errors: it is zero

@@ -27,8 +27,8 @@ from torch import Tensor
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Loss, Outputs, Samples, cross_entropy

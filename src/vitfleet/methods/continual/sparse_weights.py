@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors, all_finite
-from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.continual.fedknow import expand_weights
+from vitfleet.methods.reported import RejectedUpdateError
 
 VALUES, INDICES = "values", "indices"
 OTHERS_MULTIPLE = 4  # the number of stacked vectors is rounded up, so that shapes recur and captured steps are reused

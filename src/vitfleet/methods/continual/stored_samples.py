@@ -20,9 +20,9 @@ from vitfleet.data.images import Shard
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors, label_dtype
-from vitfleet.methods.base import ClientJob, RejectedUpdateError
-from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.base import ClientJob
 from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody, TrainedClient
+from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, SampleSet

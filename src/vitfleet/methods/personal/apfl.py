@@ -35,7 +35,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.averaging.fedavg import WeightAveraging
 from vitfleet.methods.base import ClientGenerator, ClientJob, ClientUpdate, train_metrics
-from vitfleet.methods.client_metrics import ClientMetric
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.samples import Samples, cross_entropy

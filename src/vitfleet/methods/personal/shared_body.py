@@ -19,7 +19,7 @@ from pydantic import Field
 
 from vitfleet.config.base import MethodParams
 from vitfleet.message import Message, Numbers, State, Tensors
-from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,

@@ -24,7 +24,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.features import FeatureSet
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,

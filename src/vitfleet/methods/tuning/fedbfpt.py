@@ -24,7 +24,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation import WeightedMean
+from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
@@ -34,8 +34,8 @@ from vitfleet.methods.base import (
     MethodContext,
     train_metrics,
 )
-from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.params import check_layers
+from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, LocalTraining

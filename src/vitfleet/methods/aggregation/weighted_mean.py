@@ -13,9 +13,10 @@ from torch import Tensor
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation_rules import AggregationRule, MeanParams, is_weighted_mean
-from vitfleet.methods.base import Aggregator, RejectedUpdateError
-from vitfleet.methods.update_limits import UpdateLimits
+from vitfleet.methods.aggregation.weighted_mean.limits import UpdateLimits
+from vitfleet.methods.aggregation.weighted_mean.rules import AggregationRule, MeanParams, is_weighted_mean
+from vitfleet.methods.base import Aggregator
+from vitfleet.methods.reported import RejectedUpdateError
 
 
 def check_weights(received: Tensors, expected: Tensors) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Tensors, all_finite
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.reported import RejectedUpdateError
 
 MIN_COMPARED = 3  # of fewer updates nobody knows which one is wrong
 CHUNK_BYTES = 2**26  # differences are computed for tensors of at most so many bytes at once

@@ -1,20 +1,84 @@
-"""The numbers that a client reports with its update, parsed into what its method declares before anything uses them."""
+"""The numbers that a method's clients report with their updates: their declarations, and how they are checked.
+
+Generic code (the summary, the terminal, the report) reads the declarations instead of knowing any method's numbers.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vitfleet.errors import shown
 from vitfleet.message import Number, Numbers
-from vitfleet.methods.base import Method, RejectedUpdateError
-from vitfleet.methods.client_metrics import ClientMetric
+
+if TYPE_CHECKING:
+    from vitfleet.methods.base import Method
+
+Reduction: TypeAlias = Literal["sum", "mean", "max"]
+#: What a client may report: a whole number ≥ 0, any number, a list of either, or anything of these.
+Form: TypeAlias = Literal["count", "number", "counts", "numbers", "any"]
+REDUCTIONS: Mapping[Reduction, Callable[[list[int | float]], int | float]] = {"sum": sum, "mean": fmean, "max": max}
 
 MAX_NUMBER = 2**53  # the largest up to which a float represents every integer
 MAX_LIST_LENGTH = 65536
 MAX_NAMES = 100
 MAX_NAME_LENGTH = 100  # characters
 SHOWN = 80  # characters of a wrong value in a reason: it is written into the records
+
+
+class RejectedUpdateError(Exception):
+    """A client's update cannot be used. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class ClientMetric:
+    """A number, or a list of numbers, that clients report with their updates.
+
+    Attributes
+    ----------
+    name
+        Its key among the numbers of a client's message and in the records.
+    description
+        What it is, as the label of a row in a table.
+    reduction
+        How the values of all clients and rounds become the one in the run's summary; ``None``: it is not summarised.
+    warning
+        Whether a summarised value other than zero is a warning; zero is then not worth a row in a table.
+    form
+        What it is; an update that reports anything else is rejected.
+    """
+
+    name: str
+    description: str
+    reduction: Reduction | None = None
+    warning: bool = False
+    form: Form = "any"
+
+
+def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Numbers]) -> dict[str, int | float]:
+    """Return the summarised value of every metric that was reported at least once, in the order of declaration.
+
+    Parameters
+    ----------
+    metrics
+        The method's declarations.
+    reported
+        The numbers of every client's update, over all rounds.
+    """
+    values: dict[str, list[int | float]] = {metric.name: [] for metric in metrics if metric.reduction is not None}
+    for numbers in reported:
+        for name, column in values.items():
+            value = numbers.get(name)
+            if isinstance(value, int | float):
+                column.append(value)
+    return {
+        metric.name: REDUCTIONS[metric.reduction](values[metric.name])
+        for metric in metrics
+        if metric.reduction is not None and values[metric.name]
+    }
 
 
 def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
