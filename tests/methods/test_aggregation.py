@@ -7,10 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vitfleet.methods.aggregation.weighted_mean.rules import MeanParams, MedianParams, TrimmedMeanParams
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, State
+from vitfleet.methods.aggregation.rules import MeanParams, MedianParams, TrimmedMeanParams
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean, norm_outliers, update_norm
 from vitfleet.methods.reported import RejectedUpdateError
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from vitfleet.methods.aggregation.weighted_mean.rules import MeanParams
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods.aggregation.rules import MeanParams
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.reported import RejectedUpdateError

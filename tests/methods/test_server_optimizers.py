@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vitfleet.methods.aggregation.weighted_mean.server_optimizers import (
+
+from vitfleet.config.base import ServerOptimizerParams
+from vitfleet.config.registry import SERVER_OPTIMIZERS
+from vitfleet.message import State
+from vitfleet.methods.aggregation.server_optimizers import (
     AdagradParams,
     AdamParams,
     MomentumParams,
@@ -17,10 +21,6 @@ from vitfleet.methods.aggregation.weighted_mean.server_optimizers import (
     apply_server_optimizer,
     moment_bytes,
 )
-
-from vitfleet.config.base import ServerOptimizerParams
-from vitfleet.config.registry import SERVER_OPTIMIZERS
-from vitfleet.message import State
 
 ROUNDS = 6
 TAU = 0.02

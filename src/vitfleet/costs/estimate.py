@@ -30,7 +30,7 @@ from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
-from vitfleet.methods.aggregation.weighted_mean.server_optimizers import moment_bytes
+from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.net import Net
 from vitfleet.models.request import USUAL_GRID, fewer_patches
 from vitfleet.training.local_training import LocalTraining

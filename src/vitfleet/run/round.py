@@ -14,7 +14,7 @@ from vitfleet.data.images import Shard
 from vitfleet.errors import printable
 from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
 from vitfleet.message import Message, Number, State
-from vitfleet.methods.aggregation.weighted_mean.server_optimizers import apply_server_optimizer
+from vitfleet.methods.aggregation.server_optimizers import apply_server_optimizer
 from vitfleet.methods.base import Aggregator, Method
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress

@@ -13,8 +13,8 @@ from torch import Tensor
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation.weighted_mean.limits import UpdateLimits
-from vitfleet.methods.aggregation.weighted_mean.rules import AggregationRule, MeanParams, is_weighted_mean
+from vitfleet.methods.aggregation.limits import UpdateLimits
+from vitfleet.methods.aggregation.rules import AggregationRule, MeanParams, is_weighted_mean
 from vitfleet.methods.base import Aggregator
 from vitfleet.methods.reported import RejectedUpdateError
 

@@ -9,8 +9,8 @@ import torch
 
 from vitfleet.data.features import Features
 from vitfleet.message import Message, State, Tensors, label_dtype, to_device
+from vitfleet.methods.aggregation.limits import check_rms
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean, norm_outliers
-from vitfleet.methods.aggregation.weighted_mean.limits import check_rms
 from vitfleet.methods.base import Aggregator, MethodContext
 from vitfleet.methods.reported import RejectedUpdateError
 
