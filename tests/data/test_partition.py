@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vitfleet.config.base import PartitionParams
-from vitfleet.data.partition import (
+from vitfleet.data.partitions.assign import (
     ClientIndices,
     Partition,
     assign_by_shares,
     make_partition,
     training_shares,
 )
-from vitfleet.data.partitioners import (
+from vitfleet.data.partitions.partitioners import (
     ClassesPartition,
     DirichletPartition,
     IidPartition,

@@ -18,9 +18,9 @@ from vitfleet.config.registry import DATASETS, Origin
 from vitfleet.config.schema import DataConfig, TasksConfig
 from vitfleet.data import decode, sources
 from vitfleet.data import shared_images as module
+from vitfleet.data.image_cache import VARIABLE, images_key, read_shared, shared_images
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.shared_images import VARIABLE, images_key, read_shared, shared_images
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_users_data_set_may_use_every_key(photos: DataConfig, monkeypatch: pyt
 def test_images_that_take_too_much_of_the_disk_are_decoded_again(
     photos: DataConfig, decoded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.data.shared_images.MAX_BYTES", 100)
+    monkeypatch.setattr("vitfleet.data.image_cache.MAX_BYTES", 100)
     with shared_images([photos, photos]):
         load_dataset(photos)
         load_dataset(photos)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from vitfleet.config.schema import TasksConfig
-from vitfleet.data.client_indices import Ints
+from vitfleet.data.partitions.client_indices import Ints
+from vitfleet.data.partitions.saved import ARRAYS_FILE, load_task_streams, save_task_streams
 from vitfleet.data.tasks import NO_TASK, TaskStreams, make_task_streams
-from vitfleet.data.tasks_io import ARRAYS_FILE, load_task_streams, save_task_streams
 from vitfleet.errors import ConfigError, DataError
 
 CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8

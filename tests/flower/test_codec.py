@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loopback import serialized_copy, with_encoded_message
 
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
-from vitfleet.flower.codec import (
+from vitfleet.flower.transport.codec import (
     pack_eval_reply,
     pack_eval_request,
     pack_reply,
@@ -24,8 +24,7 @@ from vitfleet.flower.codec import (
     unpack_reply,
     unpack_train_request,
 )
-from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.flower.record_keys import CHUNK, HEADER
+from vitfleet.flower.transport.payloads import CHUNK, HEADER, EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.methods.reported import RejectedUpdateError
 
@@ -145,7 +144,7 @@ LONG = "\x1b" * 10**6
 
 
 @pytest.mark.parametrize(
-    "key", ["round", "client", "task_index", "last_round", "channels", "side", "classes", "plugins"]
+    "key", ["round", "client", "task_index", "last_round", "channels", "image_size", "classes", "plugins"]
 )
 def test_a_wrong_value_of_a_request_is_shortened_in_the_error(key: str) -> None:
     content = pack_train_request(TrainPayload(Request(5, 2, MESSAGE), RUN_SPEC, None))

@@ -17,11 +17,10 @@ from test_connections import certs, poll, with_proxy
 from vitfleet import wire
 from vitfleet.flower import log_limit, record_keys
 from vitfleet.flower.certificates import Certs
-from vitfleet.flower.commands import ServerSettings
-from vitfleet.flower.connections import ConnectionLimits, ConnectionTable
-from vitfleet.flower.processes import PROXY_LOG, SUPERLINK_LOG
-from vitfleet.flower.proxy import MAX_PUSH_BYTES, MAX_REQUEST_BYTES, PUSH_MESSAGES
-from vitfleet.flower.server import follow
+from vitfleet.flower.server.connections import ConnectionLimits, ConnectionTable
+from vitfleet.flower.server.processes import PROXY_LOG, SUPERLINK_LOG, ServerSettings
+from vitfleet.flower.server.proxy import MAX_PUSH_BYTES, MAX_REQUEST_BYTES, PUSH_MESSAGES
+from vitfleet.flower.server.serve import follow
 
 __all__ = ["certs"]  # a fixture
 
@@ -80,7 +79,7 @@ def test_logs_of_a_server_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
             superlink.write(b", more")
             (tmp_path / "summary.json").touch()
 
-        monkeypatch.setattr("vitfleet.flower.server.time.sleep", write_more)
+        monkeypatch.setattr("vitfleet.flower.server.serve.time.sleep", write_more)
         follow(settings, tmp_path, 1)
     assert (tmp_path / SUPERLINK_LOG).read_bytes() == b", more"
     assert (tmp_path / "superlink.old.log").read_bytes() == b"the last 9"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from vitfleet.flower import processes
-from vitfleet.flower.log_limit import MAX_BYTES
-from vitfleet.flower.supernode_log import HEAD_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
+from vitfleet.flower.device.supernode import HEAD_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
 
 LOGS = Path(__file__).parent / "supernode_logs"
 KEY = Path("/srv/fleet/nodes/kitchen")

@@ -15,8 +15,8 @@ from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
 from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
-from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Selection
 from vitfleet.training.driver import run_participant
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
@@ -129,7 +129,7 @@ def test_three_tasks_as_by_hand(
 ) -> None:
     method = make_method(make_context, heads=heads)
     played = play(method, trainer, tiny_net, make_shard)
-    shared, names = list(method.shared), list(method.anatomy.whole)
+    shared, names = list(method.shared), list(method.parts.whole)
     for task_index, (received, update) in enumerate(played):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         hand, weights = Hand(tiny_net, TASKS, shard, round=task_index + 1), dict(received)
@@ -161,7 +161,7 @@ def test_three_tasks_as_by_hand(
         assert update.client_state is not None
         known = read_knowledge(update.client_state.tensors)
         assert sorted(known) == list(range(task_index + 1))
-        count = round(RHO * method.anatomy.count_parameters(method.anatomy.whole))
+        count = round(RHO * method.parts.count_parameters(method.parts.whole))
         assert {len(task.values) for task in known.values()} == {count}
         assert update.message.numbers["knowledge_bytes"] == (task_index + 1) * (8 * count + 2)
         assert update.message.numbers["known_tasks"] == sorted(known)

@@ -6,8 +6,7 @@ import numpy as np
 from PIL import Image
 
 from conftest import MakeConfig
-from vitfleet.data.batches import make_epoch_batches
-from vitfleet.data.epoch_draws import draw_epoch
+from vitfleet.data.batches import draw_epoch, make_epoch_batches
 from vitfleet.report.masked_patches import contact_sheet, draw_masked_patches
 from vitfleet.run.setup import open_run
 
@@ -30,8 +29,10 @@ def test_drawn_masks_equal_those_of_the_training(tiny_config: MakeConfig, tmp_pa
     client = int(context.partition.class_counts.sum(axis=1).argmax())
     samples = len(context.partition.train.for_client(client))
     kept = context.net.num_kept_patches(0.5)
-    side = context.data.train.image_size
-    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, context.net.num_patches, kept)
+    image_size = context.data.train.image_size
+    drawn = draw_epoch(
+        config.seed, 1, client, 0, samples, image_size, config.data.augment, context.net.num_patches, kept
+    )
     batch = make_epoch_batches([drawn], samples, kept, context.machine.device, stacked=False).batch(0, None)
     assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))

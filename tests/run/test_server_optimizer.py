@@ -18,9 +18,9 @@ from vitfleet.config.keys import every_key
 from vitfleet.config.registry import METHODS, SERVER_OPTIMIZERS
 from vitfleet.config.schema import Config
 from vitfleet.costs.estimate import estimate_run
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.flower.fleet import make_run_spec
+from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
@@ -101,7 +101,7 @@ def test_the_first_round_is_a_step_along_the_aggregated_change(
     """For every method: parameters that clients sent follow Adam, all else is as without an optimiser."""
     keys = (*keys_of(name.split()[0]), *AVERAGING[name])
     config = tiny_config(*keys, *ADAM)
-    parameters = open_run(config, tmp_path / "adam").net.anatomy.parameters
+    parameters = open_run(config, tmp_path / "adam").net.parts.parameters
     optimized, plain = run(config, tmp_path / "adam"), run(tiny_config(*keys), tmp_path / "plain")
     moments = optimized[1].moments.tensors
     for key, before, aggregate, after in compared(optimized[0], plain[1], optimized[1]):
@@ -155,7 +155,7 @@ def test_no_message_has_a_moment(tiny_config: MakeConfig, tmp_path: Path) -> Non
     assert state is not None
     assert state.moments.tensors
     message = context.method.client_message(state.server, 4, 0, None)
-    assert set(message.tensors) == set(context.net.anatomy.shapes)
+    assert set(message.tensors) == set(context.net.parts.shapes)
     assert not state.server.parts
 
 

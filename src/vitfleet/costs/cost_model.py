@@ -28,7 +28,7 @@ class CostModel:
     ----------
     method
         A method whose tensors are on the CPU; nothing is computed with them.
-    side
+    image_size
         Height and width of the clients' images in pixels; by default, the model's input size.
     counted
         Operations that were counted before, for models of the same shapes; new counts are added.
@@ -39,13 +39,13 @@ class CostModel:
         method: Method[Any],
         net: Net,
         train: TrainConfig,
-        side: int | None = None,
+        image_size: int | None = None,
         counted: dict[Hashable, Any] | None = None,
     ) -> None:
         self.method = method
         self.train = train
         self.net = net.with_constants_on("meta")
-        self.side = side or net.image_size
+        self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self.counter = FlopCounter(net, train, counted)
 
@@ -67,7 +67,7 @@ class CostModel:
             The numbers of the client's last message; ``None``: first round of the client.
         """
         kept = None if client_metrics is None else self._kept_state(client_metrics)
-        return dry_run(self.method, self.net, self.side, labels, round, client, task_index, kept, self.blank)
+        return dry_run(self.method, self.net, self.image_size, labels, round, client, task_index, kept, self.blank)
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
@@ -89,12 +89,12 @@ class CostModel:
     @cached_property
     def _first_round_state(self) -> State | None:
         """State that a client without images keeps after its first round."""
-        return dry_run(self.method, self.net, self.side, NO_LABELS).update.client_state
+        return dry_run(self.method, self.net, self.image_size, NO_LABELS).update.client_state
 
     def _kept_state(self, client_metrics: Numbers) -> State | None:
         if self._first_round_state is None:
             return None
-        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
+        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.image_size)
         numbers = {name: client_metrics.get(name, kept) for name, kept in self._first_round_state.numbers.items()}
         return State({**self._first_round_state.tensors, **stored}, numbers)
 

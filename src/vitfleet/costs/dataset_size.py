@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import probe_images, split_off_test
-from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
-from vitfleet.data.parquet import has_parquet
+from vitfleet.data.sources.image_folder import find_test_folder, read_image_folder
+from vitfleet.data.sources.tables import has_parquet
 from vitfleet.data.subsets import training_and_test_limit
 from vitfleet.errors import DataError
 
@@ -20,7 +20,7 @@ class DatasetSize:
 
     Attributes
     ----------
-    side
+    image_size
         Height and width of an image, in pixels.
     samples, test_samples
         Number of training images, and of the images that accuracy is measured on.
@@ -28,7 +28,7 @@ class DatasetSize:
 
     classes: int
     channels: int
-    side: int
+    image_size: int
     samples: int
     test_samples: int
 
@@ -41,7 +41,7 @@ class DatasetSize:
     @property
     def image_bytes(self) -> int:
         """Bytes of all images, one per pixel and channel."""
-        return (self.samples + self.test_samples) * self.channels * self.side**2
+        return (self.samples + self.test_samples) * self.channels * self.image_size**2
 
 
 DATASET_SIZES = {

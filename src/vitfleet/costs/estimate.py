@@ -31,8 +31,8 @@ from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
+from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
-from vitfleet.models.request import USUAL_GRID, fewer_patches
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import set_up_machine, thread_limit
 from vitfleet.training.memory_budget import estimate_client_bytes
@@ -145,11 +145,11 @@ def estimate_run(
 
 def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
     """Return that images are cut into many patches because the model's input size was left to the data."""
-    if config.model.image_size is not None or net.image_size != size.side or net.num_patches <= MANY_PATCHES:
+    if config.model.image_size is not None or net.image_size != size.image_size or net.num_patches <= MANY_PATCHES:
         return ""
     return (
-        f"model.image_size is not set: the model takes the images at {size.side} x {size.side} pixels in "
-        f"{net.num_patches:,} patches, and attention costs their square; {fewer_patches(size.side)} makes "
+        f"model.image_size is not set: the model takes the images at {size.image_size} x {size.image_size} pixels in "
+        f"{net.num_patches:,} patches, and attention costs their square; {fewer_patches(size.image_size)} makes "
         f"{USUAL_GRID**2} patches"
     )
 
@@ -239,7 +239,7 @@ class _RunWork:
 
     @classmethod
     def of(cls, config: Config, size: DatasetSize, method: Method[Any], net: Net) -> _RunWork:
-        cost_model = CostModel(method, net, config.train, size.side)
+        cost_model = CostModel(method, net, config.train, size.image_size)
         labels = typical_labels(config, size)
         first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
         images = _images_per_round(config, size, method, labels)
@@ -247,7 +247,7 @@ class _RunWork:
         forward_flops = cost_model.counter.evaluation
         trained = 0 if _remote(config) else config.fleet.asked
         per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
-        parameters = net.anatomy.count_parameters(net.anatomy.whole)
+        parameters = net.parts.count_parameters(net.parts.whole)
         weights, moments = FLOAT_BYTES * parameters, moment_bytes(config.server, parameters)
         # The checkpoint before the last has the states that its successor replaced.
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)

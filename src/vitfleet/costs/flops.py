@@ -111,7 +111,7 @@ class FlopCounter:
         sets = tuple((name, len(stored), stored.draws, stored.keep is None) for name, stored in training.sets.items())
         features = None if training.features is None else training.features.num_tokens
         key = (
-            self.net.layout.functional, shapes, training.trainable, training.step, kind, sets, features,
+            self.net.part_paths.functional, shapes, training.trainable, training.step, kind, sets, features,
             train.mask_ratio, tuple(training.constants),
         )  # fmt: skip
         if key not in self.counted:
@@ -122,8 +122,8 @@ class FlopCounter:
     @cached_property
     def evaluation(self) -> int:
         """The operations of the forward pass of a whole image."""
-        weights = {name: torch.empty(shape, device="meta") for name, shape in self.net.anatomy.shapes.items()}
-        return self.step(LocalTraining(weights, self.net.anatomy.whole, 1), masked=False).per_sample.forward
+        weights = {name: torch.empty(shape, device="meta") for name, shape in self.net.parts.shapes.items()}
+        return self.step(LocalTraining(weights, self.net.parts.whole, 1), masked=False).per_sample.forward
 
     def _count_step(self, training: LocalTraining, train: TrainConfig, kind: Hashable) -> StepPasses:
         stack, batch = meta_stack(self.net, training, train, size=1)
@@ -135,8 +135,8 @@ class FlopCounter:
 
 def full_flops(net: Net) -> Flops:
     """Count the operations of full training on an unmasked image, the reference for comparisons."""
-    weights = {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
-    return FlopCounter(net, TrainConfig()).step(LocalTraining(weights, net.anatomy.whole, 1)).per_sample
+    weights = {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
+    return FlopCounter(net, TrainConfig()).step(LocalTraining(weights, net.parts.whole, 1)).per_sample
 
 
 def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int) -> tuple[ClientStack, Batch]:
@@ -342,7 +342,7 @@ class CountedModels(ClientModels):
         # A model may have more weights than its own, such as a teacher's, and then computes more.
         shapes = frozenset((name, tensor.shape) for name, tensor in given.items())
         key = (
-            self.engine.net.layout.functional, shapes, trained, compose is not None, to_input, features_only, kept,
+            self.engine.net.part_paths.functional, shapes, trained, compose is not None, to_input, features_only, kept,
             tokens, options.get("split"), options.get("depth"), options.get("representation", False),
         )  # fmt: skip
         if key not in self.counted:
@@ -363,7 +363,7 @@ class CountedModels(ClientModels):
         net = self.engine.net
         if compose is not None:  # what is composed trains as the weights themselves would
             given = {**given, **compose({name: given[name] for name in trained}, self.constants.tensors)}
-        wanted = [name for name in trained if name in net.anatomy.shapes]
+        wanted = [name for name in trained if name in net.parts.shapes]
         leaves = {name: torch.empty_like(given[name], requires_grad=True) for name in wanted}
         weights = {**{name: torch.empty_like(tensor) for name, tensor in given.items()}, **leaves}
         # Not torch.autograd.grad: in it the counter fails where a module is called with a weight, as in timm's TNT.

@@ -165,7 +165,7 @@ def training_memory(
     received = _total_bytes([*held_tensors, *_tensors(training)])
     trained = _total_bytes([training.weights[name] for name in trained_tensors(net, training.trainable)])
     known = [] if known_steps is None else known_steps
-    conditions = (net.layout, _shapes(training), training.trainable, training.step, train, bf16, parts_at_once)
+    conditions = (net.part_paths, _shapes(training), training.trainable, training.step, train, bf16, parts_at_once)
     step = next((step for step in known if step.conditions == conditions), None)
     if step is None:
         step = TrackedStep(conditions, *_track_step(net, training, train, bf16, parts_at_once))

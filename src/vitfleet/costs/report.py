@@ -22,14 +22,13 @@ from vitfleet.costs.dry_run import typical_client
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
-from vitfleet.data.partition import make_partition
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import make_partition
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.tasks import make_task_streams, task_classes
 from vitfleet.errors import UserError
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
-from vitfleet.models.shapes_only import weights_without_values
-from vitfleet.models.zoo import build_model
+from vitfleet.models.zoo import build_model, weights_without_values
 from vitfleet.progress import NO_PROGRESS, Progress
 
 SECONDS_PER_DAY = 86_400.0
@@ -142,7 +141,7 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
     """Build a configuration's model with weights without values, which do not change the costs."""
     model = config.model.model_copy(update={"weights": None})
     with weights_without_values():
-        return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
+        return build_model(model, dataset.classes, dataset.channels, dataset.image_size, config.seed, adaptation)
 
 
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
@@ -156,7 +155,7 @@ def training_bytes(config: Config, progress: Progress = NO_PROGRESS) -> int:
     """Return the peak memory of a typical client's training, without its other costs."""
     dataset = _dataset_size(config, progress)
     method, net = _make_method(config, dataset)
-    cost_model = CostModel(method, net, config.train, dataset.side)
+    cost_model = CostModel(method, net, config.train, dataset.image_size)
     late_round = cost_model.late_round(typical_labels(config, dataset))
     return round_memory(net, late_round, config.train, config.machine.precision == "bf16").total
 
@@ -165,7 +164,7 @@ def _cost_report(
     config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
 ) -> CostReport:
     method, net = _make_method(config, dataset)
-    cost_model = CostModel(method, net, config.train, dataset.side, shared.flops)
+    cost_model = CostModel(method, net, config.train, dataset.image_size, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
     memory = round_memory(
@@ -179,8 +178,8 @@ def _cost_report(
     return CostReport(
         method=config.method.name,
         mask_ratio=config.train.mask_ratio,
-        params=net.anatomy.count_parameters(net.anatomy.whole),
-        trainable_params=net.anatomy.count_parameters(method.trainable),
+        params=net.parts.count_parameters(net.parts.whole),
+        trainable_params=net.parts.count_parameters(method.trainable),
         forward_gmac=flops.forward / 2e9,
         train_gflops=flops.training / 1e9,
         train_ratio_to_full=shared.full_flops / flops.training,

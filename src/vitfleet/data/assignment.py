@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vitfleet.config.schema import Config
-from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import DataSet
-from vitfleet.data.partition import partition_dataset
+from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.data.tasks import make_task_streams
 
 

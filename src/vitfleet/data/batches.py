@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitfleet.data.epoch_draws import Array, EpochDraws
+from vitfleet.data.batches import Array, EpochDraws
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Batch:
     active
         1 if the client has this step, else 0, ``[…]``.
     shift, flip, brightness
-        Augmentation of each sample: see :class:`~vitfleet.data.epoch_draws.EpochDraws`.
+        Augmentation of each sample: see :class:`~vitfleet.data.batches.EpochDraws`.
     keep
         Positions of the patches that are kept, ``[…, batch, kept]``.
     features, scales, labels

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.data.encoded import EncodedSplit, RawDataset
+from vitfleet.data.decode import EncodedSplit, RawDataset
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.subsets import draw_holdout, draw_subset, training_and_test_limit
 from vitfleet.errors import DataError

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitfleet.data.encoded import RawDataset
-from vitfleet.data.image_folder import ImageFile, encode_labels, natural_sort_key
+from vitfleet.data.decode import RawDataset
+from vitfleet.data.sources.image_folder import ImageFile, encode_labels, natural_sort_key
 from vitfleet.errors import DataError
 
 SPLITS = ("train", "test")

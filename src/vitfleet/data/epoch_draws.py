@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 from vitfleet.randomness import Address, Purpose, own_purpose
 
 Array: TypeAlias = NDArray[Any]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from vitfleet.data.encoded import RawDataset
-from vitfleet.data.image_folder import ImageFile, encode_labels, image_files, subfolders
+from vitfleet.data.decode import RawDataset
+from vitfleet.data.sources.image_folder import ImageFile, encode_labels, image_files, subfolders
 from vitfleet.errors import DataError
 
 SPLITS = ("train", "val", "test")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitfleet.data.arrow_table import DEFAULT_COLUMNS, ColumnNames, TablePart, read_tables
-from vitfleet.data.encoded import RawDataset
-from vitfleet.data.image_folder import TEST_SPLITS, TRAIN_SPLIT
+from vitfleet.data.decode import RawDataset
+from vitfleet.data.sources.image_folder import TEST_SPLITS, TRAIN_SPLIT
+from vitfleet.data.sources.tables import DEFAULT_COLUMNS, ColumnNames, TablePart, read_tables
 from vitfleet.errors import DataError
 
 

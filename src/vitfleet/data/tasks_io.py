@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from vitfleet.config.schema import TasksConfig
-from vitfleet.data.client_indices import ClientIndices, Ints, hash_labels
+from vitfleet.data.partitions.client_indices import ClientIndices, Ints, hash_labels
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import DataError
 from vitfleet.files import parse_json, write_atomically

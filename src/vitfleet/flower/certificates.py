@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from vitfleet.errors import UserError
-from vitfleet.flower.client_name import check_client_name
+from vitfleet.flower.processes import check_client_name
 
 CURVE = ec.SECP384R1()
 LOOPBACK = ("127.0.0.1", "localhost")

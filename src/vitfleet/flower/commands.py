@@ -65,7 +65,15 @@ def superlink_command(settings: ServerSettings, superlink_port: int) -> list[str
 
 def proxy_command(settings: ServerSettings, superlink_port: int) -> list[str]:
     """Return the command that starts the proxy between clients and the SuperLink."""
-    command = [sys.executable, "-m", "vitfleet.flower.proxy", "--host", settings.host, "--port", str(settings.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vitfleet.flower.server.proxy",
+        "--host",
+        settings.host,
+        "--port",
+        str(settings.port),
+    ]
     command += ["--superlink-port", str(superlink_port)]
     if settings.certs is None:
         return command

@@ -16,17 +16,16 @@ from typing import NoReturn
 import httpx
 
 from vitfleet.errors import UserError
-from vitfleet.flower.activity import ActivityReader
-from vitfleet.flower.commands import (
+from vitfleet.flower.device.activity import ActivityReader
+from vitfleet.flower.device.supernode import SuperNodeLog
+from vitfleet.flower.processes import environment, free_port
+from vitfleet.flower.server.processes import (
     ServerSettings,
-    environment,
     flower_config,
-    free_port,
     proxy_command,
+    register_clients,
     superlink_command,
 )
-from vitfleet.flower.flwr_cli import register_clients
-from vitfleet.flower.supernode_log import SuperNodeLog
 from vitfleet.system import die_with_parent
 
 START_TIMEOUT_S = 60.0
@@ -125,7 +124,7 @@ def run_forever(
     activity
         The file with the client's own lines, which are passed to ``report``.
     explain
-        Returns why a SuperNode ended, from what it wrote to its log; see :mod:`vitfleet.flower.supernode_log`.
+        Returns why a SuperNode ended, from what it wrote to its log; see :mod:`vitfleet.flower.device.supernode`.
     """
     home.mkdir(parents=True, exist_ok=True)
     lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)

@@ -1,6 +1,6 @@
 """Where a model family keeps its parts, declared beside the family's builder.
 
-A family registers a function that returns the :class:`Layout` of a built model of its class. The rest of the package
+A family registers a function that returns the :class:`PartPaths` of a built model of its class. The rest of the package
 asks the layout and knows no family by its name. A model of any other class gets the layout that timm's naming suggests.
 """
 
@@ -50,7 +50,7 @@ KeptForward: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartPaths:
     """The parts of one built model, as module paths.
 
     Attributes
@@ -67,7 +67,7 @@ class Layout:
     forward_kept
         The forward pass on the kept patches ``(model, images, keep) -> logits``, where the module has one.
     functional
-        Makes the forward pass as tensor operations (:class:`~vitfleet.models.functional_vit.FunctionalViT`), where
+        Makes the forward pass as tensor operations (:class:`~vitfleet.models.forward.functional_vit.FunctionalViT`), where
         one sequence of tokens passes through blocks of the same structure; else the module is called.
     lora_targets
         The layers that low-rank updates can be added to.
@@ -82,12 +82,12 @@ class Layout:
     lora_targets: Mapping[str, tuple[LoraTarget, ...]] = field(default_factory=lambda: LORA_TARGETS)
 
 
-LayoutFunction: TypeAlias = Callable[[Any], Layout]
-_Function = TypeVar("_Function", bound=LayoutFunction)
-_LAYOUTS: dict[str, LayoutFunction] = {}
+PartPathsFunction: TypeAlias = Callable[[Any], PartPaths]
+_Function = TypeVar("_Function", bound=PartPathsFunction)
+_PART_PATHS: dict[str, PartPathsFunction] = {}
 
 
-def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
+def register_part_paths(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
     """Return a decorator that registers the layout function of a class of models and its subclasses.
 
     A class may be given by its qualified name, ``package.module.Class``, where its package need not be imported.
@@ -95,7 +95,7 @@ def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function]
     name = module_class if isinstance(module_class, str) else qualified_name(module_class)
 
     def decorator(function: _Function) -> _Function:
-        _LAYOUTS[name] = function
+        _PART_PATHS[name] = function
         return function
 
     return decorator
@@ -111,7 +111,7 @@ def is_instance_of(value: object, class_name: str) -> bool:
     return any(qualified_name(cls) == class_name for cls in type(value).__mro__)
 
 
-def layout_of(vit: nn.Module) -> Layout:
+def part_paths_of(vit: nn.Module) -> PartPaths:
     """Return the layout of a model.
 
     Raises
@@ -121,16 +121,16 @@ def layout_of(vit: nn.Module) -> Layout:
     """
     import_module(FAMILIES_PACKAGE)
     names = (qualified_name(cls) for cls in type(vit).__mro__)
-    function = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), default_layout)
-    layout = function(vit)
-    if not layout.blocks:
+    function = next((_PART_PATHS[name] for name in names if name in _PART_PATHS), default_part_paths)
+    part_paths = function(vit)
+    if not part_paths.blocks:
         raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")
-    return layout
+    return part_paths
 
 
-def default_layout(vit: Any) -> Layout:
+def default_part_paths(vit: Any) -> PartPaths:
     """Return the layout by timm's naming: lists called ``blocks``, ``norm`` or ``fc_norm``, and the classifier."""
-    return Layout(blocks=block_paths(vit), head=head_paths(vit))
+    return PartPaths(blocks=block_paths(vit), head=head_paths(vit))
 
 
 def block_paths(vit: nn.Module, list_name: str = _BLOCK_LIST) -> tuple[str, ...]:

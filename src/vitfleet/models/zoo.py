@@ -13,10 +13,10 @@ from vitfleet.config.registry import MODELS, validate_params
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
+from vitfleet.models.families.request import ModelRequest, check_patch_size, timm_required_for
 from vitfleet.models.families.vit import NAMED_VITS, build_named_vit
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
-from vitfleet.models.request import ModelRequest, check_patch_size, timm_required_for
 from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224

@@ -177,7 +177,7 @@ def _aggregate(
     if len(accepted) < minimum:
         reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
         return state.server, state.moments, dict.fromkeys(accepted, reason)
-    parameters = context.net.anatomy.parameters
+    parameters = context.net.parts.parameters
     server, moments = apply_server_optimizer(
         context.config.server, state.server, aggregator.finish(), state.moments, parameters
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.step import Step, cross_entropy_step
 
 

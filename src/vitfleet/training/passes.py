@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.batch_norm import statistics_names
+from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.engine import ModelOutputs, StepEngine
 from vitfleet.training.gradients import client_gradients
 from vitfleet.training.repeated_weights import by_part, repeat_constants, repeat_weights
@@ -229,7 +229,7 @@ class ClientModels:
         weights = {**self.weights.tensors, **(options.get("at") or {}), **leaves, **(statistics or {})}
         if compose := options.get("compose"):
             composed: Tensors = self.map(compose, dict(leaves), self.constants.tensors)
-            weights = {**{name: weights[name] for name in net.anatomy.shapes if name in weights}, **composed}
+            weights = {**{name: weights[name] for name in net.parts.shapes if name in weights}, **composed}
         computed = self.engine.forward(
             weights,
             samples,

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.stack import Stack, stack, unpad, unstacked
 
@@ -228,5 +228,5 @@ def trained_tensors(net: Net, selection: Selection) -> tuple[str, ...]:
     return tuple(
         name
         for name in selection
-        if (base := name.rpartition("/")[2]) in net.anatomy.parameters or base not in net.anatomy.shapes
+        if (base := name.rpartition("/")[2]) in net.parts.parameters or base not in net.parts.shapes
     )

@@ -23,7 +23,7 @@ class FedExP(WeightAveraging[FedExPParams]):
 
     def aggregator(self, server_state: State, round: int) -> WeightedMean:
         """Average the updates, then extrapolate: weights only, not the running statistics of batch norms."""
-        epsilon, parameters = self.params.epsilon, self.anatomy.parameters
+        epsilon, parameters = self.params.epsilon, self.parts.parameters
 
         class Extrapolation(WeightedMean):
             def finish(self) -> State:

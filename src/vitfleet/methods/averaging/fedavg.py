@@ -13,7 +13,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.step import Step, cross_entropy_step
 
@@ -29,7 +29,7 @@ class WeightAveraging(Method[Params]):
     @property
     def trainable(self) -> Selection:
         """The whole model."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     @property
     def step(self) -> Step:

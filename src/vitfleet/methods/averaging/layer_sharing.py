@@ -16,7 +16,7 @@ from vitfleet.config.base import AggregationParams
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
-from vitfleet.models.anatomy import Anatomy, AttentionProjections, Selection
+from vitfleet.models.parts import AttentionProjections, ModelParts, Selection
 from vitfleet.training.local_training import LocalResult
 
 LAYER_FIGURES = ("sent-layers", "head-gradients")
@@ -46,10 +46,10 @@ class GradientMagnitude:
     attention: tuple[AttentionProjections, ...]
 
     @classmethod
-    def of_model(cls, anatomy: Anatomy) -> GradientMagnitude:
+    def of_model(cls, parts: ModelParts) -> GradientMagnitude:
         """Return what is measured of a model."""
-        blocks = tuple(anatomy.trainable(block) for block in anatomy.blocks)
-        return cls(blocks, tuple(anatomy.count_parameters(block) for block in blocks), anatomy.attention)
+        blocks = tuple(parts.trainable(block) for block in parts.blocks)
+        return cls(blocks, tuple(parts.count_parameters(block) for block in blocks), parts.attention)
 
     def zeros(self, device: torch.device) -> Tensors:
         """Return the sums before the first step: ``layers``, and ``heads`` ``[layers, heads]`` with plain attention."""
@@ -98,20 +98,20 @@ class LayerSharing:
         The weights outside the layers that are sent in every round, in both directions.
     """
 
-    anatomy: Anatomy
+    parts: ModelParts
     k: int
     always_sent: Selection
 
     @property
     def magnitude(self) -> GradientMagnitude:
         """What steps measure of their gradients, and add to what they keep."""
-        return GradientMagnitude.of_model(self.anatomy)
+        return GradientMagnitude.of_model(self.parts)
 
     # Server
 
     def initial_numbers(self) -> Numbers:
         """Return what the server's state records besides weights: the last round in which each layer changed."""
-        return {"updated": [0] * self.anatomy.depth}
+        return {"updated": [0] * self.parts.depth}
 
     def client_message(self, server_state: State, last_round: int | None) -> Message:
         """Return what has changed since the client's last round; for a new client, all of the server's weights."""
@@ -123,8 +123,8 @@ class LayerSharing:
         """Return the layers that changed in a round or later, and the weights that are always sent."""
         updated = server_state.numbers["updated"]
         assert isinstance(updated, list)
-        changed = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
-        return self.anatomy.union(self.always_sent, *changed)
+        changed = [block for block, round in zip(self.parts.blocks, updated, strict=True) if round >= last_round]
+        return self.parts.union(self.always_sent, *changed)
 
     # Client
 
@@ -132,9 +132,9 @@ class LayerSharing:
         """Return the weights that a client sends after a training of at least one step, and the numbers to report."""
         magnitudes = (result.kept["layers"] / result.steps).tolist()
         layers = top_k(magnitudes, self.k)
-        sent = self.anatomy.union(self.always_sent, *(self.anatomy.blocks[layer] for layer in layers))
+        sent = self.parts.union(self.always_sent, *(self.parts.blocks[layer] for layer in layers))
         numbers: Numbers = {"layers": layers, "gradients": magnitudes}
-        if not self.anatomy.attention:
+        if not self.parts.attention:
             return sent, numbers
         return sent, {**numbers, "head_gradients": (result.kept["heads"] / result.steps).flatten().tolist()}
 
@@ -148,15 +148,15 @@ def top_k(magnitudes: list[float], k: int) -> list[int]:
 class LayerwiseMean(WeightedMean):
     """The weighted mean of each layer. The new state records which layers changed."""
 
-    def __init__(self, server_state: State, config: AggregationParams, anatomy: Anatomy, round: int) -> None:
+    def __init__(self, server_state: State, config: AggregationParams, parts: ModelParts, round: int) -> None:
         super().__init__(server_state, config)
-        self.anatomy = anatomy
+        self.parts = parts
         self.round = round
 
     def add(self, client: int, message: Message) -> None:
         """Add one client's layers. The reported numbers are checked, because they are written to the records."""
-        depth = self.anatomy.depth
-        heads = self.anatomy.attention[0].heads if self.anatomy.attention else 0
+        depth = self.parts.depth
+        heads = self.parts.attention[0].heads if self.parts.attention else 0
         for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
             values = message.numbers.get(name)
             if values is not None and not (isinstance(values, list) and len(values) == length):
@@ -176,6 +176,6 @@ class LayerwiseMean(WeightedMean):
         assert isinstance(previous, list)
         updated = [
             self.round if any(name in self.updated_names for name in block) else int(last)
-            for block, last in zip(self.anatomy.blocks, previous, strict=True)
+            for block, last in zip(self.parts.blocks, previous, strict=True)
         ]
         return State(weights, {"updated": updated})

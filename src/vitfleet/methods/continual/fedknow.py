@@ -37,14 +37,14 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.registry import register_method
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, mask_other_tasks
 from vitfleet.training.step import StepView
@@ -261,7 +261,7 @@ class FedKnow(SharedBody[FedKnowParams]):
     @property
     def parameters(self) -> Selection:
         """The weights that are ranked: all parameters of the model."""
-        return self.anatomy.trainable(self.anatomy.whole)
+        return self.parts.trainable(self.parts.whole)
 
     def known_tasks(self, job: ClientJob) -> KnownTasks:
         """Return what the client has kept so far."""
@@ -292,7 +292,7 @@ class FedKnow(SharedBody[FedKnowParams]):
         previous
             The client's weights before the aggregation.
         """
-        before = add_prefix(BEFORE, self.anatomy.trainable(self.shared).take(previous))
+        before = add_prefix(BEFORE, self.parts.trainable(self.shared).take(previous))
         counts = zero_counts(self.context.device)
         return LocalTraining(
             weights, self.shared, self.params.tune_epochs, RotatedStep(), constants=before, kept=counts
@@ -304,7 +304,7 @@ class FedKnow(SharedBody[FedKnowParams]):
         if not known:
             return training
         restorer = Restorer.of_params(self.params, len(known[f"{TEACHERS}label"]))
-        shapes = tuple((name, self.anatomy.shapes[name]) for name in self.parameters)
+        shapes = tuple((name, self.parts.shapes[name]) for name in self.parameters)
         distilled = DistilledGradients(shapes, self.params.temperature, restorer.dtype)
         return replace(
             training,
@@ -316,9 +316,9 @@ class FedKnow(SharedBody[FedKnowParams]):
 
     # Costs
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the kept weights."""
-        count = num_kept_weights(self.anatomy.count_parameters(self.parameters), self.params.kept_share)
+        count = num_kept_weights(self.parts.count_parameters(self.parameters), self.params.kept_share)
         kept = TaskKnowledge(
             torch.empty(count, device="meta"),
             torch.empty(count, dtype=torch.int32, device="meta"),

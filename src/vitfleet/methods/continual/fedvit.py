@@ -106,10 +106,10 @@ class FedVit(MemoryMethod[FedVitParams]):
         super().__init__(params, context)
         self.sharing: LayerSharing | None = None
         if params.send_layers is not None:
-            check_layers("send_layers", params.send_layers, self.anatomy.depth)
-            layers = set(self.anatomy.union(*self.anatomy.blocks))
-            others = self.anatomy.select(name for name in self.shared if name not in layers)
-            self.sharing = LayerSharing(self.anatomy, params.send_layers, others)
+            check_layers("send_layers", params.send_layers, self.parts.depth)
+            layers = set(self.parts.union(*self.parts.blocks))
+            others = self.parts.select(name for name in self.shared if name not in layers)
+            self.sharing = LayerSharing(self.parts, params.send_layers, others)
 
     # Server, where only some layers are sent
 
@@ -128,13 +128,13 @@ class FedVit(MemoryMethod[FedVitParams]):
         """Return the mean of the bodies; where only some layers are sent, of each over the clients that sent it."""
         if self.sharing is None:
             return super().aggregator(server_state, round)
-        return LayerwiseMean(server_state, self.context.aggregation, self.anatomy, round)
+        return LayerwiseMean(server_state, self.context.aggregation, self.parts, round)
 
     # Client
 
     def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
         """Fine-tune after the aggregation, train the head, train with integration, extract knowledge."""
-        params, anatomy = self.params, self.anatomy
+        params, model_parts = self.params, self.parts
         memory = self.memory(job)
         numbers: Numbers = {}
         if self.tunes(job):
@@ -142,7 +142,7 @@ class FedVit(MemoryMethod[FedVitParams]):
             weights = {**weights, **tuned.weights}
             numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
         if params.head_epochs:
-            head_result = yield LocalTraining(weights, anatomy.head, params.head_epochs)
+            head_result = yield LocalTraining(weights, model_parts.head, params.head_epochs)
             weights = {**weights, **head_result.weights}
         result = yield self.integrated_training(weights, memory)
         numbers = {**numbers, **projection_counts(result)}
@@ -183,10 +183,10 @@ class FedVit(MemoryMethod[FedVitParams]):
     def fine_tuning(self, job: ClientJob, weights: Tensors, memory: SampleSet | None) -> LocalTraining:
         """Return the fine-tuning of the aggregated body, with or without the stored tasks as constraints."""
         assert job.client_state is not None
-        body = self.anatomy.trainable(self.anatomy.body)
+        body = self.parts.trainable(self.parts.body)
         training = LocalTraining(
             weights,
-            self.anatomy.body,
+            self.parts.body,
             self.params.tune_epochs,
             RotatedStep(),
             constants=add_prefix(BEFORE, body.take(job.client_state.tensors)),
@@ -205,7 +205,7 @@ class FedVit(MemoryMethod[FedVitParams]):
 
     def integrated_training(self, weights: Tensors, memory: SampleSet | None) -> LocalTraining:
         """Return the last epochs: with stored tasks, their gradients are integrated."""
-        trained = self.anatomy.body if self.params.integrate == "body" else self.anatomy.whole
+        trained = self.parts.body if self.params.integrate == "body" else self.parts.whole
         measure = None if self.sharing is None else self.sharing.magnitude
         kept = {} if measure is None else measure.zeros(self.context.device)
         training = LocalTraining(
@@ -224,7 +224,7 @@ class FedVit(MemoryMethod[FedVitParams]):
             training,
             step=IntegratedStep(restorer, StoredGradients(restorer.dtype), self.params.margin, measure),
             kept={**kept, **zero_counts(self.context.device)},
-            scratch=restorer.scratch(self.anatomy.trainable(trained).take(weights)),
+            scratch=restorer.scratch(self.parts.trainable(trained).take(weights)),
             sets={MEMORY: memory},
         )
 

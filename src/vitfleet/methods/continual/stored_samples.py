@@ -17,13 +17,13 @@ from torch import Tensor
 
 from vitfleet.config.base import MethodParams
 from vitfleet.data.images import Shard
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors, label_dtype
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, SampleSet
 
@@ -300,19 +300,19 @@ class MemoryMethod(SharedBody[Params]):
                 f"most {num_tasks} tasks and fewer than {MAX_REPORTED} samples of each"
             )
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the stored samples; implausible counts are reduced to the limit."""
-        sample = self._empty_samples(1, channels, side)
+        sample = self._empty_samples(1, channels, image_size)
         limit = self.params.memory_bytes
         most = MAX_REPORTED if limit is None else limit // sample.sample_bytes
         counts = [min(count, most) for count in reported_counts(reported)[: self.context.num_tasks]]
         return memory_tensors(
-            {index: self._empty_samples(count, channels, side) for index, count in enumerate(counts) if count}
+            {index: self._empty_samples(count, channels, image_size) for index, count in enumerate(counts) if count}
         )
 
-    def _empty_samples(self, count: int, channels: int, side: int) -> StoredSamples:
+    def _empty_samples(self, count: int, channels: int, image_size: int) -> StoredSamples:
         """Return samples with shapes only."""
-        images = torch.empty(count, channels, side, side, dtype=torch.uint8, device="meta")
+        images = torch.empty(count, channels, image_size, image_size, dtype=torch.uint8, device="meta")
         labels = torch.empty(count, dtype=label_dtype(self.context.num_classes), device="meta")
         num_classes = self.context.num_classes
         return StoredSamples(

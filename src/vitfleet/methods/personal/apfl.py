@@ -36,7 +36,7 @@ from vitfleet.message import Message, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.averaging.fedavg import WeightAveraging
 from vitfleet.methods.base import ClientGenerator, ClientJob, ClientUpdate, train_metrics
 from vitfleet.methods.reported import ClientMetric
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import StepView
@@ -91,7 +91,7 @@ class Apfl(WeightAveraging[ApflParams]):
     def mixed_model(self, weights: Tensors, client_state: State) -> dict[str, Tensor]:
         """Return v̄ = αv + (1 − α)w. Its buffers are the personal model's, which were measured at v̄."""
         personal = client_state.tensors
-        parameters = self.anatomy.trainable(self.trainable)
+        parameters = self.parts.trainable(self.trainable)
         return {**personal, **mix(parameters.take(weights), parameters.take(personal), _alpha(client_state))}
 
 

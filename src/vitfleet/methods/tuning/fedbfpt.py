@@ -36,7 +36,7 @@ from vitfleet.methods.base import (
 )
 from vitfleet.methods.params import check_layers
 from vitfleet.methods.reported import ClientMetric
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.samples import Outputs, Samples, cross_entropy
@@ -122,8 +122,8 @@ class FedBfpt(Method[FedBfptParams]):
 
     def __init__(self, params: FedBfptParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        check_params(params, self.anatomy.depth, context.rounds)
-        if not self.anatomy.uniform_blocks:
+        check_params(params, self.parts.depth, context.rounds)
+        if not self.parts.uniform_blocks:
             raise ConfigError(
                 "method.name",
                 self.name,
@@ -133,7 +133,7 @@ class FedBfpt(Method[FedBfptParams]):
         # The layer that each round trains; None: only the head.
         self.schedule: list[int | None] = [*[None] * params.head_rounds, *layers]
         # A shift of the features is a shift of the last bias before the head, also where patches are averaged.
-        norm_biases = [name for name in self.anatomy.norm if name in self.anatomy.biases]
+        norm_biases = [name for name in self.parts.norm if name in self.parts.biases]
         if params.center_features and not norm_biases:
             raise ConfigError(
                 "method.center_features", True, "needs a model whose final norm has a bias; set it to false"
@@ -163,8 +163,8 @@ class FedBfpt(Method[FedBfptParams]):
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the layers trained so far and the head."""
         layer = self.schedule[round - 1]
-        trained_blocks = () if layer is None else self.anatomy.blocks[: layer + 1]
-        return Message(self.anatomy.union(*trained_blocks, self.anatomy.head).take(server_state.tensors))
+        trained_blocks = () if layer is None else self.parts.blocks[: layer + 1]
+        return Message(self.parts.union(*trained_blocks, self.parts.head).take(server_state.tensors))
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the trained layer and the head."""
@@ -177,7 +177,7 @@ class FedBfpt(Method[FedBfptParams]):
         layer = self.schedule[job.round - 1]
         received = {**job.base_weights, **job.message.tensors}
         if layer is None:
-            local, trained, depth = received, self.anatomy.head, None
+            local, trained, depth = received, self.parts.head, None
         else:
             local = self.shallow_weights(received, self.sample_layers(layer, job.round, job.client))
             trained, depth = self._layer_and_head(layer), self.params.local_layers
@@ -205,22 +205,22 @@ class FedBfpt(Method[FedBfptParams]):
             "feature_sum": torch.zeros(self.context.embed_dim, device=self.context.device),
             "feature_count": torch.zeros((), device=self.context.device),
         }
-        result = yield LocalTraining(weights, self.anatomy.union(), 1, FeatureMeanStep(depth), kept=kept)
+        result = yield LocalTraining(weights, self.parts.union(), 1, FeatureMeanStep(depth), kept=kept)
         mean = result.kept["feature_sum"] / result.kept["feature_count"].clamp(min=1)
         return {self.shift_name: bias - mean.to(bias)}
 
     def sample_layers(self, layer: int, round: int, client: int) -> tuple[int, ...]:
         """Return the server's layers that form a client's model while ``layer`` is trained."""
         rng = Address(self.context.seed, Purpose.LAYERS, round, client).generator()
-        kept = range(self.anatomy.depth - self.params.keep_last, self.anatomy.depth)
+        kept = range(self.parts.depth - self.params.keep_last, self.parts.depth)
         count = self.params.local_layers - layer - 1 - len(kept)
         sampled: list[int] = rng.integers(layer + 1, kept.start, size=count).tolist() if count else []
         return (*range(layer + 1), *sorted(sampled), *kept)
 
     def shallow_weights(self, weights: Tensors, layers: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the weights of a client's model, made of these layers of the server's model."""
-        blocks = self.anatomy.blocks
-        shallow = {name: weights[name] for name in self.anatomy.non_blocks}
+        blocks = self.parts.blocks
+        shallow = {name: weights[name] for name in self.parts.non_blocks}
         for local_layer, server_layer in enumerate(layers):
             names = zip(blocks[local_layer], blocks[server_layer], strict=True)
             shallow |= {local_name: weights[server_name] for local_name, server_name in names}
@@ -231,7 +231,7 @@ class FedBfpt(Method[FedBfptParams]):
         return server_state.tensors
 
     def _layer_and_head(self, layer: int) -> Selection:
-        return self.anatomy.union(self.anatomy.blocks[layer], self.anatomy.head)
+        return self.parts.union(self.parts.blocks[layer], self.parts.head)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,13 @@ from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_divides, choose_sizes
-from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.families.request import (
+    ModelRequest,
+    check_divides,
+    check_patch_size,
+    choose_sizes,
+    refuse_hub_weights,
+)
 
 # DeiT-Tiny; for small images with smaller patches.
 SMALL = {"dim": 192, "depth": 12, "heads": 3, "patch": 4}

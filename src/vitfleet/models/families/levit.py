@@ -13,9 +13,8 @@ from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_stages, choose_sizes
-from vitfleet.models.layout import Layout, LoraTarget, head_paths, register_layout
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_stages, choose_sizes, refuse_hub_weights
+from vitfleet.models.parts import LoraTarget, PartPaths, head_paths, register_part_paths
 
 # LeViT-128S. Its stem of four convolutions would leave 2 x 2 tokens of 32 x 32 pixels: small images get two.
 SMALL = {"dims": (128, 256, 384), "depths": (2, 3, 4), "heads": (4, 6, 8), "key_dim": 16, "stem_stride": 4}
@@ -81,12 +80,12 @@ def build_levit(params: LevitParams, request: ModelRequest) -> tuple[nn.Module, 
     return vit, request.image_size
 
 
-@register_layout("timm.models.levit.Levit")
-def levit_layout(vit: Any) -> Layout:
+@register_part_paths("timm.models.levit.Levit")
+def levit_part_paths(vit: Any) -> PartPaths:
     """Return the layout: the attention between two stages is a block of its own."""
     blocks: list[str] = []
     for index, stage in enumerate(vit.stages):
         if not isinstance(stage.downsample, nn.Identity):
             blocks.append(f"stages.{index}.downsample")
         blocks += [f"stages.{index}.blocks.{block}" for block in range(len(stage.blocks))]
-    return Layout(blocks=tuple(blocks), head=head_paths(vit), norm=(), lora_targets=LORA_TARGETS)
+    return PartPaths(blocks=tuple(blocks), head=head_paths(vit), norm=(), lora_targets=LORA_TARGETS)

@@ -11,8 +11,7 @@ from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_stages, choose_sizes
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_stages, choose_sizes, refuse_hub_weights
 
 # PiT-Ti, whose patches overlap by half; small images get 8 x 8 patches that do not.
 SMALL = {"head_dims": (32, 32, 32), "depths": (2, 6, 4), "heads": (2, 4, 8), "patch": 4, "stride": 4}

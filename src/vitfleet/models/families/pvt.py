@@ -11,8 +11,7 @@ from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_stages, choose_sizes
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_stages, choose_sizes, refuse_hub_weights
 
 # PVT v2-B0. Its first tokens are of 4 x 4 pixels at any image size; on a small grid less of it is reduced.
 STANDARD = {

@@ -11,8 +11,14 @@ from torch import nn
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_divides, check_stages, choose_sizes
-from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.families.request import (
+    ModelRequest,
+    check_divides,
+    check_patch_size,
+    check_stages,
+    choose_sizes,
+    refuse_hub_weights,
+)
 
 # Swin-T; for small images three stages of 8 x 8, 4 x 4 and 2 x 2 tokens.
 SMALL = {"dim": 64, "depths": (2, 2, 6), "heads": (2, 4, 8), "window": 4}

@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
 from vitfleet.message import Tensors
-from vitfleet.models.families.sizes import check_divides, choose_sizes
-from vitfleet.models.functional_vit import FunctionalViT
-from vitfleet.models.layout import Layout, default_layout, register_layout
-from vitfleet.models.plain_vit import PlainViT
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
-from vitfleet.models.stacked_ops import gather_tokens, layer_norm, linear
+from vitfleet.models.families.request import ModelRequest, check_divides, choose_sizes, refuse_hub_weights
+from vitfleet.models.families.vit import PlainViT
+from vitfleet.models.forward.functional_vit import FunctionalViT
+from vitfleet.models.forward.stacked_ops import gather_tokens, layer_norm, linear
+from vitfleet.models.parts import PartPaths, default_part_paths, register_part_paths
 
 Split: TypeAlias = tuple[int, int, int]  # kernel, stride and padding
 
@@ -151,11 +150,13 @@ class FunctionalT2T(FunctionalViT):
         return positions
 
 
-@register_layout(T2TViT)
-def t2t_layout(vit: Any) -> Layout:
+@register_part_paths(T2TViT)
+def t2t_part_paths(vit: Any) -> PartPaths:
     """Return the layout: that of a plain ViT; the tokens-to-token module is its embedding."""
-    layout = default_layout(vit)
-    return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
+    part_paths = default_part_paths(vit)
+    return PartPaths(
+        part_paths.blocks, part_paths.head, num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T
+    )
 
 
 @register_model("t2t", T2tParams)

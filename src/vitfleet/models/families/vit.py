@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from vitfleet.config.registry import NoParams, register_model
-from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
-from vitfleet.models.layout import Layout, default_layout, is_instance_of, register_layout
-from vitfleet.models.plain_vit import PatchEmbed, PlainViT
-from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.families.vit import PatchEmbed, PlainViT
+from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
+from vitfleet.models.parts import PartPaths, default_part_paths, is_instance_of, register_part_paths
 
 PLAIN_VIT = "vit"
 TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
@@ -75,15 +75,17 @@ def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
     return PlainViT(embed, request.classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
 
 
-@register_layout(TIMM_VIT)
-@register_layout(PlainViT)
-def vit_layout(vit: Any) -> Layout:
+@register_part_paths(TIMM_VIT)
+@register_part_paths(PlainViT)
+def vit_part_paths(vit: Any) -> PartPaths:
     """Return the layout. Patches can be dropped in front of standard blocks, if they do not overlap."""
-    layout = default_layout(vit)
+    part_paths = default_part_paths(vit)
     if not is_plain_vit(vit):
-        return layout
+        return part_paths
     forward_pass = getattr(vit, FORWARD_PASS, FunctionalViT)
-    return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
+    return PartPaths(
+        part_paths.blocks, part_paths.head, num_patches=vit.patch_embed.num_patches, functional=forward_pass
+    )
 
 
 def is_plain_vit(vit: Any) -> bool:
