@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitfleet.fleet.base import EvalResult, Reply, Request
-from vitfleet.flower import processes
+from vitfleet.flower.device import supernode
 from vitfleet.flower.device.activity import MAX_BYTES, ActivityLog, ActivityReader, round_line
 from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
@@ -90,13 +90,13 @@ sys.exit(3)
 """
 
     def stop(seconds: float) -> None:
-        if seconds == processes.RESTART_DELAY_S:
+        if seconds == supernode.RESTART_DELAY_S:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", stop)
     reported: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        processes.run_forever([sys.executable, "-c", script], tmp_path / "flower", activity, reported.append)
+        supernode.run_forever([sys.executable, "-c", script], tmp_path / "flower", activity, reported.append)
     log = tmp_path / "flower" / "supernode.log"
     assert reported[0] == "round 1: trained"
     assert reported[1].startswith(f"Flower's SuperNode ended with code 3 (see {log})")

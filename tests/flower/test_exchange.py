@@ -20,7 +20,7 @@ from loopback import HandleMessage, LoopbackGrid
 from conftest import MakeConfig
 from vitfleet.config.schema import FleetConfig
 from vitfleet.fleet.base import Reply
-from vitfleet.flower import processes
+from vitfleet.flower.server import processes
 from vitfleet.flower.server.exchange import MAX_SENT, Exchange, ReplyFactory
 from vitfleet.flower.server.nodes import NodeDirectory
 from vitfleet.flower.server.processes import ServerSettings
@@ -210,7 +210,7 @@ def test_superlink_that_answers_with_errors_is_polled_with_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("vitfleet.flower.processes.time.sleep", pauses.append)
+    monkeypatch.setattr("vitfleet.flower.server.processes.time.sleep", pauses.append)
     statuses = [503, 500, 200]
 
     class Starting(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The model families: sizes, anatomy, token dropping; CvT and T2T-ViT against the formulas of their papers."""
+"""The model families: sizes, parts, token dropping; CvT and T2T-ViT against the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ def random_weights(net: Net) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_weight_belongs_to_exactly_one_part(name: str) -> None:
     net = tiny_family(name)
-    model_parts = net.parts
-    parts = [model_parts.embed, *model_parts.blocks, model_parts.norm, model_parts.head]
-    assert all(len(block) for block in model_parts.blocks)
-    assert Counter(weight for part in parts for weight in part) == Counter(list(model_parts.shapes))
-    assert set(model_parts.parameters) == {weight for weight, _ in net.module.vit.named_parameters()}
-    assert set(model_parts.shapes) - model_parts.parameters == {
-        weight for weight in model_parts.shapes if "running_" in weight
-    }
+    parts = net.parts
+    in_order = [parts.embed, *parts.blocks, parts.norm, parts.head]
+    assert all(len(block) for block in parts.blocks)
+    assert Counter(weight for part in in_order for weight in part) == Counter(list(parts.shapes))
+    assert set(parts.parameters) == {weight for weight, _ in net.module.vit.named_parameters()}
+    assert set(parts.shapes) - parts.parameters == {weight for weight in parts.shapes if "running_" in weight}
     assert bool(net.batch_norms) == (name in WITH_BATCH_NORM)
 
 
@@ -137,8 +135,8 @@ def test_default_sizes_fit_small_images(name: str) -> None:
 @pytest.mark.parametrize(("name", "millions"), [("cvt", 20.0), ("t2t", 4.3), ("deit", 5.9), ("swin", 28.3)])
 def test_standard_sizes_are_those_of_the_papers(name: str, millions: float) -> None:
     with torch.device("meta"):
-        model_parts = build_model(ModelConfig(name=name), 1000, 3, 224, seed=0).parts
-    assert model_parts.count_parameters(model_parts.whole) / 1e6 == pytest.approx(millions, abs=0.06)
+        parts = build_model(ModelConfig(name=name), 1000, 3, 224, seed=0).parts
+    assert parts.count_parameters(parts.whole) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
 @pytest.mark.long

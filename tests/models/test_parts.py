@@ -1,4 +1,4 @@
-"""ModelParts: every weight belongs to one part, and the parts have the papers' numbers of parameters."""
+"""Parts: every weight belongs to one part, and the parts have the papers' numbers of parameters."""
 
 from __future__ import annotations
 
@@ -52,43 +52,40 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Net]:
 
 
 @pytest.fixture(scope="module")
-def model_parts() -> ModelParts:
+def parts() -> ModelParts:
     return build_model(ModelConfig(dim=16, depth=3, heads=2), classes=5, channels=3, data_image_size=32, seed=0).parts
 
 
-def parts(model_parts: ModelParts) -> list[Selection]:
-    return [model_parts.embed, *model_parts.blocks, model_parts.norm, model_parts.head]
+def every_part(parts: ModelParts) -> list[Selection]:
+    return [parts.embed, *parts.blocks, parts.norm, parts.head]
 
 
 def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
     net = build_model(load_config("transfl-cifar10").model, classes=10, channels=3, data_image_size=32, seed=0)
-    model_parts = net.parts
-    assert [model_parts.count_parameters(block) for block in model_parts.blocks] == [789_760] * 6
-    assert model_parts.count_parameters(model_parts.non_blocks) == 32_522
-    assert model_parts.count_parameters(model_parts.whole) == 4_771_082
-    three = model_parts.union(*model_parts.blocks[:3], model_parts.non_blocks)
-    assert round(4 * model_parts.count_parameters(model_parts.whole) / MIB, 4) == 18.2002
-    assert round(4 * model_parts.count_parameters(three) / MIB, 4) == 9.1621
+    parts = net.parts
+    assert [parts.count_parameters(block) for block in parts.blocks] == [789_760] * 6
+    assert parts.count_parameters(parts.non_blocks) == 32_522
+    assert parts.count_parameters(parts.whole) == 4_771_082
+    three = parts.union(*parts.blocks[:3], parts.non_blocks)
+    assert round(4 * parts.count_parameters(parts.whole) / MIB, 4) == 18.2002
+    assert round(4 * parts.count_parameters(three) / MIB, 4) == 9.1621
 
 
 def test_count_parameters_gives_the_sizes_of_the_fedvit_paper() -> None:
     config = load_config("fedavg-cifar100").model
-    model_parts = build_model(config, classes=100, channels=3, data_image_size=32, seed=0).parts
-    assert (config.dim, model_parts.depth, config.heads) == (192, 6, 12)
-    assert model_parts.count_parameters(model_parts.body) == 2_691_648
-    assert (
-        model_parts.count_parameters(model_parts.whole) - model_parts.count_parameters(model_parts.body)
-        == 192 * 100 + 100
-    )
+    parts = build_model(config, classes=100, channels=3, data_image_size=32, seed=0).parts
+    assert (config.dim, parts.depth, config.heads) == (192, 6, 12)
+    assert parts.count_parameters(parts.body) == 2_691_648
+    assert parts.count_parameters(parts.whole) - parts.count_parameters(parts.body) == 192 * 100 + 100
 
 
 def test_every_weight_belongs_to_exactly_one_part(family: tuple[str, Net]) -> None:
-    model_parts = family[1].parts
-    owners = Counter(name for part in parts(model_parts) for name in part)
-    assert owners == Counter(list(model_parts.shapes))
+    parts = family[1].parts
+    owners = Counter(name for part in every_part(parts) for name in part)
+    assert owners == Counter(list(parts.shapes))
 
 
-def test_anatomy_holds_every_floating_point_weight(family: tuple[str, Net]) -> None:
+def test_parts_hold_every_floating_point_weight(family: tuple[str, Net]) -> None:
     _, net = family
     vit = net.module.vit
     assert {name: p.shape for name, p in vit.named_parameters()}.items() <= net.parts.shapes.items()
@@ -99,13 +96,13 @@ def test_anatomy_holds_every_floating_point_weight(family: tuple[str, Net]) -> N
 
 def test_blocks_are_the_transformer_blocks_in_order(family: tuple[str, Net]) -> None:
     name, net = family
-    model_parts = net.parts
-    assert all(model_parts.blocks)
-    assert model_parts.depth == DEPTHS.get(name, model_parts.depth)
-    attention = [sum("attn" in weight for weight in block) > 0 for block in model_parts.blocks]
+    parts = net.parts
+    assert all(parts.blocks)
+    assert parts.depth == DEPTHS.get(name, parts.depth)
+    attention = [sum("attn" in weight for weight in block) > 0 for block in parts.blocks]
     assert all(attention) or name == "levit"
-    order = {weight: position for position, weight in enumerate(model_parts.shapes)}
-    firsts = [order[block.names[0]] for block in model_parts.blocks]
+    order = {weight: position for position, weight in enumerate(parts.shapes)}
+    firsts = [order[block.names[0]] for block in parts.blocks]
     assert firsts == sorted(firsts)
 
 
@@ -127,18 +124,18 @@ def test_only_the_embedding_depends_on_the_number_of_channels(family: tuple[str,
 
 
 def test_running_statistics_are_weights_but_not_trainable() -> None:
-    model_parts = build_model(FAMILIES["levit"], classes=5, channels=3, data_image_size=32, seed=0).parts
-    statistics = {name for name in model_parts.shapes if name.endswith(("running_mean", "running_var"))}
+    parts = build_model(FAMILIES["levit"], classes=5, channels=3, data_image_size=32, seed=0).parts
+    statistics = {name for name in parts.shapes if name.endswith(("running_mean", "running_var"))}
     assert statistics
-    assert statistics <= set(model_parts.whole)
-    assert not statistics & set(model_parts.trainable(model_parts.whole))
-    assert not any(name.endswith("num_batches_tracked") for name in model_parts.whole)
+    assert statistics <= set(parts.whole)
+    assert not statistics & set(parts.trainable(parts.whole))
+    assert not any(name.endswith("num_batches_tracked") for name in parts.whole)
 
 
 def test_head_of_a_distilled_model_is_both_heads() -> None:
-    model_parts = build_model(FAMILIES["deit, distilled"], classes=5, channels=3, data_image_size=32, seed=0).parts
-    assert set(model_parts.head) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
-    assert "dist_token" in model_parts.embed
+    parts = build_model(FAMILIES["deit, distilled"], classes=5, channels=3, data_image_size=32, seed=0).parts
+    assert set(parts.head) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+    assert "dist_token" in parts.embed
 
 
 def test_layout_of_rejects_a_model_without_blocks() -> None:
@@ -153,51 +150,49 @@ def test_layout_of_rejects_a_model_without_blocks() -> None:
 # Selections
 
 
-def test_body_head_and_non_blocks_split_the_model(model_parts: ModelParts) -> None:
-    assert set(model_parts.body) | set(model_parts.head) == set(model_parts.whole) == set(model_parts.shapes)
-    assert not set(model_parts.body) & set(model_parts.head)
-    assert set(model_parts.non_blocks) == set(model_parts.whole) - {
-        name for block in model_parts.blocks for name in block
-    }
-    assert model_parts.union(model_parts.non_blocks, *model_parts.blocks) == model_parts.whole
-    assert model_parts.union() == Selection(())
+def test_body_head_and_non_blocks_split_the_model(parts: ModelParts) -> None:
+    assert set(parts.body) | set(parts.head) == set(parts.whole) == set(parts.shapes)
+    assert not set(parts.body) & set(parts.head)
+    assert set(parts.non_blocks) == set(parts.whole) - {name for block in parts.blocks for name in block}
+    assert parts.union(parts.non_blocks, *parts.blocks) == parts.whole
+    assert parts.union() == Selection(())
 
 
 @given(data=st.data())
-def test_union_keeps_the_models_order(model_parts: ModelParts, data: st.DataObject) -> None:
-    everything = list(model_parts.shapes)
-    subsets = st.lists(st.sampled_from(everything)).map(model_parts.select)
+def test_union_keeps_the_models_order(parts: ModelParts, data: st.DataObject) -> None:
+    everything = list(parts.shapes)
+    subsets = st.lists(st.sampled_from(everything)).map(parts.select)
     first, second, third = data.draw(subsets), data.draw(subsets), data.draw(subsets)
-    both = model_parts.union(first, second)
+    both = parts.union(first, second)
     assert set(both) == set(first) | set(second)
     assert list(both) == [name for name in everything if name in set(both)]
-    assert both == model_parts.union(second, first)
-    assert model_parts.union(both, third) == model_parts.union(first, model_parts.union(second, third))
-    assert model_parts.union(first, first) == first
-    assert model_parts.count_parameters(both) + model_parts.count_parameters(
-        model_parts.select(set(first) & set(second))
-    ) == (model_parts.count_parameters(first) + model_parts.count_parameters(second))
+    assert both == parts.union(second, first)
+    assert parts.union(both, third) == parts.union(first, parts.union(second, third))
+    assert parts.union(first, first) == first
+    assert parts.count_parameters(both) + parts.count_parameters(parts.select(set(first) & set(second))) == (
+        parts.count_parameters(first) + parts.count_parameters(second)
+    )
 
 
-def test_select_ignores_order_repetition_and_unknown_names(model_parts: ModelParts) -> None:
-    assert model_parts.select(["head.bias", "cls_token", "head.bias", "no such weight"]).names == (
+def test_select_ignores_order_repetition_and_unknown_names(parts: ModelParts) -> None:
+    assert parts.select(["head.bias", "cls_token", "head.bias", "no such weight"]).names == (
         "cls_token",
         "head.bias",
     )
 
 
-def test_take_returns_the_selected_tensors(model_parts: ModelParts) -> None:
-    tensors = {name: torch.zeros(shape) for name, shape in model_parts.shapes.items()}
-    taken = model_parts.head.take(tensors)
+def test_take_returns_the_selected_tensors(parts: ModelParts) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in parts.shapes.items()}
+    taken = parts.head.take(tensors)
     assert list(taken) == ["head.weight", "head.bias"]
     assert taken["head.weight"] is tensors["head.weight"]
     with pytest.raises(KeyError):
-        model_parts.head.take({})
+        parts.head.take({})
 
 
-def test_selection_is_a_hashable_collection(model_parts: ModelParts) -> None:
-    assert "head.bias" in model_parts.head
-    assert "cls_token" not in model_parts.head
-    assert len(model_parts.head) == 2
-    assert list(model_parts.head) == list(model_parts.head.names)
-    assert hash(model_parts.head) == hash(Selection(("head.weight", "head.bias")))
+def test_selection_is_a_hashable_collection(parts: ModelParts) -> None:
+    assert "head.bias" in parts.head
+    assert "cls_token" not in parts.head
+    assert len(parts.head) == 2
+    assert list(parts.head) == list(parts.head.names)
+    assert hash(parts.head) == hash(Selection(("head.weight", "head.bias")))

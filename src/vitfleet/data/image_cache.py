@@ -1,7 +1,8 @@
-"""Decoded images that several runs share: the first one decodes and writes a file, the others read it.
+"""Decoded images in files: the cache of a device, and what several runs of a comparison share.
 
-Decoding 60,000 small images takes 15 s of a processor, reading them back a tenth of a second. Sharing only saves time:
-where a file cannot be written or read, a run decodes its images itself.
+Decoding 60,000 small images takes 15 s of a processor, reading them back a tenth of a second. Of several runs the first
+one decodes and writes a file, the others read it. A file only saves time: where it cannot be written or read, a run
+decodes its images itself.
 """
 
 from __future__ import annotations
@@ -16,15 +17,46 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
 from vitfleet.config.registry import DATASETS
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.image_cache import read_decoded, write_decoded
-from vitfleet.data.images import DataSet
+from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.message import State
+from vitfleet.wire import encoded_size, write_payload
 
 VARIABLE = "VITFLEET_SHARED_IMAGES"  # names the folder, for this process and those that it starts
 MAX_BYTES = 2**32  # more is decoded again by every run
 # What is done with the images once they are decoded. Any other key may decide which images there are.
 LATER_KEYS = frozenset({"partition", "tasks", "augment", "validation"})
+
+
+def write_decoded(data: DataSet, file: Path, max_bytes: int) -> bool:
+    """Write both splits of a data set if the file has at most ``max_bytes``; return whether it was written."""
+    tensors: dict[str, Tensor] = {}
+    for name, split in (("train", data.train), ("test", data.test)):
+        tensors |= {f"{name}.images": split.images, f"{name}.labels": split.labels}
+        if split.sources is not None:
+            tensors[f"{name}.sources"] = split.sources
+    if encoded_size(State(tensors)) > max_bytes:
+        return False
+    write_payload(file, State(tensors))
+    return True
+
+
+def read_decoded(file: Path) -> tuple[ImageSet, ImageSet] | None:
+    """Return the training and the test images of a file; ``None`` if there is no file or if it is damaged."""
+    try:
+        tensors = load_file(file)
+        train, test = (
+            ImageSet(tensors[f"{name}.images"], tensors[f"{name}.labels"], tensors.get(f"{name}.sources"))
+            for name in ("train", "test")
+        )
+    except (FileNotFoundError, SafetensorError, KeyError):
+        return None
+    return train, test
 
 
 @contextmanager
@@ -34,7 +66,7 @@ def shared_images(configs: Iterable[DataConfig]) -> Iterator[list[DataConfig]]:
     Parameters
     ----------
     configs
-        The table ``data`` of each run. What only one of them has is not shared.
+        The table ``data`` of each run. The images of a single run are not shared.
 
     Yields
     ------
@@ -58,7 +90,7 @@ def shared_images(configs: Iterable[DataConfig]) -> Iterator[list[DataConfig]]:
 
 
 def images_key(config: DataConfig) -> str:
-    """Return what two tables ``data`` have in common if they name the same images.
+    """Return a key of the images that a table ``data`` names: tables that name the same ones have the same key.
 
     The loader of a user's own data set receives the whole table and may use any key of it.
     """

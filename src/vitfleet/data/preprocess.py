@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Augmentation(Protocol):
-    """How each image is augmented: see :class:`~vitfleet.data.batches.EpochDraws`; ``None``: not at all."""
+    """How each image is augmented: see :class:`~vitfleet.data.epoch_draws.EpochDraws`; ``None``: not at all."""
 
     @property
     def shift(self) -> Tensor | None:
@@ -68,7 +68,7 @@ class Preprocess:
 
 
 class CompiledPreprocess:
-    """The same, compiled to one kernel instead of one pass over all pixels per operation.
+    """:class:`Preprocess`, compiled to one kernel instead of one pass over all pixels per operation.
 
     With a quarter of the patches and a small model, those passes are a quarter of a training step.
     """

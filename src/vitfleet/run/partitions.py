@@ -14,9 +14,13 @@ from vitfleet.data.images import DataSet, Shard
 from vitfleet.data.partitions.assign import partition_dataset
 from vitfleet.data.partitions.client_indices import ClientIndices, Partition
 from vitfleet.data.partitions.partitioners import FilePartition
-from vitfleet.data.partitions.saved import SUMMARY_FILE as PARTITION_FILE
-from vitfleet.data.partitions.saved import SUMMARY_FILE as TASKS_FILE
-from vitfleet.data.partitions.saved import load_task_streams, save_partition, save_task_streams
+from vitfleet.data.partitions.saved import (
+    PARTITION_FILE,
+    TASKS_FILE,
+    load_task_streams,
+    save_partition,
+    save_task_streams,
+)
 from vitfleet.data.tasks import TaskStreams, make_task_streams
 
 RunPartition: TypeAlias = Partition | TaskStreams

@@ -23,23 +23,12 @@ from numpy.typing import NDArray
 
 from vitfleet.config.base import PartitionParams
 from vitfleet.config.registry import PARTITIONS
+from vitfleet.config.schema import Config
 from vitfleet.data.images import DataSet
 from vitfleet.data.partitions.client_indices import ClientIndices, Ints, Partition
+from vitfleet.data.tasks import make_task_streams
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
-
-__all__ = [
-    "ClientIndices",
-    "Owners",
-    "Partition",
-    "PartitionFunction",
-    "PartitionInput",
-    "assign_by_shares",
-    "make_partition",
-    "partition_dataset",
-    "sort_by_label",
-    "training_shares",
-]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -231,3 +220,14 @@ def sort_by_label(labels: Ints, rng: np.random.Generator) -> Ints:
     """Return the indices that sort samples by label, in random order within a label."""
     order = rng.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]
+
+
+def assign_images(config: Config, data: DataSet) -> tuple[ClientIndices, ClientIndices]:
+    """Return the training and the test images of each client, with those of all its tasks joined."""
+    tasks, clients = config.data.tasks, config.fleet.clients
+    if tasks is None:
+        partition = partition_dataset(config.data.partition, clients, config.seed, data)
+        return partition.train, partition.test
+    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
+    streams = make_task_streams(tasks, clients, config.seed, train_labels, test_labels, len(data.classes))
+    return streams.train.all_tasks(), streams.test.all_tasks()

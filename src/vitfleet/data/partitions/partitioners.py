@@ -9,15 +9,8 @@ from pydantic import Field
 
 from vitfleet.config.base import PartitionParams
 from vitfleet.config.registry import register_partition
-from vitfleet.data.partitions.assign import (
-    Floats,
-    Owners,
-    Partition,
-    PartitionInput,
-    assign_by_shares,
-    sort_by_label,
-)
-from vitfleet.data.partitions.client_indices import Ints
+from vitfleet.data.partitions.assign import Floats, Owners, PartitionInput, assign_by_shares, sort_by_label
+from vitfleet.data.partitions.client_indices import Ints, Partition
 from vitfleet.data.partitions.saved import load_partition_for
 from vitfleet.errors import ConfigError
 

@@ -13,7 +13,15 @@ from vitfleet.errors import DataError
 
 TRAIN_SPLIT = "train"
 TEST_SPLITS = ("test", "valid", "validation", "val")  # in the order in which they are tried
-IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm"))
+#: The one list of what counts as an image, in training, evaluation and prediction. It does not depend on the installed
+#: version of Pillow: an image that this version cannot decode is unreadable, and is named, instead of being left out.
+IMAGE_SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".gif", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff"),
+        *(".jp2", ".j2k", ".jpf", ".jpx", ".pbm", ".pgm", ".pnm", ".ppm", ".tga", ".ico", ".psd", ".pcx", ".qoi"),
+        *(".dds", ".fits", ".sgi", ".xbm"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -63,17 +71,27 @@ def read_image_folder(root: Path) -> RawDataset:
     # Sources are numbered over both splits, with client 9 before client 10.
     sources = {image.source for image in train + (test or []) if image.source}
     sorted_sources = tuple(sorted(sources, key=natural_sort_key))
-    return RawDataset(
-        classes,
-        encode_labels(train, classes, sorted_sources, root),
-        None if test is None else encode_labels(test, classes, sorted_sources, root),
-    )
+    return list_dataset(root, train, test, classes, sorted_sources)
 
 
 def find_test_folder(root: Path) -> Path:
     """Return the folder of test images in a folder that has no training images, or else the folder itself."""
     found = [root / name for name in TEST_SPLITS if (root / name).is_dir() and not (root / TRAIN_SPLIT).is_dir()]
     return found[0] if found and len(subfolders(root)) == 1 else root
+
+
+def list_dataset(
+    root: Path,
+    train: list[ImageFile],
+    test: list[ImageFile] | None = None,
+    classes: tuple[str, ...] | None = None,
+    sources: tuple[str, ...] = (),
+) -> RawDataset:
+    """Return listed image files as a data set; without ``classes``, those of the files, in sorted order."""
+    if classes is None:
+        classes = tuple(sorted({image.class_name for image in [*train, *(test or ())]}))
+    test_split = None if test is None else encode_labels(test, classes, sources, root)
+    return RawDataset(classes, encode_labels(train, classes, sources, root), test_split)
 
 
 def encode_labels(
@@ -113,11 +131,12 @@ def _entries(folder: Path) -> list[Path]:
 
 def image_files(folder: Path) -> list[Path]:
     """Return the image files directly in a folder, sorted by name."""
-    return sorted(
-        path
-        for path in _entries(folder)
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
-    )
+    return sorted(path for path in _entries(folder) if is_image(path))
+
+
+def is_image(path: Path) -> bool:
+    """Whether a path is a file that counts as an image, by its name; hidden files do not."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def subfolders(folder: Path) -> list[Path]:

@@ -61,14 +61,10 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
     dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
 
     def load_images(config: Config, run_spec: RunSpec) -> DataSet:
-        spec = DataSpec(
-            tuple(run_spec.classes),
-            run_spec.channels,
-            run_spec.image_size,
-            config.data.test_share,
-            config.data.max_corrupt,
+        classes, keys = tuple(run_spec.classes), config.data
+        return dataset.load(
+            DataSpec(classes, run_spec.channels, run_spec.image_size, keys.test_share, keys.max_corrupt)
         )
-        return dataset.load(spec)
 
     return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
 

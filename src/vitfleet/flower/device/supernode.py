@@ -1,19 +1,113 @@
-"""The log of a client's SuperNode: cut when it is long, and read for why a SuperNode ended."""
+"""A client's SuperNode: how it is started, kept running, and why it ended."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
-from vitfleet.flower.processes import cut_log, is_long
+from vitfleet.flower.certificates import Certs
+from vitfleet.flower.device.activity import ActivityReader
+from vitfleet.flower.processes import STOP_TIMEOUT_S, cut_log, environment, free_port, is_long
+from vitfleet.system import die_with_parent
 
+SUPERNODE_LOG = "supernode.log"
+RESTART_DELAY_S = 15.0
+REPORT_INTERVAL_S = 0.5
 HEAD_BYTES = 2**14  # what a SuperNode writes while it connects
 TAIL_BYTES = 2**16  # what it writes when it ends
 
 ACTIVATED = "SuperNode ID:"
 ENDED = "SuperNode terminated gracefully"
 NOT_REACHED = "Connection attempt failed"
+
+
+def client_command(
+    server: str,
+    name: str,
+    data: Path,
+    state: Path,
+    certs: Certs | None,
+    machine: dict[str, str | int],
+    plugins: Sequence[Path] = (),
+    limits: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that starts a client's SuperNode."""
+    node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
+    if plugins:
+        node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
+    if limits:
+        node_config["limits"] = json.dumps(list(limits))
+    # Values are TOML: strings and numbers look the same in JSON.
+    toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
+    command = ["flower-supernode", "--superlink", server, "--node-config", toml]
+    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    if certs is None:
+        return [*command, "--insecure"]
+    return [*command, "--root-certificates", str(certs.ca), "--auth-supernode-private-key", str(certs.node_key(name))]
+
+
+def run_forever(
+    command: list[str],
+    home: Path,
+    activity: Path,
+    report: Callable[[str], None],
+    explain: Callable[[str], str | None] = lambda log: None,
+) -> NoReturn:
+    """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
+
+    Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`.
+
+    A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
+    same node is connected: for a minute after it was killed.
+
+    Parameters
+    ----------
+    activity
+        The file with the client's own lines, which are passed to ``report``.
+    explain
+        Returns why a SuperNode ended, from what it wrote to its log; see :func:`ending_cause`.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)
+
+    def show_news() -> None:
+        supernode_log.cut()
+        for line in lines.new_lines():
+            report(line)
+
+    while True:
+        with supernode_log.open() as log:
+            process = subprocess.Popen(
+                command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
+        try:
+            code = _wait_and_poll(process, show_news)
+        except KeyboardInterrupt:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # it waits for a server that is gone
+                process.kill()
+                process.wait()
+            raise
+        cause = explain(supernode_log.text()) or f"Flower's SuperNode ended with code {code}"
+        report(f"{cause} (see {supernode_log.path}); trying again in {RESTART_DELAY_S:g} seconds")
+        time.sleep(RESTART_DELAY_S)
+
+
+def _wait_and_poll(process: subprocess.Popen[bytes], poll: Callable[[], None]) -> int:
+    """Wait until a process ends, and call a function now and then, for the last time after the end."""
+    while True:
+        code = process.poll()
+        poll()
+        if code is not None:
+            return code
+        time.sleep(REPORT_INTERVAL_S)
 
 
 class SuperNodeLog:
@@ -42,12 +136,12 @@ class SuperNodeLog:
         self._began = 0
 
     def text(self) -> str:
-        """Return what the current SuperNode wrote; of much text only its beginning and its end."""
+        """Return what the current SuperNode wrote; only the beginning and the end of a long text."""
         return self._head + read_log_from(self.path, self._began)
 
 
 def read_log_from(path: Path, position: int) -> str:
-    """Return what was added to a log after a position; of much text only its beginning and its end."""
+    """Return the text of a log after a position; only the beginning and the end of a long one."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -3,10 +3,10 @@
 A SuperLink serves clients, the command ``flwr`` and its own helper processes on one port, and authenticates only
 clients: anyone who reached the port could start a run, and thereby code on every client. So the SuperLink listens on
 this machine's loopback only. The proxy listens outside, forwards ``/v1/fleet/…``, whose requests clients sign, limits
-their size, and refuses messages that are not replies of the client that sends them (``push_check.py``). It also limits
-connections, their headers and their patience (``connections.py``): whoever opens connections and says nothing, or very
-little, does not keep clients out. No request is logged, and `vitfleet server` limits its log (``log_limit.py``): nobody
-can fill the disk with it.
+their size, and refuses messages that are not replies of the client that sends them (:func:`has_own_replies_only`). It
+also limits connections, their headers and their patience (``connections``): whoever opens connections and says nothing,
+or very little, does not keep clients out. No request is logged, and `vitfleet server` limits its log: nobody can fill
+the disk with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import NoReturn, TypeAlias
 
 import httpx
 import uvicorn
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
@@ -34,7 +36,6 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from vitfleet.flower.server.connections import Connection, ConnectionLimits, ConnectionTable
-from vitfleet.flower.server.proxy import has_own_replies_only
 
 ALLOWED_PATH = re.compile(r"/v1/fleet/[A-Za-z0-9_/-]+")
 PUSH_MESSAGES = "/v1/fleet/push-messages"
@@ -123,8 +124,26 @@ async def _limited_body(request: Request, max_bytes: int) -> AsyncIterator[bytes
         yield data
 
 
+def has_own_replies_only(body: bytes) -> bool:
+    """Whether the body of a request to push messages has replies of the node that signs it, and nothing else.
+
+    Flower's SuperLink verifies that the signature of a request is that of its ``node``. It does not verify that the
+    messages inside are from that node, nor that they reply to anything. A client could send messages in the server's
+    name, and to the server: Flower hands them over together with another client's reply, which is lost if they cannot
+    be read.
+    """
+    try:
+        request = PushMessagesRequest.FromString(body)
+    except DecodeError:
+        return False
+    metadata = [message.metadata for message in request.messages_list]
+    return bool(metadata) and all(
+        entry.src_node_id == request.node.node_id and entry.reply_to_message_id for entry in metadata
+    )
+
+
 def http_protocol(app: Starlette) -> MakeProtocol:
-    """Return what makes the HTTP side of a connection."""
+    """Return a function that makes the HTTP protocol of a connection."""
     config = uvicorn.Config(
         app,
         http="h11",  # the one whose headers are limited

@@ -1,11 +1,20 @@
-"""Payloads that a server sends to a client in Flower messages."""
+"""What a server sends to a client in Flower messages, and the names of their records.
+
+It imports nothing when it runs: every message starts a new process on a client, which needs the names.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from vitfleet.fleet.base import Request
-from vitfleet.message import Message
+if TYPE_CHECKING:
+    from vitfleet.fleet.base import Request
+    from vitfleet.message import Message
+
+HEADER = "header"  # the record of everything except tensors
+CHUNK = "chunk"  # the only field of a record that holds a part of a vitfleet message
+CLIENT_NAME = "client_name"  # the action of the query for a client's name, and the field of its reply
 
 
 @dataclass(frozen=True)

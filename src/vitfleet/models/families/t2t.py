@@ -9,6 +9,7 @@ Tokens are dropped after the tokens-to-token module, which needs the whole image
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -152,11 +153,8 @@ class FunctionalT2T(FunctionalViT):
 
 @register_part_paths(T2TViT)
 def t2t_part_paths(vit: Any) -> PartPaths:
-    """Return the layout: that of a plain ViT; the tokens-to-token module is its embedding."""
-    part_paths = default_part_paths(vit)
-    return PartPaths(
-        part_paths.blocks, part_paths.head, num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T
-    )
+    """Return where the parts are: as in a plain ViT; the tokens-to-token module is the embedding."""
+    return replace(default_part_paths(vit), num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
 
 
 @register_model("t2t", T2tParams)
