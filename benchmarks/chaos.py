@@ -26,13 +26,13 @@ from typing import TypeAlias
 from flood import described, flood, probed
 from vitfleet.config import load_config, read_config
 from vitfleet.config.schema import Config
-from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.certificates import make_certs
-from vitfleet.flower.commands import free_port
-from vitfleet.flower.processes import SUPERNODE_LOG
+from vitfleet.flower.device.supernode import SUPERNODE_LOG
+from vitfleet.flower.processes import free_port
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, TaskRecord, read_records
 from vitfleet.run.setup import open_run
@@ -135,7 +135,7 @@ change = {
 
 class FaultInjector(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "vitfleet.flower.client":
+        if name != "vitfleet.flower.device.client":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

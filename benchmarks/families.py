@@ -28,7 +28,7 @@ from vitfleet.config.schema import MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.methods import MethodContext
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
-from vitfleet.models.request import ModelRequest
+from vitfleet.models.families.request import ModelRequest
 from vitfleet.models.zoo import build_model
 from vitfleet.training.machine import Machine, set_up_machine
 

@@ -26,14 +26,14 @@ import psutil
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
-from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.commands import CONNECTION, ServerSettings, client_command, environment, free_port
-from vitfleet.flower.flwr_cli import run_flwr, start_run
-from vitfleet.flower.processes import running_server, stop_process_group
-from vitfleet.flower.server import follow
+from vitfleet.flower.device.supernode import client_command
+from vitfleet.flower.processes import environment, free_port, stop_process_group
+from vitfleet.flower.server.processes import CONNECTION, ServerSettings, run_flwr, running_server, start_run
+from vitfleet.flower.server.serve import follow
 from vitfleet.run.folder import create_run_folder
 from vitfleet.run.records import RoundRecord, read_records
 
@@ -194,9 +194,9 @@ IMPORTS_ONLY = """
 import psutil
 from torch.utils import tensorboard
 from vitfleet.config import load_config
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from flwr.superlink import cli
-from vitfleet.flower import server_app
+from vitfleet.flower.server import server_app
 load_dataset(load_config("digits").data)
 print(psutil.Process().memory_info().rss)
 """
@@ -211,7 +211,7 @@ def memory(out: Path) -> None:
     names = ("one", "two", "three", "four")
     config, certs = prepare(out, names, LARGE)
     server_app = "flwr-serverapp"
-    commands = (server_app, "flower-superlink", "vitfleet.flower.proxy", "flwr-clientapp", "flower.worker")
+    commands = (server_app, "flower-superlink", "vitfleet.flower.server.proxy", "flwr-clientapp", "device.worker")
     peaks = PeakMemory(out, commands)
     peaks.thread.start()
     try:

@@ -43,9 +43,9 @@ sys.path.insert(0, str(CONTESTANTS))
 from ours import make_config  # noqa: E402
 from problem import Problem, ProblemSpec, save_problem  # noqa: E402
 
-from vitfleet.data.epoch_draws import draw_epoch  # noqa: E402
-from vitfleet.data.partition import partition_dataset  # noqa: E402
-from vitfleet.data.sources import load_dataset  # noqa: E402
+from vitfleet.data.batches import draw_epoch  # noqa: E402
+from vitfleet.data.partitions.assign import partition_dataset  # noqa: E402
+from vitfleet.data.sources.load import load_dataset  # noqa: E402
 from vitfleet.models.zoo import build_model  # noqa: E402
 from vitfleet.run.folder import processor_name  # noqa: E402
 from vitfleet.run.round_plan import choose_clients  # noqa: E402

@@ -28,10 +28,10 @@ NAMES = ("ada", "bob")
 ROLES = {
     "vitfleet server": "server",
     "flower-superlink": "SuperLink",
-    "vitfleet.flower.proxy": "proxy",
+    "vitfleet.flower.server.proxy": "proxy",
     "flwr-serverapp": "rounds",
     "flower-supernode": "SuperNode",
-    "vitfleet.flower.worker": "worker",
+    "vitfleet.flower.device.worker": "worker",
 }
 INTERVAL_S = 5.0
 STOP_TIMEOUT_S = 60.0

@@ -25,8 +25,8 @@ from subprocess import Popen
 from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.training import run_in
 from vitfleet.config import Config, load_config
-from vitfleet.data.shared_images import shared_images
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.image_cache import shared_images
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.compare import ComparedRun

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from vitfleet.config.schema import DataConfig
-from vitfleet.data import hub
+from vitfleet.data.sources import hub
 
 
 @pytest.fixture

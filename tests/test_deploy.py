@@ -17,7 +17,7 @@ import pytest
 import typer.main
 
 from vitfleet.cli.base import app
-from vitfleet.flower.trim import size_of, trim_torch
+from vitfleet.flower.device.trim import size_of, trim_torch
 
 ROOT = Path(__file__).parents[1]
 CONTAINERFILE = ROOT / "deploy" / "Containerfile"

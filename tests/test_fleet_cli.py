@@ -8,7 +8,7 @@ import pytest
 
 from conftest import Command
 from vitfleet.costs.estimate import Available
-from vitfleet.data.local_dataset import DataSpec, load_local
+from vitfleet.data.sources.local import DataSpec, load_local
 
 DIGITS = tuple(str(digit) for digit in range(10))
 

@@ -99,7 +99,7 @@ def test_the_reader_of_imports_reads_them_all() -> None:
     assert ("wire.py", "message") in seen
     assert ("cli/train.py", "run.loop") in seen  # inside a function
     assert ("cli/train.py", "run.folder") in seen  # under TYPE_CHECKING
-    assert ("data/epoch_draws.py", "config.schema") in seen
+    assert ("data/batches.py", "config.schema") in seen
 
 
 def test_config_is_light() -> None:

@@ -15,8 +15,7 @@ import pytest
 from conftest import Command
 from made_photos import draw_photos
 from vitfleet.errors import UserError, describe_os_error
-from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.tls import check_authority
+from vitfleet.flower.certificates import Certs, check_authority, make_certs
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_another_authoritys_server_is_named_before_flower_connects(tmp_path: Pat
 def test_a_client_says_so_before_it_starts_flower(
     vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.flower.processes.run_forever", lambda *_: pytest.fail("Flower is started"))
+    monkeypatch.setattr("vitfleet.flower.device.supernode.run_forever", lambda *_: pytest.fail("Flower is started"))
     own, other = (make_certs(tmp_path / name, [], ["kitchen"]) for name in ("own", "other"))
     with tls_server(other) as address:
         line = refusal(

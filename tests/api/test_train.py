@@ -91,7 +91,7 @@ def test_added_rounds_are_those_of_a_longer_run(tmp_path: Path) -> None:
 
 def test_model_predicts_as_the_run_measured(tmp_path: Path) -> None:
     """The model's accuracy on the test images is the one in the records."""
-    from vitfleet.data.sources import load_dataset
+    from vitfleet.data.sources.load import load_dataset
 
     run = vitfleet.train("digits", overrides={**SMALL, "train.epochs": 3}, out=tmp_path / "run")
     model = run.model()

@@ -22,7 +22,7 @@ from vitfleet.config.schema import (
     ModelConfig,
     TrainConfig,
 )
-from vitfleet.data.partitioners import (
+from vitfleet.data.partitions.partitioners import (
     ClassesPartition,
     DirichletPartition,
     FilePartition,

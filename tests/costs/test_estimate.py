@@ -18,7 +18,7 @@ from vitfleet.costs.estimate import RunEstimate, _free_memory, available, combin
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 
 
 def flops_of(config: Config) -> float:

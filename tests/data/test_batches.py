@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.batches import Batch, make_epoch_batches
-from vitfleet.data.epoch_draws import EpochDraws, draw_epoch
+from vitfleet.data.batches import Batch, EpochDraws, draw_epoch, make_epoch_batches
 from vitfleet.data.preprocess import Preprocess
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 
 CPU = torch.device("cpu")
 OFF = AugmentConfig()

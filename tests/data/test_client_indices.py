@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitfleet.data.client_indices import ClientIndices
+from vitfleet.data.partitions.client_indices import ClientIndices
 
 
 def test_client_indices_are_addressed_by_client_and_task() -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vitfleet.data.decode import CHUNK_IMAGES, decode_split, probe_images
-from vitfleet.data.encoded import EncodedSplit
+from vitfleet.data.decode import CHUNK_IMAGES, EncodedSplit, decode_split, probe_images
 from vitfleet.errors import DataError
 from vitfleet.progress import Advance
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from made_sets import grey_levels
-from vitfleet.data.from_objects import fingerprint, from_hf, from_tensors
+from vitfleet.data.sources.from_objects import fingerprint, from_hf, from_tensors
 from vitfleet.errors import DataError
 
 RGB = np.random.default_rng(0).integers(0, 256, (20, 3, 8, 8), dtype=np.uint8)

@@ -9,7 +9,7 @@ import pytest
 
 from made_sets import encoded_image, grey_levels, own_images, unique_values, write_file, write_images, write_parquet
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("isolated_data")

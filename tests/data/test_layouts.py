@@ -10,8 +10,8 @@ from made_sets import encoded_image, grey_levels, own_images, write_file, write_
 from vitfleet.config.registry import PARTITIONS
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.images import DataSet
-from vitfleet.data.partition import partition_dataset
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("isolated_data")

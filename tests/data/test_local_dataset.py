@@ -12,12 +12,13 @@ from PIL import Image
 
 from conftest import MakeConfig
 from made_sets import write_file
-from vitfleet.data import local_dataset
 from vitfleet.data.export import export_clients
 from vitfleet.data.images import DataSet
-from vitfleet.data.local_dataset import DataSpec, LocalDataset, load_local
-from vitfleet.data.partition import Partition, partition_dataset
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.partitions.client_indices import Partition
+from vitfleet.data.sources import local
+from vitfleet.data.sources.load import load_dataset
+from vitfleet.data.sources.local import DataSpec, LocalDataset, load_local
 from vitfleet.errors import DataError, UserError
 
 CLASSES = ("cat", "dog", "owl")
@@ -88,7 +89,7 @@ def test_images_are_decoded_once_until_one_of_them_changes(tmp_path: Path, monke
         read.append(path)
         return load_local(path, spec)
 
-    monkeypatch.setattr(local_dataset, "load_local", counting_load)
+    monkeypatch.setattr(local, "load_local", counting_load)
     again = LocalDataset(tmp_path / "photos", tmp_path / "cache").load(SPEC)
     assert not read
     for before, after in ((first.train, again.train), (first.test, again.test)):

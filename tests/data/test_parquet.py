@@ -11,9 +11,9 @@ import pytest
 
 from made_sets import encoded_image, grey_levels, own_images, write_file, write_parquet
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.client_indices import ClientIndices
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import DataError, UserError
 
 pytestmark = pytest.mark.usefixtures("isolated_data")

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vitfleet.config.base import PartitionParams
-from vitfleet.data.partition import (
-    ClientIndices,
-    Partition,
-    assign_by_shares,
-    make_partition,
-    training_shares,
-)
-from vitfleet.data.partitioners import (
+from vitfleet.data.partitions.assign import assign_by_shares, make_partition, training_shares
+from vitfleet.data.partitions.client_indices import ClientIndices, Partition
+from vitfleet.data.partitions.partitioners import (
     ClassesPartition,
     DirichletPartition,
     IidPartition,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from vitfleet.config.registry import PARTITIONS
-from vitfleet.data.client_indices import ClientIndices, Partition
-from vitfleet.data.partition import make_partition
-from vitfleet.data.partition_io import load_partition, save_partition
-from vitfleet.data.partitioners import FilePartition
+from vitfleet.data.partitions.assign import make_partition
+from vitfleet.data.partitions.client_indices import ClientIndices, Partition
+from vitfleet.data.partitions.partitioners import FilePartition
+from vitfleet.data.partitions.saved import load_partition, save_partition
 from vitfleet.errors import ConfigError, DataError
 
 CONFIG = PARTITIONS.make_params("dirichlet", beta=0.05)

@@ -11,9 +11,9 @@ import pytest
 
 import vitfleet
 from vitfleet.config import load_config
-from vitfleet.data.partition import partition_dataset
-from vitfleet.data.partition_io import load_partition
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.partitions.saved import load_partition
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import ConfigError, UserError
 
 PLUGIN = '''
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from vitfleet import register_dataset, register_partition
 from vitfleet.config.base import PartitionParams, Table
-from vitfleet.data.from_objects import from_tensors
+from vitfleet.data.sources.from_objects import from_tensors
 
 
 class BarsParams(Table):

@@ -9,7 +9,7 @@ import pytest
 from made_sets import grey_levels, own_images, write_images, write_parquet
 from vitfleet.config import load_config
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import DataError, UserError
 
 

@@ -16,11 +16,11 @@ import vitfleet
 from made_photos import draw_photos
 from vitfleet.config.registry import DATASETS, Origin
 from vitfleet.config.schema import DataConfig, TasksConfig
-from vitfleet.data import decode, sources
-from vitfleet.data import shared_images as module
+from vitfleet.data import decode, image_cache
+from vitfleet.data.image_cache import VARIABLE, images_key, read_shared, shared_images
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.shared_images import VARIABLE, images_key, read_shared, shared_images
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources import load
+from vitfleet.data.sources.load import load_dataset
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return decode.decode_dataset(name, *args, **kwargs)
 
-    monkeypatch.setattr(sources, "decode_dataset", record)
+    monkeypatch.setattr(load, "decode_dataset", record)
     return names
 
 
@@ -74,7 +74,7 @@ def test_images_are_decoded_once_and_the_same_for_all(photos: DataConfig, decode
 def test_sources_of_images_are_shared(photos: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = ImageSet(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4), torch.arange(4))
     data = DataSet("mine", ("a", "b", "c", "d"), images, images)
-    monkeypatch.setattr(sources, "_load", lambda request: data)
+    monkeypatch.setattr(load, "_load", lambda request: data)
     with shared_images([photos, photos]):
         load_dataset(photos)
         shared = read_shared(photos)
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_written_or_read_costs_only_time(
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     with monkeypatch.context() as patch, shared_images([photos, photos]):
-        patch.setattr(module, "write_decoded", full_disk)
+        patch.setattr(image_cache, "write_decoded", full_disk)
         load_dataset(photos)
         load_dataset(photos)
     assert decoded == ["mine", "mine"]
@@ -136,7 +136,7 @@ def test_a_users_data_set_may_use_every_key(photos: DataConfig, monkeypatch: pyt
 def test_images_that_take_too_much_of_the_disk_are_decoded_again(
     photos: DataConfig, decoded: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.data.shared_images.MAX_BYTES", 100)
+    monkeypatch.setattr("vitfleet.data.image_cache.MAX_BYTES", 100)
     with shared_images([photos, photos]):
         load_dataset(photos)
         load_dataset(photos)

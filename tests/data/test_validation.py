@@ -16,9 +16,9 @@ import vitfleet
 from made_sets import grey_levels, own_images, write_images, write_parquet
 from vitfleet.config import load_config
 from vitfleet.config.schema import DataConfig
-from vitfleet.data.from_objects import from_tensors
 from vitfleet.data.images import DataSet, ImageSet
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.from_objects import from_tensors
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.subsets import hold_out_validation
 from vitfleet.errors import DataError, UserError
 from vitfleet.report.tables import summary_table

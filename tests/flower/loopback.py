@@ -15,15 +15,14 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
 from vitfleet.data.images import DataSet
-from vitfleet.data.local_dataset import DataSpec, load_local
-from vitfleet.data.sources import load_dataset
-from vitfleet.flower.client import FlowerClient
-from vitfleet.flower.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
-from vitfleet.flower.payloads import RunSpec
-from vitfleet.flower.record_keys import CHUNK, HEADER
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.sources.load import load_dataset
+from vitfleet.data.sources.local import DataSpec, load_local
+from vitfleet.flower.device.client import FlowerClient
+from vitfleet.flower.transport.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
+from vitfleet.flower.transport.payloads import CHUNK, HEADER, RunSpec
 
 # Flower's processes set these; its messages cannot be created without them.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from vitfleet.fleet.base import EvalResult, Reply, Request
-from vitfleet.flower import processes
-from vitfleet.flower.activity import MAX_BYTES, ActivityLog, ActivityReader, round_line
-from vitfleet.flower.payloads import RunSpec, TrainPayload
+from vitfleet.flower.device import supernode
+from vitfleet.flower.device.activity import MAX_BYTES, ActivityLog, ActivityReader, round_line
+from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 
 
@@ -82,7 +82,7 @@ def test_client_reports_its_lines_and_keeps_flowers_log(tmp_path: Path, monkeypa
     activity = tmp_path / "runs" / "activity.log"
     script = f"""
 import sys
-from vitfleet.flower.activity import ActivityLog
+from vitfleet.flower.device.activity import ActivityLog
 from pathlib import Path
 print("INFO of Flower", file=sys.stderr)
 ActivityLog(Path({str(activity)!r})).add("round 1: trained")
@@ -90,13 +90,13 @@ sys.exit(3)
 """
 
     def stop(seconds: float) -> None:
-        if seconds == processes.RESTART_DELAY_S:
+        if seconds == supernode.RESTART_DELAY_S:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", stop)
     reported: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        processes.run_forever([sys.executable, "-c", script], tmp_path / "flower", activity, reported.append)
+        supernode.run_forever([sys.executable, "-c", script], tmp_path / "flower", activity, reported.append)
     log = tmp_path / "flower" / "supernode.log"
     assert reported[0] == "round 1: trained"
     assert reported[1].startswith(f"Flower's SuperNode ended with code 3 (see {log})")

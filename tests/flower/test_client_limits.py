@@ -16,16 +16,16 @@ from torch import Tensor
 from conftest import MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import MachineConfig
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Request
-from vitfleet.flower.activity import ActivityLog
-from vitfleet.flower.client import FlowerClient
-from vitfleet.flower.client_handler import local_client
-from vitfleet.flower.client_limits import ClientLimits
-from vitfleet.flower.client_storage import ClientStorage
-from vitfleet.flower.fleet import make_run_spec
-from vitfleet.flower.payloads import RunSpec, TrainPayload
+from vitfleet.flower.device.activity import ActivityLog
+from vitfleet.flower.device.client import FlowerClient
+from vitfleet.flower.device.handler import local_client
+from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.storage import ClientStorage
+from vitfleet.flower.server.fleet import make_run_spec
+from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.run.setup import open_run
 from vitfleet.training.evaluator import Evaluator

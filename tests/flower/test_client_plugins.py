@@ -10,11 +10,11 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.config.plugins import load_file
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.flower.client import _read_config
-from vitfleet.flower.fleet import make_run_spec
-from vitfleet.flower.payloads import RunSpec
+from vitfleet.flower.device.client import _read_config
+from vitfleet.flower.server.fleet import make_run_spec
+from vitfleet.flower.transport.payloads import RunSpec
 
 PLUGIN = """
 from pathlib import Path

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loopback import serialized_copy, with_encoded_message
 
 from vitfleet.fleet.base import EvalReply, EvalResult, Reply, Request
-from vitfleet.flower.codec import (
+from vitfleet.flower.transport.codec import (
     pack_eval_reply,
     pack_eval_request,
     pack_reply,
@@ -24,8 +24,7 @@ from vitfleet.flower.codec import (
     unpack_reply,
     unpack_train_request,
 )
-from vitfleet.flower.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.flower.record_keys import CHUNK, HEADER
+from vitfleet.flower.transport.payloads import CHUNK, HEADER, EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message
 from vitfleet.methods.base import RejectedUpdateError
 

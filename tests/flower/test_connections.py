@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.connections import Connection, ConnectionLimits, ConnectionTable, Peer
-from vitfleet.flower.proxy import MAX_HEADER_BYTES, http_protocol, make_proxy, raise_file_limit, serve
+from vitfleet.flower.server.connections import Connection, ConnectionLimits, ConnectionTable, Peer
+from vitfleet.flower.server.proxy import MAX_HEADER_BYTES, http_protocol, make_proxy, raise_file_limit, serve
 
 POLL = "/v1/fleet/pull-messages"
 
@@ -169,7 +169,7 @@ def test_clients_are_served_during_a_flood_of_half_open_connections(certs: Certs
 
 
 def test_slow_and_silent_connections_are_closed(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("vitfleet.flower.server.proxy.SWEEP_INTERVAL_S", 0.05)
 
     async def slowloris(port: int, paths: list[str], table: ConnectionTable) -> None:
         silent = await connect(port)
@@ -189,8 +189,8 @@ def test_slow_and_silent_connections_are_closed(certs: Certs, monkeypatch: pytes
 
 def test_memory_of_closed_connections_is_freed(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed TLS connections are reference cycles of few objects with large buffers: Python is slow to free them."""
-    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
-    monkeypatch.setattr("vitfleet.flower.proxy.COLLECT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("vitfleet.flower.server.proxy.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("vitfleet.flower.server.proxy.COLLECT_INTERVAL_S", 0.0)
 
     def tls_objects() -> int:
         return sum(type(thing) is ssl.SSLObject for thing in gc.get_objects())
@@ -243,7 +243,7 @@ def test_no_more_connections_than_this_process_can_have_files() -> None:
 def test_a_port_that_is_used_again_at_once_is_no_way_around_the_limits(
     certs: Certs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("vitfleet.flower.server.proxy.SWEEP_INTERVAL_S", 0.05)
 
     async def reset_and_return(port: int) -> socket.socket:
         """Connect twice from one port: the proxy hears of the first one's end and of the second at the same time."""
@@ -274,7 +274,7 @@ def test_a_port_that_is_used_again_at_once_is_no_way_around_the_limits(
 
 def test_without_a_free_file_a_silent_connection_gives_way(certs: Certs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is not full: other things may have taken the files."""
-    monkeypatch.setattr("vitfleet.flower.proxy.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("vitfleet.flower.server.proxy.SWEEP_INTERVAL_S", 0.05)
 
     async def run_out(port: int, paths: list[str], table: ConnectionTable) -> None:
         silent = await connect(port)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from flwr.common.config import parse_config_args
 
-from vitfleet.flower.server_app import open_folder
+from vitfleet.flower.server.server_app import open_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "fleet.md"
 

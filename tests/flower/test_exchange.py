@@ -20,13 +20,12 @@ from loopback import HandleMessage, LoopbackGrid
 from conftest import MakeConfig
 from vitfleet.config.schema import FleetConfig
 from vitfleet.fleet.base import Reply
-from vitfleet.flower import processes
-from vitfleet.flower.commands import ServerSettings
-from vitfleet.flower.exchange import MAX_SENT, Exchange, ReplyFactory
-from vitfleet.flower.nodes import NodeDirectory
-from vitfleet.flower.payloads import TrainPayload
-from vitfleet.flower.polling import Clock
-from vitfleet.flower.record_keys import CLIENT_NAME, HEADER
+from vitfleet.flower.server import processes
+from vitfleet.flower.server.exchange import MAX_SENT, Exchange, ReplyFactory
+from vitfleet.flower.server.nodes import NodeDirectory
+from vitfleet.flower.server.processes import ServerSettings
+from vitfleet.flower.transport.messages import Clock
+from vitfleet.flower.transport.payloads import CLIENT_NAME, HEADER, TrainPayload
 
 CLIENTS = 2
 USED = "used"  # instead of a failure, where a content arrived
@@ -211,7 +210,7 @@ def test_superlink_that_answers_with_errors_is_polled_with_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("vitfleet.flower.processes.time.sleep", pauses.append)
+    monkeypatch.setattr("vitfleet.flower.server.processes.time.sleep", pauses.append)
     statuses = [503, 500, 200]
 
     class Starting(BaseHTTPRequestHandler):

@@ -20,10 +20,10 @@ from test_flower_fleet import OVERRIDES, flower, same_server_state
 from chaos import FleetWithoutReplies
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.flower.codec import unpack_reply, unpack_train_request
-from vitfleet.flower.fleet import FlowerFleet, fleet_factory
-from vitfleet.flower.polling import Clock, object_polling
-from vitfleet.flower.record_keys import CLIENT_NAME, HEADER
+from vitfleet.flower.server.fleet import FlowerFleet, fleet_factory
+from vitfleet.flower.transport.codec import unpack_reply, unpack_train_request
+from vitfleet.flower.transport.messages import Clock, object_polling
+from vitfleet.flower.transport.payloads import CLIENT_NAME, HEADER
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records

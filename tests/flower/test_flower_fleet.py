@@ -12,10 +12,10 @@ from loopback import HandleMessage, LocalClients, client_names, export_images
 from conftest import MakeConfig
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
-from vitfleet.data.assignment import assign_images
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.flower.fleet import fleet_factory
+from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.inference.stored_models import StoredModels, load_model_file
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records

@@ -18,9 +18,9 @@ from test_flower_fleet import flower
 
 from conftest import MakeConfig
 from vitfleet.errors import printable
-from vitfleet.flower import worker
-from vitfleet.flower.codec import unpack_reply
-from vitfleet.flower.record_keys import CHUNK, HEADER
+from vitfleet.flower.device import worker
+from vitfleet.flower.transport.codec import unpack_reply
+from vitfleet.flower.transport.payloads import CHUNK, HEADER
 from vitfleet.run.loop import run_rounds
 from vitfleet.wire import encode
 

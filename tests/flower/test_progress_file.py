@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vitfleet.flower.progress_file import ProgressFile, ProgressMirror, TaskProgress, read_progress
+from vitfleet.flower.server.progress_file import ProgressFile, ProgressMirror, TaskProgress, read_progress
 from vitfleet.progress import Advance
 
 

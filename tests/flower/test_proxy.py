@@ -15,13 +15,13 @@ from flwr.proto.node_pb2 import Node
 from test_connections import certs, poll, with_proxy
 
 from vitfleet import wire
-from vitfleet.flower import log_limit, record_keys
+from vitfleet.flower import processes
 from vitfleet.flower.certificates import Certs
-from vitfleet.flower.commands import ServerSettings
-from vitfleet.flower.connections import ConnectionLimits, ConnectionTable
-from vitfleet.flower.processes import PROXY_LOG, SUPERLINK_LOG
-from vitfleet.flower.proxy import MAX_PUSH_BYTES, MAX_REQUEST_BYTES, PUSH_MESSAGES
-from vitfleet.flower.server import follow
+from vitfleet.flower.server.connections import ConnectionLimits, ConnectionTable
+from vitfleet.flower.server.processes import PROXY_LOG, SUPERLINK_LOG, ServerSettings
+from vitfleet.flower.server.proxy import MAX_PUSH_BYTES, MAX_REQUEST_BYTES, PUSH_MESSAGES
+from vitfleet.flower.server.serve import follow
+from vitfleet.flower.transport.payloads import CHUNK
 
 __all__ = ["certs"]  # a fixture
 
@@ -70,7 +70,7 @@ def test_no_request_leaves_a_trace_in_the_log(
 
 def test_logs_of_a_server_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SuperLink goes on writing where its log ends now."""
-    monkeypatch.setattr(log_limit, "MAX_BYTES", 10)
+    monkeypatch.setattr(processes, "MAX_LOG_BYTES", 10)
     settings = ServerSettings("127.0.0.1", 1, tmp_path, None)
     (tmp_path / PROXY_LOG).write_bytes(b"short")
     with (tmp_path / SUPERLINK_LOG).open("ab", buffering=0) as superlink:
@@ -80,7 +80,7 @@ def test_logs_of_a_server_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
             superlink.write(b", more")
             (tmp_path / "summary.json").touch()
 
-        monkeypatch.setattr("vitfleet.flower.server.time.sleep", write_more)
+        monkeypatch.setattr("vitfleet.flower.server.serve.time.sleep", write_more)
         follow(settings, tmp_path, 1)
     assert (tmp_path / SUPERLINK_LOG).read_bytes() == b", more"
     assert (tmp_path / "superlink.old.log").read_bytes() == b"the last 9"
@@ -88,7 +88,7 @@ def test_logs_of_a_server_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_chunks_of_messages_are_forwarded() -> None:
-    chunk = ConfigRecord({record_keys.CHUNK: b"x" * wire.CHUNK}).deflate()
+    chunk = ConfigRecord({CHUNK: b"x" * wire.CHUNK}).deflate()
     request = PushObjectRequest(node=Node(node_id=OWN), object_id="a" * 64, object_content=chunk, session_id="b" * 64)
     assert request.ByteSize() < MAX_REQUEST_BYTES
 

@@ -15,14 +15,14 @@ import torch
 from chaos import server_state
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.data.assignment import assign_images
 from vitfleet.data.export import export_clients
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.flower.certificates import Certs, make_certs
-from vitfleet.flower.commands import ServerSettings, client_command, environment, free_port
-from vitfleet.flower.flwr_cli import start_run
-from vitfleet.flower.processes import running_server, stop_process_group
-from vitfleet.flower.server import follow
+from vitfleet.flower.device.supernode import client_command
+from vitfleet.flower.processes import environment, free_port, stop_process_group
+from vitfleet.flower.server.processes import ServerSettings, running_server, start_run
+from vitfleet.flower.server.serve import follow
 from vitfleet.inference.stored_models import load_model_file
 from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds

@@ -16,9 +16,9 @@ from test_flower_fleet import OVERRIDES, flower, same_server_state
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.flower.exchange import MAX_SENT
-from vitfleet.flower.fleet import fleet_factory
-from vitfleet.flower.polling import Clock
+from vitfleet.flower.server.exchange import MAX_SENT
+from vitfleet.flower.server.fleet import fleet_factory
+from vitfleet.flower.transport.messages import Clock
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.round import run_round

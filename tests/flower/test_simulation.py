@@ -9,10 +9,9 @@ import pytest
 
 from chaos import server_state
 from conftest import MakeConfig
-from vitfleet.flower.commands import ServerSettings, environment, flower_config, free_port
-from vitfleet.flower.flwr_cli import start_run
-from vitfleet.flower.processes import stop_process_group, wait_for_superlink
-from vitfleet.flower.server import follow
+from vitfleet.flower.processes import environment, free_port, stop_process_group
+from vitfleet.flower.server.processes import ServerSettings, flower_config, start_run, wait_for_superlink
+from vitfleet.flower.server.serve import follow
 from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vitfleet.flower import processes
-from vitfleet.flower.log_limit import MAX_BYTES
-from vitfleet.flower.supernode_log import HEAD_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
+from vitfleet.flower.device import supernode
+from vitfleet.flower.device.supernode import HEAD_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
+from vitfleet.flower.processes import MAX_LOG_BYTES
 
 LOGS = Path(__file__).parent / "supernode_logs"
 KEY = Path("/srv/fleet/nodes/kitchen")
@@ -68,11 +68,11 @@ def test_a_log_stays_short_while_it_is_written_and_its_last_part_is_kept(tmp_pat
     with log.open() as file:
         file.write(b"head")
         for part in (b"a", b"b", b"c"):
-            file.write(part * (MAX_BYTES + 1))
+            file.write(part * (MAX_LOG_BYTES + 1))
             file.flush()
             log.cut()
             assert log.path.stat().st_size == 0
-            assert (tmp_path / "supernode.old.log").read_bytes() == part * MAX_BYTES
+            assert (tmp_path / "supernode.old.log").read_bytes() == part * MAX_LOG_BYTES
         file.write(b"end")
     assert log.path.read_bytes() == b"end"
     assert log.text() == "head" + "a" * (HEAD_BYTES - 4) + "end", "what it wrote first shows whether it connected"
@@ -80,7 +80,7 @@ def test_a_log_stays_short_while_it_is_written_and_its_last_part_is_kept(tmp_pat
 
 def test_a_start_does_not_keep_the_text_of_the_one_before(tmp_path: Path) -> None:
     log = SuperNodeLog(tmp_path / "supernode.log")
-    for text in ("first" * MAX_BYTES, "second"):
+    for text in ("first" * MAX_LOG_BYTES, "second"):
         with log.open() as file:
             file.write(text.encode())
     assert log.text() == "second"
@@ -102,14 +102,14 @@ sys.exit(1)
     starts: list[float] = []
 
     def stop_at_second(seconds: float) -> None:
-        starts.extend([seconds] if seconds == processes.RESTART_DELAY_S else [])
+        starts.extend([seconds] if seconds == supernode.RESTART_DELAY_S else [])
         if len(starts) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", stop_at_second)
     reported: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        processes.run_forever(
+        supernode.run_forever(
             [sys.executable, "-S", "-c", script],
             tmp_path / "flower",
             tmp_path / "activity.log",

@@ -21,9 +21,9 @@ from test_flower_fleet import flower, same_server_state
 
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.flower.client_app import train
-from vitfleet.flower.fleet import fleet_factory
-from vitfleet.flower.worker import WorkerError, call_worker
+from vitfleet.flower.device.client_app import train
+from vitfleet.flower.device.worker import WorkerError, call_worker
+from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
@@ -48,7 +48,7 @@ def workers() -> list[psutil.Process]:
     running = []
     for process in psutil.Process().children():
         try:
-            if "vitfleet.flower.worker" in process.cmdline():
+            if "vitfleet.flower.device.worker" in process.cmdline():
                 running.append(process)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
@@ -169,7 +169,7 @@ def test_worker_that_dies_while_handling_a_message_fails_the_message(
         "import os, sys\n"
         "class Killer:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'vitfleet.flower.client_handler':\n"
+        "        if name == 'vitfleet.flower.device.handler':\n"
         f"            os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
         "sys.meta_path.insert(0, Killer())\n"
     )
@@ -181,7 +181,7 @@ def test_worker_that_dies_while_handling_a_message_fails_the_message(
 
 
 def test_client_app_does_not_import_torch() -> None:
-    code = "import sys, vitfleet.flower.client_app; print(*sys.modules)"
+    code = "import sys, vitfleet.flower.device.client_app; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "flwr.clientapp" in loaded
     assert not {"torch", "timm", "torchvision", "PIL", "pyarrow", "safetensors"} & set(loaded)

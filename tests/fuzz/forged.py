@@ -8,8 +8,8 @@ from flwr.app import ConfigRecord, RecordDict
 from loopback import with_encoded_message
 
 from vitfleet.fleet.base import EvalResult, Reply
-from vitfleet.flower.codec import pack_reply
-from vitfleet.flower.record_keys import HEADER
+from vitfleet.flower.transport.codec import pack_reply
+from vitfleet.flower.transport.payloads import HEADER
 from vitfleet.message import Message
 
 NUMBERS = '"__metadata__":{"numbers":"{}"}'

@@ -12,8 +12,8 @@ from loopback import with_encoded_message
 from torch import Tensor
 
 from vitfleet.fleet.base import Reply
-from vitfleet.flower.codec import pack_reply
-from vitfleet.flower.record_keys import HEADER
+from vitfleet.flower.transport.codec import pack_reply
+from vitfleet.flower.transport.payloads import HEADER
 from vitfleet.message import Message
 from vitfleet.wire import safetensors_chunks
 

@@ -19,7 +19,7 @@ from conftest import RecordProperty
 from vitfleet.config import load_config
 from vitfleet.config.registry import METHODS
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
-from vitfleet.flower.codec import unpack_reply
+from vitfleet.flower.transport.codec import unpack_reply
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.round import run_round

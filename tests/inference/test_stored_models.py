@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import vitfleet
 from conftest import MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.inference.stored_models import load_model_file
 from vitfleet.run.loop import run_rounds

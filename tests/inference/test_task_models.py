@@ -13,7 +13,7 @@ import torch
 import vitfleet
 from conftest import Command, InterruptAfter, MakeConfig
 from vitfleet.config.schema import Config
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.loop import run_rounds

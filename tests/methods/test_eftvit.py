@@ -16,8 +16,7 @@ from conftest import InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig, TrainConfig
 from vitfleet.data.batches import Batch
-from vitfleet.data.feature_loader import FeatureBlock, FeatureLoader
-from vitfleet.data.features import Features, FeatureSet, dequantize, quantize
+from vitfleet.data.features import FeatureBlock, FeatureLoader, Features, FeatureSet, dequantize, quantize
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State

@@ -16,8 +16,8 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientJob, ClientUpdate, Method, adapt_model, make_method
 from vitfleet.methods.context import MethodContext
-from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Selection
 from vitfleet.models.zoo import build_model
 from vitfleet.training.cohort_driver import Participant, run_cohort
 from vitfleet.training.cohort_inputs import RngContext

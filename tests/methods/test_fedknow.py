@@ -16,8 +16,8 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
 from vitfleet.methods.fedknow import FedKnowParams
 from vitfleet.methods.task_knowledge import extract_knowledge, make_teachers, read_knowledge
-from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Selection
 from vitfleet.training.cohort_driver import run_participant
 from vitfleet.training.cohort_inputs import RngContext
 from vitfleet.training.trainer import Trainer

@@ -15,8 +15,8 @@ from vitfleet.errors import UserError
 from vitfleet.methods import MethodContext, adapt_model, make_method
 from vitfleet.methods.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LowRankLinear
-from vitfleet.models.layout import LoraTarget
 from vitfleet.models.net import Net
+from vitfleet.models.parts import LoraTarget
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round

@@ -12,9 +12,8 @@ from torch import nn
 
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig
-from vitfleet.models.anatomy import Anatomy, Selection
-from vitfleet.models.layout import layout_of
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Anatomy, Selection, layout_of
 from vitfleet.models.zoo import build_model
 
 MIB = 2**20

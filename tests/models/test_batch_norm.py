@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from family_configs import IMAGE_SIZE, tiny_family
-from vitfleet.models.batch_norm import MaskedBatchNorm, replace_batch_norms, trained_batch_norms
+from vitfleet.models.forward.batch_norm import MaskedBatchNorm, replace_batch_norms, trained_batch_norms
 from vitfleet.models.net import BatchStatistics
 
 STATISTICS = ("running_mean", "running_var")

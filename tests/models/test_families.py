@@ -15,11 +15,10 @@ from family_configs import TINY_FAMILIES, WITH_BATCH_NORM, WITH_TOKEN_DROPPING, 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.adapters import add_lora, add_prompts
-from vitfleet.models.anatomy import dissect
 from vitfleet.models.families.cvt import ConvAttention
 from vitfleet.models.families.t2t import TokensToToken, sinusoids, soft_split
-from vitfleet.models.layout import layout_of
 from vitfleet.models.net import Net
+from vitfleet.models.parts import dissect, layout_of
 from vitfleet.models.zoo import build_model
 
 BATCH = 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfleet.models.module_call import call_module
+from vitfleet.models.forward.module_call import call_module
 
 CLIENTS, BATCH = 3, 2
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import UserError
+from vitfleet.models.forward.stacked_ops import attention
 from vitfleet.models.net import BatchStatistics, Net
-from vitfleet.models.stacked_ops import attention
 from vitfleet.models.zoo import build_model
 
 # All variants of prefix tokens and pooling in timm's plain ViTs.

@@ -15,9 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError
-from vitfleet.models.families.vit import NAMED_VITS, build_named_vit
-from vitfleet.models.plain_vit import PatchEmbed, PlainViT, init_normal_
-from vitfleet.models.request import ModelRequest
+from vitfleet.models.families.request import ModelRequest
+from vitfleet.models.families.vit import NAMED_VITS, PatchEmbed, PlainViT, build_named_vit, init_normal_
 from vitfleet.models.zoo import build_model
 
 SMALL = ModelConfig(dim=16, depth=2, heads=2)

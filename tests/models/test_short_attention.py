@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU, or with TRITON_INTERPRET=1", allow_module_level=True)
 
-from vitfleet.models.short_attention import is_supported, short_attention  # noqa: E402
+from vitfleet.models.forward.short_attention import is_supported, short_attention  # noqa: E402
 
 SIZES = [(65, 32), (50, 64), (17, 16), (1, 16), (64, 32), (90, 16), (128, 16)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}

@@ -6,8 +6,7 @@ import numpy as np
 from PIL import Image
 
 from conftest import MakeConfig
-from vitfleet.data.batches import make_epoch_batches
-from vitfleet.data.epoch_draws import draw_epoch
+from vitfleet.data.batches import draw_epoch, make_epoch_batches
 from vitfleet.report.masked_patches import contact_sheet, draw_masked_patches
 from vitfleet.run.setup import open_run
 

@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from conftest import MakeContext
 from vitfleet.config.schema import EvalConfig, ModelConfig
 from vitfleet.data.images import ImageSet
-from vitfleet.data.partition import ClientIndices
+from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
 from vitfleet.methods.eftvit import EftVit, EftVitParams
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.standalone import Standalone, StandaloneParams
-from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.evaluation import FleetEvaluator, GlobalEvaluation

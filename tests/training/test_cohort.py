@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig, ModelConfig
-from vitfleet.data.epoch_draws import draw_epoch
+from vitfleet.data.batches import draw_epoch
 from vitfleet.data.images import ImageSet
 from vitfleet.methods.derpp import DarkExperienceLoss
 from vitfleet.models.adapters import add_lora, add_prompts

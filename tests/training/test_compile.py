@@ -13,8 +13,8 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
-from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Selection
 from vitfleet.training.cohort_inputs import ClientFit, RngContext
 from vitfleet.training.machine import set_up_machine
 from vitfleet.training.objective import Fit, Objective

@@ -15,7 +15,7 @@ from conftest import MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import Shard
 from vitfleet.message import Tensors
-from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.cohort_inputs import RngContext

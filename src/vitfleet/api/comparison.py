@@ -20,9 +20,9 @@ from vitfleet.config.load import Overrides, parse_overrides
 from vitfleet.config.schema import DataConfig
 from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import RunEstimate, combine, estimate_run, mean_estimate
+from vitfleet.data.image_cache import shared_images
 from vitfleet.data.images import DataSet
-from vitfleet.data.shared_images import shared_images
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback

@@ -12,8 +12,8 @@ from vitfleet.config.load import Overrides, from_tree, load_config, parse_overri
 from vitfleet.config.plugins import load_plugins
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
-from vitfleet.data.from_objects import fingerprint, from_hf, from_tensors
 from vitfleet.data.images import DataSet
+from vitfleet.data.sources.from_objects import fingerprint, from_hf, from_tensors
 from vitfleet.errors import UserError
 
 #: A preset's name, the path of a TOML or JSON file, a tree of keys, or a configuration.

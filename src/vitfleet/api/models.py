@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from vitfleet.api.run import Run
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.evaluate import Evaluation, evaluate_images

@@ -13,7 +13,7 @@ from vitfleet.api.frames import as_frame, flatten
 from vitfleet.api.training import run_in
 from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.inference.classifier import Classifier

@@ -29,7 +29,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import read_json
 
 if TYPE_CHECKING:
-    from vitfleet.flower.commands import ServerSettings
+    from vitfleet.flower.server.processes import ServerSettings
     from vitfleet.run.folder import RunFolder
 
 PORT = 9092
@@ -58,9 +58,9 @@ def export_data(
 
     Example: `vitfleet export-data digits --out shards --names kitchen,garden,porch`
     """
-    from vitfleet.data.assignment import assign_images
     from vitfleet.data.export import ExportFormat, export_clients
-    from vitfleet.data.sources import load_dataset
+    from vitfleet.data.partitions.assign import assign_images
+    from vitfleet.data.sources.load import load_dataset
 
     if to not in get_args(ExportFormat):
         raise UserError(f"--to {to}: must be {' or '.join(get_args(ExportFormat))}")
@@ -124,7 +124,7 @@ def server(
     """
     _require("flower", "cryptography", "flwr")
     from vitfleet.flower.certificates import Certs
-    from vitfleet.flower.commands import ServerSettings
+    from vitfleet.flower.server.processes import ServerSettings
     from vitfleet.run.folder import create_run_folder, open_run_folder
 
     fleet_certs = Certs(certs.resolve())
@@ -173,14 +173,11 @@ def client(
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
     _require("client", "cryptography", "flwr")
-    from vitfleet.flower.activity import ACTIVITY_FILE
-    from vitfleet.flower.certificates import Certs
-    from vitfleet.flower.client_limits import ClientLimits
-    from vitfleet.flower.client_name import check_client_name
-    from vitfleet.flower.commands import client_command
-    from vitfleet.flower.processes import SUPERNODE_LOG, run_forever
-    from vitfleet.flower.supernode_log import ending_cause
-    from vitfleet.flower.tls import check_authority
+    from vitfleet.flower.certificates import Certs, check_authority
+    from vitfleet.flower.device.activity import ACTIVITY_FILE
+    from vitfleet.flower.device.limits import ClientLimits
+    from vitfleet.flower.device.supernode import SUPERNODE_LOG, client_command, ending_cause, run_forever
+    from vitfleet.flower.processes import check_client_name
 
     fleet_certs = Certs(certs.resolve())
     check_client_name(name)
@@ -215,7 +212,7 @@ def client(
 def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     """Run all remaining rounds on a fleet and show them."""
     from vitfleet.config.run_title import run_title
-    from vitfleet.flower.server import serve
+    from vitfleet.flower.server.serve import serve
     from vitfleet.report.run_plots import draw_results
     from vitfleet.report.tables import summary_table
     from vitfleet.report.terminal import RoundDisplay
@@ -247,7 +244,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
 
 
 def _split_names(text: str) -> list[str]:
-    from vitfleet.flower.client_name import check_client_name
+    from vitfleet.flower.processes import check_client_name
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:

@@ -294,9 +294,9 @@ def validate_params(registry: Registry[Any], name: str, values: dict[str, Any], 
 
 
 METHODS: Registry[Any] = Registry("method", "method.name", ("vitfleet.methods",))
-PARTITIONS: Registry[Any] = Registry("partition", "data.partition.kind", ("vitfleet.data.partitioners",))
+PARTITIONS: Registry[Any] = Registry("partition", "data.partition.kind", ("vitfleet.data.partitions.partitioners",))
 AGGREGATIONS: Registry[Any] = Registry("aggregation", "aggregate.rule", ("vitfleet.methods.aggregation_rules",))
-DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.named_datasets",), tagged=False)
+DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.sources.named",), tagged=False)
 MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), tagged=False)
 METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.metrics",), tagged=False)
 TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.trackers",), tagged=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import probe_images, split_off_test
-from vitfleet.data.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.images import DataSet
-from vitfleet.data.parquet import has_parquet
+from vitfleet.data.sources.image_folder import find_test_folder, read_image_folder
+from vitfleet.data.sources.tables import has_parquet
 from vitfleet.data.subsets import training_and_test_limit
 from vitfleet.errors import DataError
 

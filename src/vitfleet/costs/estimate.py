@@ -29,8 +29,8 @@ from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.tasks import task_classes
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
-from vitfleet.models.request import USUAL_GRID, fewer_patches
 from vitfleet.training.machine import set_up_machine, thread_limit
 from vitfleet.training.memory_budget import estimate_client_bytes
 from vitfleet.training.objective import Fit

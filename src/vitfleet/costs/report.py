@@ -22,14 +22,13 @@ from vitfleet.costs.dry_run import typical_client
 from vitfleet.costs.flops import Flops, full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
-from vitfleet.data.partition import make_partition
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.partitions.assign import make_partition
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.tasks import make_task_streams, task_classes
 from vitfleet.errors import UserError
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
-from vitfleet.models.shapes_only import weights_without_values
-from vitfleet.models.zoo import build_model
+from vitfleet.models.zoo import build_model, weights_without_values
 from vitfleet.progress import NO_PROGRESS, Progress
 
 SECONDS_PER_DAY = 86_400.0

@@ -1,15 +1,102 @@
-"""The batches of an epoch, for one client or for several clients stacked, as tensors on the training device."""
+"""An epoch of one client or of several stacked: its random draws on the host, and its batches on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vitfleet.data.epoch_draws import Array, EpochDraws
+from vitfleet.config.schema import AugmentConfig
+from vitfleet.data.subsets import round_half_up
+from vitfleet.randomness import Address, Purpose
+
+Array: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EpochDraws:
+    """All random numbers of one client's epoch, one row per sample, on the host.
+
+    Attributes
+    ----------
+    order
+        Positions in the shard, in the order in which the samples are visited.
+    shift
+        Rows and columns by which each visited image is shifted, ``[samples, 2]``.
+    flip, brightness
+        Whether each image is mirrored, and the factor of its brightness.
+    mask_noise
+        One number per patch, ``[samples, patches]``: the patches with the smallest numbers are kept.
+    replay
+        The stored samples that are replayed with each visited sample, ``[samples, replays, …]``: ``order`` holds their
+        positions in the client's buffer. ``None``: nothing is replayed.
+    """
+
+    order: Array
+    shift: Array | None = None
+    flip: Array | None = None
+    brightness: Array | None = None
+    mask_noise: Array | None = None
+    replay: EpochDraws | None = None
+
+
+def draw_epoch(
+    seed: int,
+    round: int,
+    client: int,
+    epoch: int,
+    samples: int,
+    image_size: int,
+    augment: AugmentConfig,
+    num_patches: int,
+    num_kept: int,
+    num_stored: int = 0,
+    replays: int = 0,
+) -> EpochDraws:
+    """Draw one client's epoch from its random addresses.
+
+    Parameters
+    ----------
+    samples, image_size
+        Number of the client's images, and their height and width in pixels.
+    num_patches, num_kept
+        Patches per image, and how many of them are kept. They are equal if nothing is masked.
+    num_stored, replays
+        Number of the client's stored samples, and how many of them are replayed with each image: uniformly, with
+        replacement, with an augmentation and a mask of their own.
+    """
+
+    def generator(purpose: Purpose) -> np.random.Generator:
+        return Address(seed, purpose, round, client, epoch).generator()
+
+    def draw(order: Array, augment_by: Purpose, mask_by: Purpose, replay: EpochDraws | None = None) -> EpochDraws:
+        """Draw the augmentation and the mask of every sample of an order."""
+        shift = flip = brightness = mask_noise = None
+        if augment.active:
+            rng = generator(augment_by)
+            # All three are always drawn, the shift last (an empty range consumes nothing), so that switching one of
+            # them on does not change the numbers of the others.
+            max_shift = round_half_up(augment.crop * image_size)
+            drawn_flip = rng.random(order.shape, dtype=np.float32) < 0.5
+            drawn_brightness = 1 + augment.brightness * (2 * rng.random(order.shape, dtype=np.float32) - 1)
+            drawn_shift = rng.integers(-max_shift, max_shift + 1, size=(*order.shape, 2))
+            shift = drawn_shift if max_shift else None
+            flip = drawn_flip if augment.flip else None
+            brightness = drawn_brightness if augment.brightness else None
+        if num_kept < num_patches:
+            mask_noise = generator(mask_by).random((*order.shape, num_patches), dtype=np.float32)
+        return EpochDraws(order, shift, flip, brightness, mask_noise, replay)
+
+    replay = None
+    if replays:
+        positions = generator(Purpose.REPLAY).integers(num_stored, size=(samples, replays))
+        replay = draw(positions, Purpose.REPLAY_AUGMENT, Purpose.REPLAY_MASK)
+    return draw(generator(Purpose.ORDER).permutation(samples), Purpose.AUGMENT, Purpose.MASK, replay)
 
 
 @dataclass(frozen=True)
@@ -27,7 +114,7 @@ class Batch:
     active
         1 if the client has this step, else 0, ``[…]``.
     shift, flip, brightness
-        Augmentation of each sample: see :class:`~vitfleet.data.epoch_draws.EpochDraws`.
+        Augmentation of each sample: see :class:`~vitfleet.data.batches.EpochDraws`.
     keep
         Positions of the patches that are kept, ``[…, batch, kept]``.
     features, scales, labels

@@ -1,4 +1,4 @@
-"""Decode images to uint8 tensors. Unreadable images are counted, named and skipped."""
+"""Encoded images, and how they are decoded to uint8 tensors. Unreadable ones are counted, named and skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.data.encoded import EncodedSplit, RawDataset
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.subsets import draw_holdout, draw_subset, training_and_test_limit
 from vitfleet.errors import DataError
@@ -30,6 +29,57 @@ CHUNK_IMAGES = 512  # images decoded per work item of a thread
 # Exceptions that Pillow raises for damaged files; for a broken PNG it raises a SyntaxError.
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 GREYSCALE_MODES = frozenset(("1", "L", "I", "F"))
+
+
+@dataclass(frozen=True)
+class EncodedSplit:
+    """The encoded images of one split.
+
+    Attributes
+    ----------
+    items
+        For each image its encoded bytes or the path of its file.
+    names
+        The name of each image in error messages.
+    labels
+        The class of each image.
+    sources
+        The origin of each image as a number; ``None`` if unknown.
+    """
+
+    items: Sequence[bytes | Path]
+    names: Sequence[str]
+    labels: NDArray[np.int64]
+    sources: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def take(self, indices: NDArray[np.int64]) -> EncodedSplit:
+        """Return the images at these indices."""
+        return EncodedSplit(
+            [self.items[i] for i in indices],
+            [self.names[i] for i in indices],
+            self.labels[indices],
+            None if self.sources is None else self.sources[indices],
+        )
+
+
+@dataclass(frozen=True)
+class RawDataset:
+    """A data set before decoding; both splits number classes and sources alike.
+
+    Attributes
+    ----------
+    classes
+        Class names.
+    train, test
+        The splits; ``test`` is ``None`` if the data set has no test split.
+    """
+
+    classes: tuple[str, ...]
+    train: EncodedSplit
+    test: EncodedSplit | None
 
 
 @dataclass(frozen=True)

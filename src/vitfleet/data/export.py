@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.decode import encode_png
 from vitfleet.data.images import DataSet, ImageSet
+from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,16 +1,22 @@
-"""Patch features that clients send instead of images, kept in the precision in which they were sent."""
+"""Patch features that clients send instead of images, and the batches of a training on them.
+
+They are kept in the precision in which they were sent.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from vitfleet.data.batches import Batch
+
 INT8_MAX = 127
 CHUNK_SAMPLES = 256  # samples converted to float32 at a time
+GROWTH = 1.25  # capacity of a new block of features over what it has to hold
 
 
 @dataclass(frozen=True)
@@ -116,3 +122,122 @@ def dequantize(values: Tensor, scales: Tensor | None) -> Tensor:
     """Return stored features as float32."""
     floats = values.float()
     return floats if scales is None else floats * scales.float().unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """The rows of the block that hold a copy of a part."""
+
+    part: Features
+    start: int
+    capacity: int
+
+
+class FeatureBlock:
+    """Copies of the parts of a feature set in one block of memory, from which a batch is read with one gather.
+
+    A load copies only the parts that are new since the last one. A new part takes the rows of a part that is gone, or
+    rows at the end; only when the block is full is everything copied to a larger one.
+    """
+
+    def __init__(self) -> None:
+        self._block: Features | None = None
+        self._slots: list[_Slot] = []
+
+    def load(self, parts: Sequence[Features]) -> tuple[Features, Tensor]:
+        """Return the block, and the row of each sample in the order of the parts (on the host)."""
+        held = {id(slot.part.values): slot for slot in self._slots}
+        slots = {id(part.values): held[id(part.values)] for part in parts if id(part.values) in held}
+        free = [slot for slot in self._slots if id(slot.part.values) not in slots]
+        used = max((slot.start + slot.capacity for slot in self._slots), default=0)
+        new = []
+        for part in parts:
+            if id(part.values) in slots:
+                continue
+            fitting = [slot for slot in free if slot.capacity >= len(part)]
+            if fitting:
+                taken = min(fitting, key=lambda slot: slot.capacity)
+                free.remove(taken)
+                slots[id(part.values)] = _Slot(part, taken.start, taken.capacity)
+            else:
+                slots[id(part.values)] = _Slot(part, used, len(part))
+                used += len(part)
+            new.append(slots[id(part.values)])
+        if self._block is None or used > len(self._block) or not _same_form(self._block, parts[0]):
+            new = self._reallocate(parts)
+            slots = {id(slot.part.values): slot for slot in new}
+        assert self._block is not None
+        for slot in new:
+            _copy_part(self._block, slot)
+        self._slots = [slots[id(part.values)] for part in parts]
+        return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in self._slots])
+
+    def _reallocate(self, parts: Sequence[Features]) -> list[_Slot]:
+        """Make a larger block and return a slot for each part."""
+        capacity = int(GROWTH * sum(map(len, parts))) + 1
+        like = parts[0]
+        scales = None if like.scales is None else like.scales.new_empty(capacity, *like.scales.shape[1:])
+        self._block = Features(
+            like.values.new_empty(capacity, *like.values.shape[1:]), like.labels.new_empty(capacity), scales
+        )
+        starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
+        return [_Slot(part, start, len(part)) for part, start in zip(parts, starts, strict=False)]
+
+
+def _same_form(block: Features, part: Features) -> bool:
+    return block.values.shape[1:] == part.values.shape[1:] and block.values.dtype == part.values.dtype
+
+
+def _copy_part(block: Features, slot: _Slot) -> None:
+    rows = slice(slot.start, slot.start + len(slot.part))
+    block.values[rows].copy_(slot.part.values)
+    block.labels[rows].copy_(slot.part.labels)
+    if block.scales is not None and slot.part.scales is not None:
+        block.scales[rows].copy_(slot.part.scales)
+
+
+class FeatureLoader:
+    """Completes batches with the features, labels and weights of their samples.
+
+    Parameters
+    ----------
+    block
+        Keeps copies of features that are on the training device, from one training to the next.
+    """
+
+    def __init__(self, features: FeatureSet, device: torch.device, block: FeatureBlock) -> None:
+        self.features = features
+        self.device = device
+        self.weights = features.sample_weights().to(device)
+        self._block: Features | None = None
+        self._rows = torch.empty(0, dtype=torch.long)
+        if features.on_device and features.parts:
+            self._block, rows = block.load(features.parts)
+            self._rows = rows.to(device)
+
+    def complete(self, batch: Batch) -> Batch:
+        """Return the batch with its features, labels and weights, on the training device."""
+        indices = batch.image_indices
+        weights = self.weights[indices] * (batch.sample_weight > 0)
+        sample_weight = weights / weights.sum(dim=-1, keepdim=True)
+        taken = self._block.take(self._rows[indices]) if self._block is not None else self._gather(indices.cpu())
+        return replace(
+            batch, sample_weight=sample_weight, features=taken.values, labels=taken.labels, scales=taken.scales
+        )
+
+    def _gather(self, indices: Tensor) -> Features:
+        """Copy samples from their parts, part by part."""
+        flat = indices.flatten()
+        ends = self.features.sizes().cumsum(0)
+        owners = torch.searchsorted(ends, flat, right=True)
+        like = self.features.parts[0]
+        values = like.values.new_empty(len(flat), *like.values.shape[1:])
+        labels = like.labels.new_empty(len(flat))
+        scales = None if like.scales is None else like.scales.new_empty(len(flat), *like.scales.shape[1:])
+        for owner in torch.unique(owners).tolist():
+            part, positions = self.features.parts[owner], (owners == owner).nonzero().squeeze(1)
+            taken = part.take(flat[positions] - (ends[owner] - len(part)))
+            values[positions], labels[positions] = taken.values, taken.labels
+            if scales is not None and taken.scales is not None:
+                scales[positions] = taken.scales
+        return Features(values, labels, scales).reshape(indices.shape).to(self.device)

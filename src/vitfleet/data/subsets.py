@@ -70,3 +70,8 @@ def draw_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         members = np.flatnonzero(labels[order] == label)
         quantile[members] = (np.arange(len(members)) + 0.5) / len(members)
     return np.sort(order[np.argsort(quantile, kind="stable")[:count]])
+
+
+def round_half_up(value: float) -> int:
+    """Round a non-negative number to the nearest integer, halves upwards (Python's ``round`` goes to the even one)."""
+    return int(value + 0.5)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vitfleet.config.schema import TasksConfig
-from vitfleet.data.client_indices import ClientIndices, Ints
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.partitions.client_indices import ClientIndices, Ints
+from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 

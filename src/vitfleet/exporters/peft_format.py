@@ -17,7 +17,7 @@ from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.adapters import LowRankLinear
-from vitfleet.models.anatomy import LORA_PREFIX
+from vitfleet.models.parts import LORA_PREFIX
 from vitfleet.models.zoo import build_model
 from vitfleet.wire import safetensors_chunks
 

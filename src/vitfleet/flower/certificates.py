@@ -1,13 +1,16 @@
 """A fleet's certificates and keys: a certificate authority, the server's certificate, a key pair for every client.
 
 All files are in one folder on the server. Copy two of them to each client by hand: ``ca.crt`` and ``nodes/NAME``. A
-second call keeps existing files and adds missing ones.
+second call keeps existing files and adds missing ones. :func:`check_authority` looks at a server's certificate before
+Flower connects, which answers a wrong one with a traceback.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,10 +22,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from vitfleet.errors import UserError
-from vitfleet.flower.client_name import check_client_name
+from vitfleet.flower.processes import check_client_name
 
 CURVE = ec.SECP384R1()
+VALIDITY = timedelta(days=3650)
 LOOPBACK = ("127.0.0.1", "localhost")
+CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Certs:
                 raise UserError(f"{path}: missing; copy it from the server, where `vitfleet certs` created it")
 
 
-def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str], days: int = 3650) -> Certs:
+def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str]) -> Certs:
     """Create the missing certificates and keys of a fleet.
 
     Parameters
@@ -90,8 +95,6 @@ def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str], days: i
         Host names and addresses under which clients reach the server. This machine's loopback is added.
     names
         The clients' names.
-    days
-        Validity of the certificates.
     """
     for name in names:
         check_client_name(name)
@@ -99,16 +102,16 @@ def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str], days: i
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     if not certs.ca.exists():
-        _make_authority(certs, days)
+        _make_authority(certs)
     if hosts or not certs.server.exists():
-        _make_server(certs, [*hosts, *(host for host in LOOPBACK if host not in hosts)], days)
+        _make_server(certs, [*hosts, *(host for host in LOOPBACK if host not in hosts)])
     for name in names:
         if not certs.node_key(name).exists():
             _make_node(certs, name)
     return certs
 
 
-def _make_authority(certs: Certs, days: int) -> None:
+def _make_authority(certs: Certs) -> None:
     key = ec.generate_private_key(CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "vitfleet authority")])
     usage = x509.KeyUsage(
@@ -116,7 +119,7 @@ def _make_authority(certs: Certs, days: int) -> None:
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
     certificate = (
-        _certificate_builder(name, name, key.public_key(), days)
+        _certificate_builder(name, name, key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -126,14 +129,14 @@ def _make_authority(certs: Certs, days: int) -> None:
     certs.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def _make_server(certs: Certs, hosts: Sequence[str], days: int) -> None:
+def _make_server(certs: Certs, hosts: Sequence[str]) -> None:
     authority = x509.load_pem_x509_certificate(certs.ca.read_bytes())
     authority_key = serialization.load_pem_private_key(certs.ca_key.read_bytes(), password=None)
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
     key = ec.generate_private_key(CURVE)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "vitfleet server")])
     certificate = (
-        _certificate_builder(name, authority.subject, key.public_key(), days)
+        _certificate_builder(name, authority.subject, key.public_key())
         .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -156,7 +159,7 @@ def _make_node(certs: Certs, name: str) -> None:
 
 
 def _certificate_builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
@@ -167,7 +170,7 @@ def _certificate_builder(
         .serial_number(x509.random_serial_number())
         # A client's clock may be slow.
         .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_after(now + VALIDITY)
     )
 
 
@@ -188,3 +191,44 @@ def _write_secret(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, from the moment of its creation."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
+
+
+def check_authority(address: str, ca: Path) -> None:
+    """Check that a server's certificate is one of this fleet's authority. A server that does not answer is not checked.
+
+    Parameters
+    ----------
+    address
+        ``HOST:PORT``.
+    ca
+        The certificate of the authority.
+
+    Raises
+    ------
+    UserError
+        The server has another authority's certificate, or one for another host; or the file is no certificate.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=str(ca))
+    except ssl.SSLError:
+        raise UserError(
+            f"{ca}: is no certificate; copy it from the server, where `vitfleet certs` created it"
+        ) from None
+    try:
+        number = int(port)
+    except ValueError:
+        raise UserError(f"--server {address}: must be HOST or HOST:PORT") from None
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S) as connection,
+            context.wrap_socket(connection, server_hostname=host.strip("[]")),
+        ):
+            return
+    except ssl.SSLCertVerificationError as error:
+        raise UserError(
+            f"the server at {address} is not the one that {ca} belongs to ({error.verify_message}); copy ca.crt and "
+            "nodes/NAME from the server, and use a host name that its certificate has"
+        ) from None
+    except OSError:  # not running yet: a client waits for its server
+        return

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from vitfleet.inference.classifier import Classifier
-from vitfleet.models.anatomy import PROMPTS_NAME
-from vitfleet.models.functional_vit import FunctionalViT
+from vitfleet.models.forward.functional_vit import FunctionalViT
+from vitfleet.models.parts import PROMPTS_NAME
 
 
 def attention_rollout(model: Classifier, images: Tensor) -> Tensor | None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitfleet.data.decode import GREYSCALE_MODES, UNREADABLE, decode_split, fit_image
-from vitfleet.data.image_folder import TEST_SPLITS, ImageFile, encode_labels, subfolders
 from vitfleet.data.images import ImageSet
+from vitfleet.data.sources.image_folder import TEST_SPLITS, ImageFile, encode_labels, subfolders
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 

@@ -29,7 +29,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.context import MethodContext
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, FitResult, Objective
 
 

@@ -11,8 +11,8 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.config.train import EvaluatedBody
 from vitfleet.data.tasks import NO_TASKS, TaskClasses
 from vitfleet.methods.aggregation_rules import MeanParams
-from vitfleet.models.anatomy import Anatomy
 from vitfleet.models.net import Net
+from vitfleet.models.parts import Anatomy
 
 
 @dataclass(frozen=True)

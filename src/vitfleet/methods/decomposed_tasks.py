@@ -20,7 +20,7 @@ from vitfleet.methods.decomposition import (
     masked,
 )
 from vitfleet.methods.sparse_weights import SparseVector
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 
 TRANSFER, UNDIVIDED, PAST = "transfer.", "undivided.", "past."
 # Numbers that are reported; the first two are also kept.

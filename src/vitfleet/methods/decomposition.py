@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.parts import Anatomy, Selection
 from vitfleet.training.composition import ComposedSelection
 from vitfleet.training.objective import Objective, Step, cross_entropy
 

@@ -1,8 +1,8 @@
 """DyTox: Douillard et al., "DyTox: Transformers for Continual Learning with DYnamic TOken eXpansion", 2022.
 
 The model is an encoder of self-attention blocks and one task-attention block, whose query is a task token: the model's
-last block (:mod:`vitfleet.models.task_tokens`). Every task has a token and a head of its own; those of earlier tasks
-are frozen. With the old classes O and all classes A that the client has met, a step minimises (section 3.3)
+last block (:mod:`vitfleet.models.variants.task_tokens`). Every task has a token and a head of its own; those of earlier
+tasks are frozen. With the old classes O and all classes A that the client has met, a step minimises (section 3.3)
 
     (1 − |O|/|A|) L_clf + |O|/|A| L_kd + 0.1 L_div
 
@@ -42,8 +42,8 @@ from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.episodic_memory import StorageParams, replay_buffer
 from vitfleet.methods.memory_method import MEMORY_METRICS, MemoryMethod
 from vitfleet.methods.shared_body import LocalTraining
-from vitfleet.models.anatomy import Selection
-from vitfleet.models.task_tokens import (
+from vitfleet.models.parts import Selection
+from vitfleet.models.variants.task_tokens import (
     CURRENT,
     DIVERGENCE,
     GROWN,

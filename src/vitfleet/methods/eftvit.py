@@ -41,7 +41,7 @@ from vitfleet.methods.feature_store import FeatureStoreUpdate, features_of, stor
 from vitfleet.methods.median_sampling import draw_sampling_plan
 from vitfleet.methods.param_checks import check_layers, check_views
 from vitfleet.methods.server_training import ServerTrainingParams, server_settings
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import Fit, Objective
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitfleet.config.base import MethodParams
 from vitfleet.data.images import Shard
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Tensors
 from vitfleet.methods.shared_body import HeadsParams

@@ -35,7 +35,7 @@ from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.context import MethodContext
 from vitfleet.methods.feature_mean import feature_mean, feature_mean_fit
 from vitfleet.methods.param_checks import check_layers
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import Fit, FitResult, Objective
 

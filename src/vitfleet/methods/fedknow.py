@@ -46,7 +46,7 @@ from vitfleet.methods.task_knowledge import (
     num_kept_weights,
     read_knowledge,
 )
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.memories import Teachers
 from vitfleet.training.objective import Fit, Objective
 from vitfleet.training.surgery import GradientIntegrator, GradientRotation, MostDissimilar

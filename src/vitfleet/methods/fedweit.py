@@ -79,7 +79,7 @@ from vitfleet.methods.decomposition import (
     transferred,
 )
 from vitfleet.methods.sparse_weights import SparseVector, densify, sparsify
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, FitResult
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.parts import Anatomy, Selection
 from vitfleet.training.objective import Step
 
 

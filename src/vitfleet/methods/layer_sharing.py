@@ -15,7 +15,7 @@ from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.gradient_magnitude import GradientMagnitude
-from vitfleet.models.anatomy import Anatomy, Selection
+from vitfleet.models.parts import Anatomy, Selection
 from vitfleet.training.objective import FitResult
 
 LAYER_FIGURES = ("sent-layers", "head-gradients")

@@ -1,7 +1,7 @@
 """LVT: Wang et al., "Continual Learning with Lifelong Vision Transformer", 2022, inside federated averaging.
 
 The attention of every block has a learned external key K and a bias instead of keys of its input
-(:mod:`vitfleet.models.external_keys`). With the batch B and samples M of earlier tasks, a step minimises
+(:mod:`vitfleet.models.variants.external_keys`). With the batch B and samples M of earlier tasks, a step minimises
 
     L_I(B) + r L_A(B) + α L_A(M) + β L_D(M) + γ L_K
 
@@ -45,8 +45,8 @@ from vitfleet.methods.memory_method import MEMORY_METRICS, MemoryMethod, reporte
 from vitfleet.methods.replay_method import ReplayParams
 from vitfleet.methods.shared_body import LocalTraining
 from vitfleet.methods.weight_importance import whole_images
-from vitfleet.models.anatomy import Selection
-from vitfleet.models.external_keys import add_external_keys, external_keys
+from vitfleet.models.parts import Selection
+from vitfleet.models.variants.external_keys import add_external_keys, external_keys
 from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
 
 _ACCUMULATION = "accumulation"

@@ -20,7 +20,7 @@ from vitfleet.methods.episodic_memory import (
     store_task,
 )
 from vitfleet.methods.shared_body import LocalTrainingResult, SharedBody
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.objective import FitResult
 

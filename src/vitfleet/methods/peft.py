@@ -14,7 +14,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.methods.fedavg import WeightAveraging
 from vitfleet.models.adapters import add_lora, add_prompts
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 
 
 class FedFullParams(MethodParams):

@@ -29,7 +29,7 @@ from vitfleet.methods.base import ClientJob
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.shared_body import HeadsParams, LocalTraining, LocalTrainingResult, SharedBody
 from vitfleet.methods.weight_importance import measured_importance
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
 
 _IMPORTANCE, _ANCHOR, _OFFSET = "importance.", "anchor.", "offset"

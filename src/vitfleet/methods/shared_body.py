@@ -22,7 +22,7 @@ from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
 from vitfleet.methods.context import MethodContext
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, FitResult
 
 Params = TypeVar("Params", bound=MethodParams)

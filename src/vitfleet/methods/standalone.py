@@ -6,7 +6,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, Objective
 
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from vitfleet.data.rounding import round_half_up
+from vitfleet.data.subsets import round_half_up
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.memories import Teachers
 
 _PREFIX = "knowledge."

@@ -20,7 +20,7 @@ from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, Client
 from vitfleet.methods.context import MethodContext
 from vitfleet.methods.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
 from vitfleet.methods.param_checks import check_layers
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, Objective
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.objective import Fit, FitResult, Loss, Objective, SampleObserver, Step
 
 Statistic: TypeAlias = Literal["square", "absolute"]

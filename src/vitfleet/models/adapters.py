@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.anatomy import LORA_PREFIX, PROMPTS_NAME
-from vitfleet.models.layout import LoraTarget, layout_of
+from vitfleet.models.parts import LORA_PREFIX, PROMPTS_NAME, LoraTarget, layout_of
 
 
 def add_prompts(vit: Any, count: int, deep: bool) -> None:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Anatomy, dissect
-from vitfleet.models.batch_norm import MASK_NAME, replace_batch_norms, trained_batch_norms
-from vitfleet.models.functional_vit import FunctionalViT
-from vitfleet.models.layout import KeptForward, Layout, layout_of
-from vitfleet.models.module_call import call_module
+from vitfleet.models.forward.batch_norm import MASK_NAME, replace_batch_norms, trained_batch_norms
+from vitfleet.models.forward.functional_vit import FunctionalViT
+from vitfleet.models.forward.module_call import call_module
+from vitfleet.models.parts import Anatomy, KeptForward, Layout, dissect, layout_of
 
 #: How several clients are stacked: by tensor operations of ours, by ``torch.vmap`` over the module, or not at all.
 Stacking: TypeAlias = Literal["tensor operations", "vmap", "none"]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from vitfleet.config.train import SHIPPED_WEIGHTS
 from vitfleet.errors import ConfigError
-from vitfleet.models.families.vit import TIMM_VIT
-from vitfleet.models.layout import is_instance_of
-from vitfleet.models.plain_vit import PatchEmbed, PlainViT
+from vitfleet.models.families.vit import TIMM_VIT, PatchEmbed, PlainViT
+from vitfleet.models.parts import is_instance_of
 
 HEAD_PREFIXES = ("head.", "head_dist.")
 # Weights of a file that a model need not have.

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import vitfleet.models.families  # noqa: F401  (registers the built-in families)
 from vitfleet.config.registry import MODELS, validate_params
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
+from vitfleet.models.families.request import ModelRequest, check_patch_size, timm_required_for
 from vitfleet.models.families.vit import NAMED_VITS, build_named_vit
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.pretrained import load_pretrained
-from vitfleet.models.request import ModelRequest, check_patch_size, timm_required_for
 from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224
 DEFAULT_NORMALISATION = (0.5, 0.5, 0.5)  # mean and std of models that declare none: maps 0…1 to −1…1
-
-__all__ = ["ModelRequest", "build_model"]
 
 
 def build_model(
@@ -111,3 +111,23 @@ def _build_timm_model(request: ModelRequest) -> tuple[nn.Module, int]:
     if isinstance(getattr(vit, "patch_embed", None), PatchEmbed):
         check_patch_size(image_size, vit.patch_embed.proj.kernel_size[0])
     return vit, image_size
+
+
+@contextmanager
+def weights_without_values() -> Iterator[None]:
+    """Put the parameters of all models that are built inside on the device ``meta``.
+
+    Buffers keep their values: some families compute with them, such as index tables of relative positions.
+    """
+    # torch declares that a hook returns nothing; what it returns takes the place of the parameter.
+    handle = register_module_parameter_registration_hook(_without_values)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _without_values(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+    if weight is None or weight.is_meta:  # one that two modules share stays one
+        return None
+    return nn.Parameter(weight.to("meta"), requires_grad=weight.requires_grad)

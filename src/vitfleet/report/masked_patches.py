@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitfleet.config.schema import AugmentConfig
-from vitfleet.data.epoch_draws import draw_epoch
+from vitfleet.data.batches import draw_epoch
 from vitfleet.run.context import RunContext
 
 NUM_IMAGES = 8

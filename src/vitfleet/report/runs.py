@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from vitfleet.config.data import EvalSplit
 from vitfleet.config.registry import method_label
-from vitfleet.data import partition_io, tasks_io
+from vitfleet.data.partitions.saved import PARTITION_FILE, TASKS_ARRAYS, TASKS_FILE
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.run.compare import MANIFEST
@@ -164,11 +164,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _read_partition(path: Path) -> dict[str, Any] | None:
-    if (partition := _read_json(path / partition_io.SUMMARY_FILE)) is not None:
+    if (partition := _read_json(path / PARTITION_FILE)) is not None:
         return partition
-    if (summary := _read_json(path / tasks_io.SUMMARY_FILE)) is None:
+    if (summary := _read_json(path / TASKS_FILE)) is None:
         return None
-    with safe_open(path / tasks_io.ARRAYS_FILE, "numpy") as file:
+    with safe_open(path / TASKS_ARRAYS, "numpy") as file:
         counts = file.get_tensor("counts")
     classes = [str(label) for label in range(counts.shape[1])]
     return {"sha256": summary["sha256"], "counts": counts.tolist(), "classes": classes}

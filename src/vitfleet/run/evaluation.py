@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.config.schema import EvalConfig
-from vitfleet.data.client_indices import ClientIndices
 from vitfleet.data.images import ImageSet
+from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors

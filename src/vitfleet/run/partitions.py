@@ -10,15 +10,18 @@ import torch
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config, TasksConfig
-from vitfleet.data.client_indices import ClientIndices, Partition
 from vitfleet.data.images import DataSet, Shard
-from vitfleet.data.partition import partition_dataset
-from vitfleet.data.partition_io import SUMMARY_FILE as PARTITION_FILE
-from vitfleet.data.partition_io import save_partition
-from vitfleet.data.partitioners import FilePartition
+from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.partitions.client_indices import ClientIndices, Partition
+from vitfleet.data.partitions.partitioners import FilePartition
+from vitfleet.data.partitions.saved import (
+    PARTITION_FILE,
+    TASKS_FILE,
+    load_task_streams,
+    save_partition,
+    save_task_streams,
+)
 from vitfleet.data.tasks import TaskStreams, make_task_streams
-from vitfleet.data.tasks_io import SUMMARY_FILE as TASKS_FILE
-from vitfleet.data.tasks_io import load_task_streams, save_task_streams
 
 RunPartition: TypeAlias = Partition | TaskStreams
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
-from vitfleet.data.from_objects import fingerprint
 from vitfleet.data.images import DataSet, Shard
-from vitfleet.data.sources import load_dataset
+from vitfleet.data.sources.from_objects import fingerprint
+from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.subsets import hold_out_validation, limit_images
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError, UserError

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import dequantize
 from vitfleet.message import Tensors
-from vitfleet.models.batch_norm import statistics_names
+from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.cohort_inputs import ClientFit, CohortInputs
 from vitfleet.training.composition import composition_of
 from vitfleet.training.engine import StepEngine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 
 
 class Composition(Protocol):

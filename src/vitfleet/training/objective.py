@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from vitfleet.config.schema import TrainConfig
 from vitfleet.data.features import FeatureSet
 from vitfleet.message import Tensors
-from vitfleet.models.anatomy import Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.memories import EpisodicMemory, ReplayBuffer, Teachers
 
 

@@ -40,7 +40,7 @@ def repeat_weights(
         return repeated.flatten(0, 1) if stacked else repeated
 
     def repeat_leaf(name: str, leaf: Tensor) -> Tensor:
-        """Repeat a weight that trains. A matrix is not copied: see :func:`vitfleet.models.stacked_ops.linear`."""
+        """Repeat a weight that trains. A matrix is not copied (:func:`~vitfleet.models.forward.stacked_ops.linear`)."""
         if leaf.dim() - axis == 2 and engine.net.stacking == "tensor operations" and not engine.compiled:
             matrices = leaf if stacked else leaf.unsqueeze(0)
             return _in_product_type(engine, matrices, gradient_dtype).unsqueeze(1).expand(-1, parts, -1, -1)

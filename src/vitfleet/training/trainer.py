@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.data.batches import EpochBatches, make_epoch_batches
-from vitfleet.data.epoch_draws import draw_epoch
-from vitfleet.data.feature_loader import FeatureBlock, FeatureLoader
+from vitfleet.data.batches import EpochBatches, draw_epoch, make_epoch_batches
+from vitfleet.data.features import FeatureBlock, FeatureLoader
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.models.net import Net, num_kept

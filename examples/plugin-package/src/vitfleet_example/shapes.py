@@ -6,9 +6,9 @@ from pydantic import Field
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_dataset
-from vitfleet.data.from_objects import from_tensors
 from vitfleet.data.images import DataSet
-from vitfleet.data.sources import DataRequest
+from vitfleet.data.sources.from_objects import from_tensors
+from vitfleet.data.sources.load import DataRequest
 
 CLASSES = ("disc", "square", "stripes")
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from vitfleet.config.base import PartitionParams
 from vitfleet.config.registry import register_partition
-from vitfleet.data.partition import PartitionInput
+from vitfleet.data.partitions.assign import PartitionInput
 
 
 class UnequalParams(PartitionParams):

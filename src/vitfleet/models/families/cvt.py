@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.models.families.sizes import check_divides, check_stages, choose_sizes
-from vitfleet.models.plain_vit import INIT_STD, Mlp, init_normal_
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_divides, check_stages, choose_sizes, refuse_hub_weights
+from vitfleet.models.families.vit import INIT_STD, Mlp, init_normal_
 
 # CvT-13 has 20 million parameters; the small configuration has 5.
 STANDARD = {"dims": (64, 192, 384), "depths": (1, 2, 10), "heads": (1, 3, 6)}

@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
 from vitfleet.message import Tensors
-from vitfleet.models.families.sizes import check_divides, choose_sizes
-from vitfleet.models.functional_vit import FunctionalViT
-from vitfleet.models.layout import Layout, default_layout, register_layout
-from vitfleet.models.plain_vit import PlainViT
-from vitfleet.models.request import ModelRequest, refuse_hub_weights
-from vitfleet.models.stacked_ops import gather_tokens, layer_norm, linear
+from vitfleet.models.families.request import ModelRequest, check_divides, choose_sizes, refuse_hub_weights
+from vitfleet.models.families.vit import PlainViT
+from vitfleet.models.forward.functional_vit import FunctionalViT
+from vitfleet.models.forward.stacked_ops import gather_tokens, layer_norm, linear
+from vitfleet.models.parts import Layout, default_layout, register_layout
 
 Split: TypeAlias = tuple[int, int, int]  # kernel, stride and padding
 

@@ -1,22 +1,31 @@
 """The plain ViT: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021.
 
-DeiT's and timm's other plain ViTs have the same layout, with more prefix tokens or another pooling. Those that differ
-from :class:`PlainViT` in nothing but sizes are built by it under timm's names: a device trains the models of the papers
-without timm, and a command starts more than a second earlier.
+Names, shapes, order and initial values of its weights are those of timm's ``VisionTransformer``, so that weights and
+exported models are exchanged with timm as they are. It is written here because a device needs no other model: timm
+requires torchvision, and importing both takes longer than importing torch.
+
+DeiT's and timm's other plain ViTs have their parts in the same places, with more prefix tokens or another pooling.
+Those that differ from :class:`PlainViT` in nothing but sizes are built by it under timm's names: a device trains the
+models of the papers without timm, and a command starts more than a second earlier.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitfleet.config.registry import NoParams, register_model
-from vitfleet.models.functional_vit import FORWARD_PASS, FunctionalViT
-from vitfleet.models.layout import Layout, default_layout, is_instance_of, register_layout
-from vitfleet.models.plain_vit import PatchEmbed, PlainViT
-from vitfleet.models.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.families.request import ModelRequest, check_patch_size, refuse_hub_weights
+from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
+from vitfleet.models.parts import Layout, default_layout, is_instance_of, register_layout
 
+INIT_STD = 0.02
+CLASS_TOKEN_STD = 1e-6
+NORM_EPS = 1e-6
 PLAIN_VIT = "vit"
 TIMM_VIT = "timm.models.vision_transformer.VisionTransformer"
 DEFAULT_PATCH_SIZE = 4
@@ -44,6 +53,168 @@ NAMED_VITS = {
     for tag in _TAGS
 }
 TIMM_MLP_RATIO = 4.0
+
+
+class PatchEmbed(nn.Module):
+    """Embeds the patches of an image, which do not overlap."""
+
+    def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
+        super().__init__()
+        self.grid_size = (image_size // patch_size, image_size // patch_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj = nn.Conv2d(channels, dim, patch_size, patch_size)
+        self.norm = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return tokens ``[batch, patches, dim]``."""
+        tokens: Tensor = self.norm(self.proj(images).flatten(2).transpose(1, 2))
+        return tokens
+
+
+class SelfAttention(nn.Module):
+    """Self-attention with queries, keys and values from one layer; its norms are unused places."""
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        self.norm = nn.Identity()
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the attended values."""
+        batch, count, width = tokens.shape
+        qkv = self.qkv(tokens).reshape(batch, count, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        queries, keys, values = qkv.unbind(0)
+        attended = F.scaled_dot_product_attention(self.q_norm(queries), self.k_norm(keys), values)
+        projected: Tensor = self.proj(self.norm(attended.transpose(1, 2).reshape(batch, count, width)))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Two linear layers with GELU between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU()
+        self.norm = nn.Identity()
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same width."""
+        after: Tensor = self.fc2(self.norm(self.act(self.fc1(tokens))))
+        return after
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and with a residual."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, qkv_bias: bool, norm_eps: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = SelfAttention(dim, num_heads, qkv_bias)
+        self.ls1 = nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
+        self.ls2 = nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the tokens after the block."""
+        tokens = tokens + self.ls1(self.attn(self.norm1(tokens)))
+        after: Tensor = tokens + self.ls2(self.mlp(self.norm2(tokens)))
+        return after
+
+
+class PlainViT(nn.Module):
+    """A ViT with a class token, learned positions and a linear classifier.
+
+    Parameters
+    ----------
+    patch_embed
+        Embeds images, ``[batch, patches, dim]``; it has an attribute ``num_patches``.
+    """
+
+    # What timm's plain ViTs have in several variants, and this one in one.
+    global_pool = "token"
+    num_prefix_tokens = 1
+    no_embed_class = False
+    pool_include_prefix = False
+    attn_pool = None
+
+    def __init__(
+        self,
+        patch_embed: Any,
+        classes: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: float,
+        qkv_bias: bool = True,
+        norm_eps: float = NORM_EPS,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = self.num_features = dim
+        self.patch_embed = patch_embed
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + patch_embed.num_patches, dim))
+        self.norm_pre = nn.Identity()
+        self.blocks = nn.Sequential(*(Block(dim, num_heads, mlp_ratio, qkv_bias, norm_eps) for _ in range(depth)))
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.fc_norm = nn.Identity()
+        self.head = nn.Linear(dim, classes)
+        # In timm's order: the same seed gives the same weights.
+        init_normal_(self.pos_embed, INIT_STD)
+        if not self.cls_token.is_meta:
+            nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
+        self.apply(_init_linear)
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head, as timm's models do."""
+        return self.head
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Return the tokens that enter the first block."""
+        patches = self.patch_embed(images)
+        # shape[0], not len(): an exported graph takes any number of images, and len() would make it a constant.
+        tokens: Tensor = torch.cat([self.cls_token.expand(patches.shape[0], -1, -1), patches], dim=1) + self.pos_embed
+        return tokens
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Return the tokens after the last norm."""
+        features: Tensor = self.norm(self.blocks(self.norm_pre(self.embed(images))))
+        return features
+
+    def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return logits of the tokens after the last norm, or with ``pre_logits`` the input of the classifier."""
+        pooled: Tensor = self.fc_norm(tokens[:, 0])
+        return pooled if pre_logits else self.head(pooled)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits."""
+        return self.forward_head(self.forward_features(images))
+
+
+def init_normal_(tensor: Tensor, std: float) -> None:
+    """Draw normal numbers, at most 2 in size, by the inverse of their distribution function.
+
+    torch's ``trunc_normal_`` draws by other ways in other versions.
+    """
+    if tensor.is_meta:  # nothing to draw, and torch computes the shapes of these operations in Python
+        return
+    with torch.no_grad():
+        tensor.uniform_(-1, 1).erfinv_().mul_(std * math.sqrt(2)).clamp_(-2, 2)
+
+
+def _init_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        init_normal_(module.weight, INIT_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 @register_model(PLAIN_VIT)

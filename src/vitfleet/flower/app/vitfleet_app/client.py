@@ -1,5 +1,5 @@
 """The ClientApp."""
 
-from vitfleet.flower.client_app import app
+from vitfleet.flower.device.client_app import app
 
 __all__ = ["app"]

@@ -1,5 +1,5 @@
 """The ServerApp."""
 
-from vitfleet.flower.server_app import app
+from vitfleet.flower.server.server_app import app
 
 __all__ = ["app"]

@@ -1,0 +1,233 @@
+"""Which client holds which images.
+
+The label-based partitions share one idea: a *share matrix* (classes x clients, rows sum to 1) holds the fraction of a
+class that each client gets, and :func:`assign_by_shares` assigns the samples by it. The test images are assigned by the
+shares that the training partition ended up with (a client's images of a class / all images of that class), so a
+client's own test split follows its own training distribution, whatever the partition.
+
+Why flwr-datasets' partitioners are not used here: ``PathologicalPartitioner`` drops classes that no client drew with
+only a warning, and raises for classes with fewer samples than holders; ``ShardPartitioner`` drops the incomplete shard
+by default; ``DirichletPartitioner`` reaches a minimum size by drawing again, and gives up after ten attempts; none
+assigns the test set by the same shares; and all of them need ``datasets`` on the machine that trains. They serve as the
+reference in the tests instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitfleet.config.base import PartitionParams
+from vitfleet.config.registry import PARTITIONS
+from vitfleet.config.schema import Config
+from vitfleet.data.images import DataSet
+from vitfleet.data.partitions.client_indices import ClientIndices, Ints, Partition
+from vitfleet.data.tasks import make_task_streams
+from vitfleet.errors import ConfigError
+from vitfleet.randomness import Address, Purpose
+
+Floats: TypeAlias = NDArray[np.float64]
+
+# Two splits, two random addresses: the split is the epoch of the address.
+_TRAIN, _TEST = 0, 1
+
+
+@dataclass(frozen=True)
+class PartitionInput:
+    """Arguments of a partition function.
+
+    Attributes
+    ----------
+    labels, test_labels
+        The class of each training and test image, in ``range(classes)``; a class may have no images.
+    classes, clients
+        Number of classes and of clients.
+    rng
+        Generator of all random draws; it depends on the run's seed alone.
+    sources, test_sources
+        Origin of each image (folder, session, writer) as a number; ``None`` if the data set does not record it.
+    """
+
+    labels: Ints
+    test_labels: Ints
+    classes: int
+    clients: int
+    rng: np.random.Generator
+    sources: Ints | None = None
+    test_sources: Ints | None = None
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The client of each image.
+
+    Attributes
+    ----------
+    train
+        The client of each training image.
+    test
+        The client of each test image, −1 to assign it by the training shares; ``None``: −1 for all.
+    """
+
+    train: Ints
+    test: Ints | None = None
+
+
+#: A partition function takes its parameter table and returns each training image's client, or both splits' owners.
+PartitionFunction: TypeAlias = Callable[[Any, PartitionInput], Ints | Owners | Partition]
+
+
+def make_partition(
+    params: PartitionParams,
+    clients: int,
+    seed: int,
+    train_labels: Ints,
+    test_labels: Ints,
+    classes: int,
+    train_sources: Ints | None = None,
+    test_sources: Ints | None = None,
+) -> Partition:
+    """Assign the training and the test images to the clients.
+
+    Every image of both splits is assigned to exactly one client. Some partitions can leave a client without images
+    (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
+
+    Parameters
+    ----------
+    params
+        The table ``data.partition``.
+    clients
+        ``fleet.clients``.
+    seed
+        The run's seed, the only source of randomness.
+    train_labels, test_labels
+        The class of each image, in ``range(classes)``; a class may have no images.
+    classes
+        Number of classes.
+    train_sources, test_sources
+        Origin of each image, for the partition ``source``.
+
+    Raises
+    ------
+    ConfigError
+        If the data cannot be partitioned in this way; names the key and the valid range.
+    """
+    samples = len(train_labels)
+    if not 1 <= clients <= samples:
+        remedy = f"must be between 1 and {samples}, the number of training images"
+        raise ConfigError("fleet.clients", clients, remedy)
+    partition: PartitionFunction = PARTITIONS.entry_of(params).target
+    rng = _generator(seed, _TRAIN)
+    data = PartitionInput(train_labels, test_labels, classes, clients, rng, train_sources, test_sources)
+    assigned = partition(params, data)
+    if isinstance(assigned, Partition):
+        return assigned
+    owners = assigned if isinstance(assigned, Owners) else Owners(np.asarray(assigned, dtype=np.int64))
+    _check_owners(owners, data, PARTITIONS.entry_of(params).name)
+    train = ClientIndices.from_owners(owners.train, clients)
+    class_counts = train.class_counts(train_labels, classes)
+    test_owners = assign_by_shares(test_labels, training_shares(class_counts), _generator(seed, _TEST))
+    if owners.test is not None:
+        test_owners = np.where(owners.test >= 0, owners.test, test_owners).astype(np.int64)
+    return Partition(train, ClientIndices.from_owners(test_owners, clients), class_counts)
+
+
+def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
+    """Check that a partition function returned one client for each image."""
+    for split, labels, lowest in ((owners.train, data.labels, 0), (owners.test, data.test_labels, -1)):
+        if split is None:
+            continue
+        if split.shape != labels.shape:
+            raise ConfigError(
+                "data.partition.kind",
+                kind,
+                f"returned {split.shape} clients for {len(labels)} images; return one for each",
+            )
+        if len(split) and not (lowest <= split.min() and split.max() < data.clients):
+            raise ConfigError(
+                "data.partition.kind", kind, f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
+            )
+
+
+def partition_dataset(params: PartitionParams, clients: int, seed: int, data: DataSet) -> Partition:
+    """Assign a data set's images to the clients: see :func:`make_partition`."""
+    return make_partition(
+        params,
+        clients,
+        seed,
+        data.train.labels.cpu().numpy(),
+        data.test.labels.cpu().numpy(),
+        len(data.classes),
+        None if data.train.sources is None else data.train.sources.numpy(),
+        None if data.test.sources is None else data.test.sources.numpy(),
+    )
+
+
+def assign_by_shares(labels: Ints, shares: Floats, rng: np.random.Generator) -> Ints:
+    """Assign samples to clients by a share matrix.
+
+    The samples of a class are shuffled and cut at ``floor(n * cumulative share + offset)`` with a random offset in
+    [0, 1): every sample is assigned once, and a client gets its exact share rounded up or down, nothing if its share is
+    0, and the exact share on average. The offsets of the classes are spread evenly over [0, 1), so that with few
+    samples per class it is not always the same clients whose share is rounded up.
+
+    Parameters
+    ----------
+    labels
+        The class of each sample.
+    shares
+        ``[classes, clients]``; rows sum to 1.
+    rng
+        Generator of the shuffle and of the offsets.
+
+    Returns
+    -------
+    NDArray[int64]
+        The client of each sample.
+    """
+    classes, clients = shares.shape
+    counts = np.bincount(labels, minlength=classes)[:, None]
+    offset = (rng.permutation(classes)[:, None] + rng.random()) / classes
+    edges = np.cumsum(shares, axis=1)
+    edges /= edges[:, -1:]  # x / x is exactly 1: clients without a share at the end of a row get nothing
+    edges = np.minimum(np.floor(edges * counts + offset), counts)
+    sizes = np.diff(edges, prepend=0.0, axis=1).astype(np.int64)
+    owners = np.empty(len(labels), np.int64)
+    owners[sort_by_label(labels, rng)] = np.repeat(np.tile(np.arange(clients), classes), sizes.ravel())
+    return owners
+
+
+def training_shares(class_counts: Ints) -> Floats:
+    """Turn the class counts ``[clients, classes]`` of a partition into shares ``[classes, clients]``.
+
+    A class without training images is shared evenly, because its test images have to be assigned, too.
+    """
+    clients = class_counts.shape[0]
+    totals = class_counts.sum(axis=0)
+    shares: Floats = np.where(totals > 0, class_counts / np.maximum(totals, 1), 1 / clients)
+    return shares.T
+
+
+def _generator(seed: int, split: int) -> np.random.Generator:
+    return Address(seed, Purpose.PARTITION, epoch=split).generator()
+
+
+def sort_by_label(labels: Ints, rng: np.random.Generator) -> Ints:
+    """Return the indices that sort samples by label, in random order within a label."""
+    order = rng.permutation(len(labels))
+    return order[np.argsort(labels[order], kind="stable")]
+
+
+def assign_images(config: Config, data: DataSet) -> tuple[ClientIndices, ClientIndices]:
+    """Return the training and the test images of each client, with those of all its tasks joined."""
+    tasks, clients = config.data.tasks, config.fleet.clients
+    if tasks is None:
+        partition = partition_dataset(config.data.partition, clients, config.seed, data)
+        return partition.train, partition.test
+    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
+    streams = make_task_streams(tasks, clients, config.seed, train_labels, test_labels, len(data.classes))
+    return streams.train.all_tasks(), streams.test.all_tasks()

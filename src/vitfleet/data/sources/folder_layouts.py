@@ -1,0 +1,153 @@
+"""Folders in a layout of their own: CORe50, MiniImageNet and DomainNet as they are distributed.
+
+*CORe50* (Lomonaco & Maltoni, 2017): ``s1..s11/o1..o50/*.png``, 50 objects in 11 sessions.
+
+*MiniImageNet* in the layouts of few-shot learning, whose splits have different classes (Ravi & Larochelle, 2017):
+lists of files (``train.csv``, ``val.csv`` and ``test.csv`` beside a folder ``images``), or a folder of classes for each
+split. For classification the classes of all splits are one data set without a test split: a share of each class is held
+out, as of every data set without one.
+
+*DomainNet*: ``<domain>/<class>/*``, with the lists ``<domain>_train.txt`` and ``<domain>_test.txt``. A line of a list
+is the path of an image and the number of its class. The source of an image is its domain.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+from vitfleet.data.decode import RawDataset
+from vitfleet.data.sources.image_folder import ImageFile, image_files, list_dataset, natural_sort_key, subfolders
+from vitfleet.errors import DataError
+
+SESSIONS = tuple(f"s{number}" for number in range(1, 12))
+OBJECTS = tuple(f"o{number}" for number in range(1, 51))
+TEST_SESSIONS = ("s3", "s7", "s10")  # the benchmark's choice
+ARCHIVE_FOLDERS = ("core50_128x128", "core50_350x350", "core50_32x32")
+FEW_SHOT_SPLITS = ("train", "val", "test")
+FEW_SHOT_IMAGES = "images"
+FEW_SHOT_COLUMNS = ("filename", "label")
+
+
+def read_core50(root: Path) -> RawDataset | None:
+    """Read CORe50 with the object as class and the session as source; ``None`` if the layout is another one."""
+    return _read_core50(root, _read_objects)
+
+
+def read_core50_sessions(root: Path) -> RawDataset | None:
+    """Read CORe50 with every object of every session as a class of its own, session by session; no test split.
+
+    FedViT's experiments use it so: 11 tasks of 50 classes.
+    """
+    return _read_core50(root, _read_session_objects)
+
+
+def _read_core50(root: Path, read: Callable[[Path], RawDataset]) -> RawDataset | None:
+    for folder in (root, *(root / name for name in ARCHIVE_FOLDERS)):
+        if any((folder / session / OBJECTS[0]).is_dir() for session in SESSIONS):
+            return read(folder)
+    return None
+
+
+def _read_objects(root: Path) -> RawDataset:
+    images = [
+        ImageFile(path, label, session)
+        for session in SESSIONS
+        for label in OBJECTS
+        if (root / session / label).is_dir()
+        for path in image_files(root / session / label)
+    ]
+    train = [image for image in images if image.source not in TEST_SESSIONS]
+    test = [image for image in images if image.source in TEST_SESSIONS]
+    # Frames of one session are nearly the same image: a hold-out of some of them would be no test.
+    if not train or not test:
+        missing = f"test sessions {', '.join(TEST_SESSIONS)}" if train else "training sessions s1, s2, s4, …"
+        raise DataError(f"{root}: CORe50's {missing} are missing")
+    return list_dataset(root, train, test, OBJECTS, SESSIONS)
+
+
+def _read_session_objects(root: Path) -> RawDataset:
+    folders = {f"{session}/{label}": root / session / label for session in SESSIONS for label in OBJECTS}
+    classes = tuple(name for name, folder in folders.items() if folder.is_dir())
+    images = [ImageFile(path, name) for name in classes for path in image_files(folders[name])]
+    return list_dataset(root, images, classes=classes)
+
+
+def read_miniimagenet(root: Path) -> RawDataset | None:
+    """Read MiniImageNet with the classes of all splits; ``None`` if the layout is another one.
+
+    Raises
+    ------
+    DataError
+        If a list has other columns, or names a file that is not there.
+    """
+    train = FEW_SHOT_SPLITS[0]
+    if (root / f"{train}.csv").is_file() and (root / FEW_SHOT_IMAGES).is_dir():
+        return list_dataset(root, [image for split in FEW_SHOT_SPLITS for image in _read_csv(root, split)])
+    folders = {split: subfolders(root / split) for split in FEW_SHOT_SPLITS if (root / split).is_dir()}
+    classes = {split: {folder.name for folder in inside} for split, inside in folders.items()}
+    if train not in classes or not any(classes[split] - classes[train] for split in classes):
+        return None  # splits with the same classes are those of an ordinary image folder
+    inside = [folder for of_split in folders.values() for folder in of_split]
+    return list_dataset(root, [ImageFile(path, folder.name) for folder in inside for path in image_files(folder)])
+
+
+def _read_csv(root: Path, split: str) -> list[ImageFile]:
+    file = root / f"{split}.csv"
+    if not file.is_file():
+        return []
+    name, label = FEW_SHOT_COLUMNS
+    with file.open(newline="", encoding="utf-8") as rows:
+        reader = csv.DictReader(rows)
+        if not set(FEW_SHOT_COLUMNS) <= set(reader.fieldnames or ()):
+            found = ", ".join(reader.fieldnames or ())
+            raise DataError(f"{file}: must have the columns {name} and {label}, found {found}")
+        images = [ImageFile(root / FEW_SHOT_IMAGES / row[name], row[label]) for row in reader]
+    missing = next((image.path for image in images if not image.path.is_file()), None)
+    if missing is not None:
+        raise DataError(f"{file} names {missing.name}, which is not in {root / FEW_SHOT_IMAGES}")
+    return images
+
+
+def has_domain_lists(root: Path) -> bool:
+    """Return whether a folder holds lists of a domain's images for both splits, and the domain's folder."""
+    return root.is_dir() and bool(_domains(root))
+
+
+def read_domain_lists(root: Path) -> RawDataset:
+    """Read the images that the lists of all domains name.
+
+    Raises
+    ------
+    DataError
+        If a line is not a path and a number, or names a file that is not there.
+    """
+    domains = _domains(root)
+    train, test = (
+        [image for domain in domains for image in _read_domain(root, domain, split)] for split in ("train", "test")
+    )
+    return list_dataset(root, train, test, sources=domains)
+
+
+def _domains(root: Path) -> tuple[str, ...]:
+    """Return the domains that have a folder and both lists, in natural order."""
+    names = (file.name.removesuffix("_train.txt") for file in root.glob("*_train.txt"))
+    complete = [name for name in names if (root / name).is_dir() and (root / f"{name}_test.txt").is_file()]
+    return tuple(sorted(complete, key=natural_sort_key))
+
+
+def _read_domain(root: Path, domain: str, split: str) -> list[ImageFile]:
+    file = root / f"{domain}_{split}.txt"
+    images = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name, _, label = line.strip().rpartition(" ")
+        if not name or not label.isdecimal():
+            raise DataError(f"{file}, line {number}: must be a path and the number of a class, not {line.strip()!r}")
+        path = root / name
+        if not path.is_file():
+            raise DataError(f"{file}, line {number}: {path} does not exist")
+        images.append(ImageFile(path, path.parent.name, domain))
+    return images

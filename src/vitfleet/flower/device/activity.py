@@ -1,0 +1,71 @@
+"""What a client tells its owner: lines in a file of its state folder, which ``vitfleet client`` prints.
+
+A client trains in a worker process, which Flower's process starts and whose output is Flower's log. Its own lines are
+therefore passed on in a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitfleet.errors import printable
+from vitfleet.fleet.base import Reply
+from vitfleet.flower.transport.payloads import TrainPayload
+
+ACTIVITY_FILE = "activity.log"  # in the folder of a client's files
+MAX_BYTES = 2**20  # a longer file is begun anew
+MAX_LINE = 1000  # characters; a server chooses some of them
+MAX_RUN_ID = 80  # characters of a run's name, which is shown even if the run is refused for it
+
+
+@dataclass(frozen=True)
+class ActivityLog:
+    """The file with a client's lines."""
+
+    path: Path
+
+    def add(self, text: str) -> None:
+        """Append a text as one line, without what a terminal would interpret; of a long one the beginning."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size > MAX_BYTES:
+            self.path.unlink()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(printable(text, MAX_LINE) + "\n")
+
+
+class ActivityReader:
+    """Reads the lines that were added since it was made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def new_lines(self) -> list[str]:
+        """Return the complete lines that were added since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                if self._position > file.seek(0, 2):  # the file was begun anew
+                    self._position = 0
+                file.seek(self._position)
+                complete, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:  # not written yet, or deleted
+            self._position = 0
+            return []
+        self._position += len(complete) + len(end)
+        return complete.decode(errors="replace").split("\n") if end else []
+
+
+def round_line(payload: TrainPayload, reply: Reply) -> str:
+    """Return what happened in a client's round."""
+    which = f"run {printable(payload.run_spec.run_id, MAX_RUN_ID)}, round {payload.request.round}"
+    if reply.message is None:
+        return f"{which}: not trained: {reply.failure}"
+    numbers, evaluation = reply.message.numbers, reply.evaluation
+    loss = numbers.get("loss")
+    parts = [f"{which}: trained on {numbers.get('samples', 0)} images"]
+    if isinstance(loss, float):
+        parts.append(f"loss {loss:.3f}")
+    if evaluation is not None and evaluation.tested:
+        parts.append(f"accuracy {evaluation.correct / evaluation.tested:.1%} on {evaluation.tested} own test images")
+    return ", ".join(parts)

@@ -1,0 +1,90 @@
+"""Handles one Flower message on a client: in a real client's worker, or in a process of Flower's simulation."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import ConfigRecord, RecordDict
+from flwr.common import MessageType
+
+from vitfleet.config import read_config
+from vitfleet.config.plugins import load_plugins
+from vitfleet.config.schema import Config, MachineConfig
+from vitfleet.data.images import DataSet
+from vitfleet.data.partitions.assign import assign_images
+from vitfleet.data.partitions.client_indices import ClientIndices
+from vitfleet.data.sources.load import load_dataset
+from vitfleet.data.sources.local import DataSpec, LocalDataset
+from vitfleet.errors import UserError
+from vitfleet.flower.device.activity import ACTIVITY_FILE, ActivityLog, round_line
+from vitfleet.flower.device.client import FlowerClient
+from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.storage import IMAGES_FOLDER, free_bytes
+from vitfleet.flower.transport.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
+from vitfleet.flower.transport.payloads import RunSpec
+
+MACHINE_KEYS = ("device", "precision", "threads", "deterministic")
+
+
+def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
+    """Return the content of a client's reply to a message.
+
+    Parameters
+    ----------
+    settings
+        ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a simulated
+        client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``, and
+        ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
+    """
+    load_plugins(json.loads(str(settings.get("plugins", "[]"))))
+    machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
+    if "folder" in settings:
+        client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)
+    else:
+        limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
+        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits)
+    if settings["message_type"] == MessageType.TRAIN:
+        payload = unpack_train_request(content)
+        reply = client.train(payload)
+        if client.activity is not None:
+            client.activity.add(round_line(payload, reply))
+        return pack_reply(reply)
+    return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
+
+
+@lru_cache(maxsize=1)
+def local_client(data: Path, state: Path, machine: MachineConfig, limits: ClientLimits) -> FlowerClient:
+    """Return a client with images on this machine. It is cached, with its model and images."""
+    dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
+
+    def load_images(config: Config, run_spec: RunSpec) -> DataSet:
+        spec = DataSpec(
+            tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, config.data.max_corrupt
+        )
+        return dataset.load(spec)
+
+    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
+
+
+def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:
+    """Return a client of Flower's simulation. Its images are its part of the run's own data set."""
+    if not (folder / "config.json").exists():
+        raise UserError("a simulation needs --run-config 'folder=\"…\"', the absolute path of the run's folder")
+
+    def load_images(config: Config, run_spec: RunSpec) -> DataSet:
+        data, (train, test) = _assigned_images(folder)
+        train_index, test_index = (torch.from_numpy(indices.for_client(client)) for indices in (train, test))
+        return DataSet(data.name, data.classes, data.train.take(train_index), data.test.take(test_index))
+
+    return FlowerClient(load_images, folder / "clients" / str(client), machine)
+
+
+@cache
+def _assigned_images(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
+    """Return a run's images and each client's indices. Cached: the processes of a simulation persist."""
+    config = read_config(folder / "config.json")
+    data = load_dataset(config.data)
+    return data, assign_images(config, data)

@@ -1,0 +1,185 @@
+"""A client's SuperNode: how it is started, kept running, and why it ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+from vitfleet.flower.certificates import Certs
+from vitfleet.flower.device.activity import ActivityReader
+from vitfleet.flower.processes import STOP_TIMEOUT_S, cut_log, environment, free_port, is_long
+from vitfleet.system import die_with_parent
+
+SUPERNODE_LOG = "supernode.log"
+RESTART_DELAY_S = 15.0
+REPORT_INTERVAL_S = 0.5
+HEAD_BYTES = 2**14  # what a SuperNode writes while it connects
+TAIL_BYTES = 2**16  # what it writes when it ends
+
+ACTIVATED = "SuperNode ID:"
+ENDED = "SuperNode terminated gracefully"
+NOT_REACHED = "Connection attempt failed"
+
+
+def client_command(
+    server: str,
+    name: str,
+    data: Path,
+    state: Path,
+    certs: Certs | None,
+    machine: dict[str, str | int],
+    plugins: Sequence[Path] = (),
+    limits: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that starts a client's SuperNode."""
+    node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
+    if plugins:
+        node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
+    if limits:
+        node_config["limits"] = json.dumps(list(limits))
+    # Values are TOML: strings and numbers look the same in JSON.
+    toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
+    command = ["flower-supernode", "--superlink", server, "--node-config", toml]
+    command += ["--host", "127.0.0.1", "--port", str(free_port())]
+    if certs is None:
+        return [*command, "--insecure"]
+    return [*command, "--root-certificates", str(certs.ca), "--auth-supernode-private-key", str(certs.node_key(name))]
+
+
+def run_forever(
+    command: list[str],
+    home: Path,
+    activity: Path,
+    report: Callable[[str], None],
+    explain: Callable[[str], str | None] = lambda log: None,
+) -> NoReturn:
+    """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
+
+    Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`.
+
+    A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
+    same node is connected: for a minute after it was killed.
+
+    Parameters
+    ----------
+    activity
+        The file with the client's own lines, which are passed to ``report``.
+    explain
+        Returns why a SuperNode ended, from what it wrote to its log; see :func:`ending_cause`.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)
+
+    def show_news() -> None:
+        supernode_log.cut()
+        for line in lines.new_lines():
+            report(line)
+
+    while True:
+        with supernode_log.open() as log:
+            process = subprocess.Popen(
+                command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
+        try:
+            code = _wait_and_poll(process, show_news)
+        except KeyboardInterrupt:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # it waits for a server that is gone
+                process.kill()
+                process.wait()
+            raise
+        cause = explain(supernode_log.text()) or f"Flower's SuperNode ended with code {code}"
+        report(f"{cause} (see {supernode_log.path}); trying again in {RESTART_DELAY_S:g} seconds")
+        time.sleep(RESTART_DELAY_S)
+
+
+def _wait_and_poll(process: subprocess.Popen[bytes], poll: Callable[[], None]) -> int:
+    """Wait until a process ends, and call a function now and then, for the last time after the end."""
+    while True:
+        code = process.poll()
+        poll()
+        if code is not None:
+            return code
+        time.sleep(REPORT_INTERVAL_S)
+
+
+class SuperNodeLog:
+    """A file to which SuperNodes append, one after the other. What a server sends can make it grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._began = 0  # where the current SuperNode's text begins
+        self._head = ""  # what it wrote first, if that has been cut off
+
+    def open(self) -> BinaryIO:
+        """Open the file for the next SuperNode."""
+        self.cut()
+        file = self.path.open("ab")  # it must append: the file can become shorter meanwhile
+        self._began, self._head = file.tell(), ""
+        return file
+
+    def cut(self) -> None:
+        """Begin a long file anew, also while a SuperNode writes to it."""
+        if not is_long(self.path):
+            return
+        with suppress(FileNotFoundError), self.path.open("rb") as file:  # deleted
+            file.seek(self._began)
+            self._head = self._head or file.read(HEAD_BYTES).decode(errors="replace")
+        cut_log(self.path)
+        self._began = 0
+
+    def text(self) -> str:
+        """Return what the current SuperNode wrote; of much text only its beginning and its end."""
+        return self._head + read_log_from(self.path, self._began)
+
+
+def read_log_from(path: Path, position: int) -> str:
+    """Return what was added to a log after a position; of much text only its beginning and its end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(position)
+            if size - position <= HEAD_BYTES + TAIL_BYTES:
+                return file.read().decode(errors="replace")
+            head = file.read(HEAD_BYTES)
+            file.seek(-TAIL_BYTES, 2)
+            return f"{head.decode(errors='replace')}\n{file.read().decode(errors='replace')}"
+    except FileNotFoundError:  # deleted
+        return ""
+
+
+def ending_cause(log: str, name: str, key: Path | None) -> str | None:
+    """Return why a SuperNode ended and what to do, in a sentence; ``None`` if its log does not show it.
+
+    A server answers a key that it does not know and a key that is in use in the same way, so that the sentence names
+    both.
+
+    Parameters
+    ----------
+    log
+        What the SuperNode wrote from its start to its end.
+    name, key
+        The client's name and the file of its private key; ``None`` without authentication.
+    """
+    if "Failed to activate SuperNode" in log and key is not None:
+        return (
+            f"the server does not accept the key {key} of client {name}: it does not know the key (then run "
+            f"`vitfleet certs DIR --names {name}` on the server with its folder DIR, copy DIR/ca.crt and "
+            f"DIR/nodes/{name} to this machine and start the server again), or a client with the same key is "
+            "connected, as this one is for a minute after it was killed"
+        )
+    if "WRONG_VERSION_NUMBER" in log:
+        return "the server does not use TLS: start it without --insecure, or this client with --insecure"
+    if "401 Unauthorized" in log and "send-node-heartbeat" in log:
+        return "the server was started again"
+    before, ended, _ = log.partition(ENDED)
+    if ended and key is not None and ACTIVATED not in before and NOT_REACHED not in before:
+        return f"the server did not accept the signature of client {name}: is the clock of this machine right?"
+    return None

@@ -1,0 +1,99 @@
+"""Run a server from its start to the last round, and show each round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from vitfleet.errors import UserError
+from vitfleet.flower.processes import cut_log
+from vitfleet.flower.server.processes import (
+    PROXY_LOG,
+    SUPERLINK_LOG,
+    ServerSettings,
+    run_status,
+    running_server,
+    start_run,
+)
+from vitfleet.flower.server.progress_file import ERROR_FILE, PROGRESS_FILE, ProgressMirror, read_progress
+from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.records import RoundRecord, read_records, read_seconds
+
+SUMMARY_FILE = "summary.json"
+POLL_INTERVAL_S = 0.5  # between two reads of the run's folder
+STATUS_INTERVAL_S = 30.0  # between two queries of Flower's status, which take seconds
+
+#: Shows a finished round, given its record and its duration in seconds.
+ShowRound: TypeAlias = Callable[[RoundRecord, float], None]
+
+
+def serve(
+    settings: ServerSettings,
+    folder: Path,
+    names: list[str],
+    show_round: ShowRound,
+    on_ready: Callable[[], None],
+    progress: Progress = NO_PROGRESS,
+) -> None:
+    """Start the server, run all remaining rounds, and stop the server.
+
+    Parameters
+    ----------
+    names
+        The clients that may connect.
+    on_ready
+        Called as soon as clients can connect.
+    """
+    for stale in (folder / ERROR_FILE, folder / SUMMARY_FILE, folder / PROGRESS_FILE):
+        stale.unlink(missing_ok=True)
+    with running_server(settings, names):
+        on_ready()
+        follow(settings, folder, start_run(settings, folder), show_round, progress)
+
+
+def follow(
+    settings: ServerSettings,
+    folder: Path,
+    flower_run_id: int,
+    show_round: ShowRound = lambda record, seconds: None,
+    progress: Progress = NO_PROGRESS,
+) -> None:
+    """Show every round, and the progress of the current round, until the run has ended.
+
+    Raises
+    ------
+    UserError
+        If the run fails.
+    """
+    mirror = ProgressMirror(progress)
+    shown = max((record.round for record in read_records(folder)), default=0)
+    seconds, last_query = read_seconds(folder), time.monotonic()
+    while not (folder / SUMMARY_FILE).exists():
+        shown, seconds = _show_new_rounds(folder, show_round, shown, seconds)
+        mirror.show(read_progress(folder))
+        for log in (SUPERLINK_LOG, PROXY_LOG):
+            cut_log(settings.home / log)
+        if (folder / ERROR_FILE).exists():
+            raise UserError((folder / ERROR_FILE).read_text())
+        if time.monotonic() - last_query > STATUS_INTERVAL_S:
+            last_query = time.monotonic()
+            status = run_status(settings, flower_run_id)
+            if status.startswith("finished") and not (folder / SUMMARY_FILE).exists():
+                raise UserError(f"the run ended too early ({status}); see {settings.home / SUPERLINK_LOG}")
+        time.sleep(POLL_INTERVAL_S)
+    mirror.show(None)
+    _show_new_rounds(folder, show_round, shown, seconds)
+
+
+def _show_new_rounds(folder: Path, show_round: ShowRound, shown: int, seconds: float) -> tuple[int, float]:
+    """Show the rounds after the last one shown; return the last round, and the seconds of all rounds so far."""
+    total_seconds = read_seconds(folder)
+    if total_seconds == seconds:
+        return shown, seconds
+    for record in read_records(folder):
+        if record.round > shown:
+            show_round(record, total_seconds - seconds)
+            shown = record.round
+    return shown, total_seconds
