@@ -77,9 +77,17 @@ def _api_pages(package: Path) -> Iterator[tuple[str, str]]:
     shared = [f"vitfleet.{path.stem}" for path in sorted(package.glob("[!_]*.py")) if path.stem != "api"]
     yield "shared", "# Shared modules\n\n" + _sections(shared)
     for name in PACKAGES:
-        modules = [f"vitfleet.{name}.{path.stem}" for path in sorted((package / name).glob("[!_]*.py"))]
-        introduction = f"# vitfleet.{name}\n\n::: vitfleet.{name}\n    options:\n      members: false\n\n"
-        yield name, introduction + _sections(modules)
+        yield name, _package_sections(package / name, f"vitfleet.{name}")
+
+
+def _package_sections(folder: Path, name: str, heading: str = "#") -> str:
+    """Return a package's introduction, then its modules, then the packages inside it."""
+    introduction = f"{heading} {name}\n\n::: {name}\n    options:\n      members: false\n\n"
+    modules = _sections([f"{name}.{path.stem}" for path in sorted(folder.glob("[!_]*.py"))])
+    inner = (path.parent for path in sorted(folder.glob("*/__init__.py")))
+    return "\n".join(
+        [introduction + modules, *(_package_sections(path, f"{name}.{path.name}", "##") for path in inner)]
+    )
 
 
 def _sections(modules: list[str]) -> str:
