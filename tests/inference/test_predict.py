@@ -47,6 +47,20 @@ def test_files_are_predicted_as_the_same_images_in_memory(photo_run: vitfleet.Ru
         assert image.prediction.top(2)[0] == (image.prediction.label, max(expected))
 
 
+def test_training_reads_the_files_that_prediction_and_evaluation_read(tmp_path: Path) -> None:
+    """One list of suffixes: what was trained on is what is tested, and what is predicted."""
+    names = ("1.jfif", "2.avif", "3.jp2", "4.JPE", "5.pgm", "6.tga", "7.webp", "8.jpg")
+    for label in ("grass", "sea"):
+        draw_photos(tmp_path, (label,), 1)
+        photo = tmp_path / label / "0.png"
+        for name in (*names, "notes.txt", "film.mpg", "data.h5", ".hidden.png"):
+            (tmp_path / label / name).write_bytes(photo.read_bytes())
+    trained = [Path(str(path)) for path in read_image_folder(tmp_path).train.items]
+    assert trained == find_images([tmp_path])
+    assert {path.name for path in trained} == {"0.png", *names}
+    assert len(read_labelled(tmp_path, ("grass", "sea"), 16, 3).images) == len(trained)
+
+
 def test_folder_with_unusual_files_is_predicted_with_one_line_each(
     photo_run: vitfleet.Run, photos: Path, vitfleet: Command, tmp_path: Path
 ) -> None:

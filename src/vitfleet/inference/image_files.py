@@ -12,7 +12,14 @@ from PIL import Image
 
 from vitfleet.data.decode import GREYSCALE_MODES, UNREADABLE, decode_split, fit_image
 from vitfleet.data.images import ImageSet
-from vitfleet.data.sources.image_folder import TEST_SPLITS, ImageFile, encode_labels, subfolders
+from vitfleet.data.sources.image_folder import (
+    TEST_SPLITS,
+    ImageFile,
+    encode_labels,
+    image_files,
+    is_image,
+    subfolders,
+)
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 
@@ -46,18 +53,16 @@ class LabelledImages:
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Return files as they are given, and of folders all files that Pillow's formats name, in the order of paths.
+    """Return files as they are given, and all images in folders, in the order of paths.
 
     Raises
     ------
     UserError
         A folder holds no image, or there is no path at all.
     """
-    Image.init()  # the formats that this Pillow reads
-    suffixes = set(Image.registered_extensions())
     found: list[Path] = []
     for path in paths:
-        inside = sorted(file for file in path.rglob("*") if _is_image(file, suffixes)) if path.is_dir() else [path]
+        inside = sorted(filter(is_image, path.rglob("*"))) if path.is_dir() else [path]
         if not inside:
             raise UserError(f"{path}: holds no file with the ending of an image format")
         found += inside
@@ -95,11 +100,9 @@ def read_labelled(
         raise UserError(f"--data {folder}: no such folder")
     splits = [folder / name for name in TEST_SPLITS if name not in classes and (folder / name).is_dir()]
     root = splits[0] if splits else folder
-    Image.init()
-    suffixes = set(Image.registered_extensions())
     files, notes = [], []
     for subfolder in subfolders(root):
-        inside = sorted(path for path in subfolder.iterdir() if _is_image(path, suffixes))
+        inside = image_files(subfolder)
         if subfolder.name in classes:
             files += [ImageFile(path, subfolder.name) for path in inside]
         else:
@@ -112,10 +115,6 @@ def read_labelled(
         known = ", ".join(classes[:3])
         raise UserError(f"--data {folder}: holds no readable image of a class of the model ({known}, …)")
     return LabelledImages(images, tuple(notes))
-
-
-def _is_image(path: Path, suffixes: set[str]) -> bool:
-    return path.suffix.lower() in suffixes and not path.name.startswith(".") and path.is_file()
 
 
 def _file_note(path: Path, channels: int) -> str | None:

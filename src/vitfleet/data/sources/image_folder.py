@@ -13,7 +13,15 @@ from vitfleet.errors import DataError
 
 TRAIN_SPLIT = "train"
 TEST_SPLITS = ("test", "valid", "validation", "val")  # in the order in which they are tried
-IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm"))
+#: The one list of what counts as an image, in training, evaluation and prediction. It does not depend on the installed
+#: version of Pillow: an image that this version cannot decode is unreadable, and is named, instead of being left out.
+IMAGE_SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".gif", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff"),
+        *(".jp2", ".j2k", ".jpf", ".jpx", ".pbm", ".pgm", ".pnm", ".ppm", ".tga", ".ico", ".psd", ".pcx", ".qoi"),
+        *(".dds", ".fits", ".sgi", ".xbm"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -123,11 +131,12 @@ def _entries(folder: Path) -> list[Path]:
 
 def image_files(folder: Path) -> list[Path]:
     """Return the image files directly in a folder, sorted by name."""
-    return sorted(
-        path
-        for path in _entries(folder)
-        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
-    )
+    return sorted(path for path in _entries(folder) if is_image(path))
+
+
+def is_image(path: Path) -> bool:
+    """Whether a path is a file that counts as an image, by its name; hidden files do not."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def subfolders(folder: Path) -> list[Path]:
