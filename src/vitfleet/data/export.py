@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -12,9 +12,6 @@ from vitfleet.data.decode import encode_png
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.errors import UserError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 #: ``folders``: PNG files in one folder per class, which a device reads without pyarrow. ``parquet``: one file per split
 #: that keeps the images' order, so that a fleet computes the same bits as a simulation.
@@ -71,18 +68,10 @@ def _write_folders(images: ImageSet, classes: tuple[str, ...], target: Path) -> 
 
 
 def _write_parquet(images: ImageSet, classes: tuple[str, ...], target: Path) -> None:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    encoded = pa.array([encode_png(image) for image in images.images.cpu().numpy()], pa.binary())
+    names = pa.array([classes[label] for label in images.labels.tolist()], pa.string())
     target.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(_table(images, classes), target.with_name(f"{target.name}.parquet"))
-
-
-def _table(images: ImageSet, classes: tuple[str, ...]) -> pa.Table:
-    import pyarrow as pa
-
-    return pa.table(
-        {
-            "image": pa.array([encode_png(image) for image in images.images.cpu().numpy()], pa.binary()),
-            "label": pa.array([classes[label] for label in images.labels.tolist()], pa.string()),
-        }
-    )
+    pq.write_table(pa.table({"image": encoded, "label": names}), target.with_name(f"{target.name}.parquet"))

@@ -6,7 +6,7 @@ They are kept in the precision in which they were sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,18 +40,24 @@ class Features:
     def __len__(self) -> int:
         return self.values.shape[0]
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Features:
+        """Return the features with a function applied to every tensor."""
+        scales = None if self.scales is None else function(self.scales)
+        return Features(function(self.values), function(self.labels), scales)
+
     def take(self, rows: Tensor) -> Features:
         """Return the features of these samples; ``rows`` may have any shape."""
-        return Features(self.values[rows], self.labels[rows], None if self.scales is None else self.scales[rows])
+        return self.map(lambda tensor: tensor[rows])
 
-    def reshape(self, shape: torch.Size) -> Features:
-        """Arrange the samples in another shape."""
+    def empty(self, count: int) -> Features:
+        """Return features without values, of as many samples."""
+        return self.map(lambda tensor: tensor.new_empty(count, *tensor.shape[1:]))
 
-        def arrange(tensor: Tensor) -> Tensor:
-            return tensor.reshape(*shape, *tensor.shape[1:])
-
-        scales = None if self.scales is None else arrange(self.scales)
-        return Features(arrange(self.values), arrange(self.labels), scales)
+    def write(self, rows: Tensor | slice, part: Features) -> None:
+        """Overwrite the samples in these rows."""
+        self.values[rows], self.labels[rows] = part.values, part.labels
+        if self.scales is not None and part.scales is not None:
+            self.scales[rows] = part.scales
 
     def rms(self) -> float:
         """Return the root mean square of all values; not finite if any of them is not."""
@@ -65,8 +71,7 @@ class Features:
 
     def to(self, device: torch.device) -> Features:
         """Move to a device."""
-        scales = None if self.scales is None else self.scales.to(device)
-        return Features(self.values.to(device), self.labels.to(device), scales)
+        return self.map(lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
@@ -168,32 +173,19 @@ class FeatureBlock:
             slots = {id(slot.part.values): slot for slot in new}
         assert self._block is not None
         for slot in new:
-            _copy_part(self._block, slot)
+            self._block.write(slice(slot.start, slot.start + len(slot.part)), slot.part)
         self._slots = [slots[id(part.values)] for part in parts]
         return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in self._slots])
 
     def _reallocate(self, parts: Sequence[Features]) -> list[_Slot]:
         """Make a larger block and return a slot for each part."""
-        capacity = int(GROWTH * sum(map(len, parts))) + 1
-        like = parts[0]
-        scales = None if like.scales is None else like.scales.new_empty(capacity, *like.scales.shape[1:])
-        self._block = Features(
-            like.values.new_empty(capacity, *like.values.shape[1:]), like.labels.new_empty(capacity), scales
-        )
+        self._block = parts[0].empty(int(GROWTH * sum(map(len, parts))) + 1)
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
         return [_Slot(part, start, len(part)) for part, start in zip(parts, starts, strict=False)]
 
 
 def _same_form(block: Features, part: Features) -> bool:
     return block.values.shape[1:] == part.values.shape[1:] and block.values.dtype == part.values.dtype
-
-
-def _copy_part(block: Features, slot: _Slot) -> None:
-    rows = slice(slot.start, slot.start + len(slot.part))
-    block.values[rows].copy_(slot.part.values)
-    block.labels[rows].copy_(slot.part.labels)
-    if block.scales is not None and slot.part.scales is not None:
-        block.scales[rows].copy_(slot.part.scales)
 
 
 class FeatureLoader:
@@ -230,14 +222,8 @@ class FeatureLoader:
         flat = indices.flatten()
         ends = self.features.sizes().cumsum(0)
         owners = torch.searchsorted(ends, flat, right=True)
-        like = self.features.parts[0]
-        values = like.values.new_empty(len(flat), *like.values.shape[1:])
-        labels = like.labels.new_empty(len(flat))
-        scales = None if like.scales is None else like.scales.new_empty(len(flat), *like.scales.shape[1:])
+        gathered = self.features.parts[0].empty(len(flat))
         for owner in torch.unique(owners).tolist():
             part, positions = self.features.parts[owner], (owners == owner).nonzero().squeeze(1)
-            taken = part.take(flat[positions] - (ends[owner] - len(part)))
-            values[positions], labels[positions] = taken.values, taken.labels
-            if scales is not None and taken.scales is not None:
-                scales[positions] = taken.scales
-        return Features(values, labels, scales).reshape(indices.shape).to(self.device)
+            gathered.write(positions, part.take(flat[positions] - (ends[owner] - len(part))))
+        return gathered.map(lambda tensor: tensor.reshape(*indices.shape, *tensor.shape[1:])).to(self.device)

@@ -66,7 +66,7 @@ def shared_images(configs: Iterable[DataConfig]) -> Iterator[list[DataConfig]]:
     Parameters
     ----------
     configs
-        The table ``data`` of each run. What only one of them has is not shared.
+        The table ``data`` of each run. The images of a single run are not shared.
 
     Yields
     ------
@@ -90,7 +90,7 @@ def shared_images(configs: Iterable[DataConfig]) -> Iterator[list[DataConfig]]:
 
 
 def images_key(config: DataConfig) -> str:
-    """Return what two tables ``data`` have in common if they name the same images.
+    """Return a key of the images that a table ``data`` names: tables that name the same ones have the same key.
 
     The loader of a user's own data set receives the whole table and may use any key of it.
     """

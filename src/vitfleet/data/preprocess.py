@@ -53,7 +53,7 @@ class Preprocess:
 
 
 class CompiledPreprocess:
-    """The same, compiled to one kernel instead of one pass over all pixels per operation.
+    """:class:`Preprocess`, compiled to one kernel instead of one pass over all pixels per operation.
 
     With a quarter of the patches and a small model, those passes are a quarter of a training step.
     """

@@ -219,7 +219,7 @@ class Net:
         return self
 
     def with_unfused_attention(self) -> Net:
-        """Return the same function without the fused attention kernel, if it has one."""
+        """Return this architecture without the fused attention kernel."""
         if self.functional is None:
             return self
         return replace(self, functional=self.functional.with_settings(fused_attention=False))

@@ -26,7 +26,7 @@ class ActivityLog:
     path: Path
 
     def add(self, text: str) -> None:
-        """Append a text as one line, without what a terminal would interpret; of a long one the beginning."""
+        """Append a text as one line, cut if it is long, without what a terminal would interpret."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size > MAX_BYTES:
             self.path.unlink()

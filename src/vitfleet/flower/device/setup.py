@@ -21,45 +21,23 @@ from vitfleet.training.machine import set_up_machine
 
 
 @dataclass(frozen=True)
-class ClientTaskStream:
-    """One client's tasks.
-
-    Attributes
-    ----------
-    class_tasks
-        The task of each class, ``[classes]``.
-    task_order
-        The tasks in the order in which the client learns them.
-    """
-
-    class_tasks: Tensor
-    task_order: list[int]
-
-
-def client_task_stream(config: Config, classes: int, client: int, device: torch.device) -> ClientTaskStream | None:
-    """Return a client's tasks; ``None`` without tasks. Server and clients derive the same tasks from the seed."""
-    tasks = config.data.tasks
-    if tasks is None:
-        return None
-    task_order = [int(task) for task in draw_task_order(tasks, config.seed, client)]
-    return ClientTaskStream(
-        torch.from_numpy(assign_classes_to_tasks(tasks, config.seed, classes)).to(device), task_order
-    )
-
-
-@dataclass(frozen=True)
 class LocalTasks:
     """A client's images on its training device, selected by task.
 
     Attributes
     ----------
+    class_tasks
+        The task of each class, ``[classes]``; ``None`` without tasks.
+    task_order
+        The tasks in the order in which the client learns them.
     accumulate
         Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``.
     """
 
     data: DataSet
-    stream: ClientTaskStream | None
-    accumulate: bool = False
+    class_tasks: Tensor | None
+    task_order: Sequence[int]
+    accumulate: bool
 
     def train_shard(self, task_index: int) -> Shard:
         """Return the images to train on in a task."""
@@ -76,10 +54,9 @@ class LocalTasks:
         return EvalResult(int(correct.sum()), len(indices))
 
     def _indices(self, images: ImageSet, task_index: int) -> Tensor:
-        if self.stream is None:
+        if self.class_tasks is None:
             return torch.arange(len(images), device=images.labels.device)
-        task = self.stream.task_order[task_index]
-        return torch.nonzero(self.stream.class_tasks[images.labels] == task).flatten()
+        return torch.nonzero(self.class_tasks[images.labels] == self.task_order[task_index]).flatten()
 
 
 @dataclass(frozen=True)
@@ -103,12 +80,16 @@ def set_up_client(
     classes = len(run_spec.classes)
     net = build_net(config, classes, run_spec.channels, run_spec.side)
     machine = set_up_machine(machine_config, net.embed_dim)
-    stream = client_task_stream(config, classes, client, machine.device)
-    class_tasks = stream.class_tasks if stream and config.task_known else None
-    components = build_components(config, net, classes, machine, config.num_tasks, class_tasks)
+    class_tasks, task_order = None, list[int]()
+    if config.data.tasks is not None:  # server and clients derive the same tasks from the seed
+        class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, classes))
+        class_tasks = class_tasks.to(machine.device)
+        task_order = draw_task_order(config.data.tasks, config.seed, client).tolist()
+    known = class_tasks if config.task_known else None
+    components = build_components(config, net, classes, machine, config.num_tasks, known)
     net.drop_weights()  # the server sends all weights that a client uses
-    evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, class_tasks)
-    tasks = LocalTasks(data.to(machine.device), stream, components.method.accumulates_tasks)
+    evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
+    tasks = LocalTasks(data.to(machine.device), class_tasks, task_order, components.method.accumulates_tasks)
 
     def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
         return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]

@@ -136,12 +136,12 @@ class SuperNodeLog:
         self._began = 0
 
     def text(self) -> str:
-        """Return what the current SuperNode wrote; of much text only its beginning and its end."""
+        """Return what the current SuperNode wrote; only the beginning and the end of a long text."""
         return self._head + read_log_from(self.path, self._began)
 
 
 def read_log_from(path: Path, position: int) -> str:
-    """Return what was added to a log after a position; of much text only its beginning and its end."""
+    """Return the text of a log after a position; only the beginning and the end of a long one."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -143,7 +143,7 @@ def has_own_replies_only(body: bytes) -> bool:
 
 
 def http_protocol(app: Starlette) -> MakeProtocol:
-    """Return what makes the HTTP side of a connection."""
+    """Return a function that makes the HTTP protocol of a connection."""
     config = uvicorn.Config(
         app,
         http="h11",  # the one whose headers are limited

@@ -74,7 +74,7 @@ def fewer_patches(image_size: int) -> str:
 
 @contextmanager
 def timm_required_for(key: str, value: str) -> Iterator[None]:
-    """Turn the absence of timm, which a device need not have, into an error that says what needs it.
+    """Say what needs timm, if it is not installed: a device need not have it.
 
     Raises
     ------

@@ -46,14 +46,7 @@ class FunctionalViT:
         Whether to use torch's fused attention.
     short_attention
         Whether to use vitfleet's Triton kernel for attention over few tokens in bfloat16; it needs a GPU.
-
-    Attributes
-    ----------
-    num_classes
-        How many of its outputs are logits, where it has more: the others are for the loss. ``None``: all of them.
     """
-
-    num_classes: int | None = None
 
     def __init__(
         self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
@@ -80,12 +73,17 @@ class FunctionalViT:
         self.has_prompts: bool = getattr(vit, PROMPTS_NAME, None) is not None
 
     @property
+    def num_classes(self) -> int | None:
+        """How many of its outputs are logits, where it has more: the others are for the loss. ``None``: all of them."""
+        return None
+
+    @property
     def stackable(self) -> bool:
         """Whether weights may have a leading axis of clients."""
         return self.vit.attn_pool is None
 
     def with_settings(self, vit: Any = None, **settings: bool) -> FunctionalViT:
-        """Return the same forward pass with other settings of the constructor, or of another module."""
+        """Return this forward pass with some settings changed, or for another module."""
         return type(self)(self.vit if vit is None else vit, **{**self.settings, **settings})
 
     def __call__(

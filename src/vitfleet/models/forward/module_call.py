@@ -88,16 +88,20 @@ def _attention(
     return attention(query, key, value, attn_mask, scale)
 
 
-class _FoldedAttention(torch.autograd.Function):
+class _Folded(torch.autograd.Function):
+    """An operation with a rule of its own inside ``torch.vmap``."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved: only ``vmap`` runs, and autograd records its operations."""
+
+
+class _FoldedAttention(_Folded):
     """Fused attention, which has no weights: all clients are one batch."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, scale=scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved: only the function below runs, and autograd records its operations."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -113,16 +117,12 @@ def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return cast(Tensor, _FoldedLinear.apply(inputs, weight, bias))  # type: ignore[no-untyped-call]
 
 
-class _FoldedLinear(torch.autograd.Function):
+class _FoldedLinear(_Folded):
     """A linear layer: one batch where clients share the weight, else one batched product."""
 
     @staticmethod
     def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(inputs, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved: only the function below runs, and autograd records its operations."""
 
     @staticmethod
     def vmap(
@@ -152,16 +152,12 @@ def _conv2d(
     return maps if bias is None else maps + bias.to(maps.dtype).view(-1, 1, 1)
 
 
-class _FoldedConvolution(torch.autograd.Function):
+class _FoldedConvolution(_Folded):
     """A convolution: one batch where clients share the kernel, else one batched product, or grouped as it is."""
 
     @staticmethod
     def forward(inputs: Tensor, weight: Tensor, options: Any) -> Tensor:
         return F.conv2d(inputs, weight, None, *options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is saved: only the function below runs, and autograd records its operations."""
 
     @staticmethod
     def vmap(
@@ -177,9 +173,8 @@ class _FoldedConvolution(torch.autograd.Function):
             maps = F.conv2d(channels, kernels.flatten(0, 1), None, stride, padding, dilation, groups * len(kernels))
             return maps.reshape(len(maps), len(kernels), -1, *maps.shape[2:]), 1
         size = kernels.shape[-2:]
-        columns = F.unfold(
-            images.flatten(0, 1), size, dilation, padding, stride
-        )  # [clients · batch, inputs, positions]
+        # [clients · batch, inputs, positions]
+        columns = F.unfold(images.flatten(0, 1), size, dilation, padding, stride)
         product = linear(_unfold_clients(columns, len(images)).mT, kernels.flatten(2), None).mT
         height = (images.shape[-2] + 2 * padding[0] - dilation[0] * (size[0] - 1) - 1) // stride[0] + 1
         return product.reshape(*product.shape[:-1], height, -1), 0

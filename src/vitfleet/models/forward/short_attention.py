@@ -107,7 +107,7 @@ def forward_config(tokens: int, head_dim: int, dtype: torch.dtype) -> LaunchConf
 
 
 def backward_config(tokens: int, head_dim: int, dtype: torch.dtype) -> LaunchConfig:
-    """Return that of the backward pass; the gradients of all keys and values stay in registers."""
+    """Return the configuration of the backward pass; the gradients of all keys and values stay in registers."""
     tiles = _key_tiles(tokens)
     if dtype == torch.float32:
         return LaunchConfig(16, 8, *tiles)

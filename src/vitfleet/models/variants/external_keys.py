@@ -68,11 +68,10 @@ def external_keys(anatomy: Anatomy) -> Selection:
 class ExternalKeyViT(FunctionalViT):
     """The forward pass of a ViT with external keys. Its auxiliary outputs are those of the injection classifier."""
 
-    def __init__(
-        self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
-    ) -> None:
-        super().__init__(vit, compile_blocks, fused_attention, short_attention)
-        self.num_classes = len(vit.head.weight)
+    @property
+    def num_classes(self) -> int:
+        """How many of its outputs are logits."""
+        return len(self.vit.head.weight)
 
     def __call__(
         self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None

@@ -124,11 +124,10 @@ class TaskTokenViT(FunctionalViT):
     an earlier model, under names with the prefix ``teacher.``; it has the same tokens and heads.
     """
 
-    def __init__(
-        self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
-    ) -> None:
-        super().__init__(vit, compile_blocks, fused_attention, short_attention)
-        self.num_classes = len(vit.head.class_slots)
+    @property
+    def num_classes(self) -> int:
+        """How many of its outputs are logits."""
+        return len(self.vit.head.class_slots)
 
     def __call__(
         self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None
