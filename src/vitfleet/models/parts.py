@@ -1,8 +1,11 @@
-"""The named parts of a vision transformer, the same for every model family.
+"""The named parts of a vision transformer, the same for every model family, and where a family keeps them.
 
-A method selects, splits and freezes by part (embedding, block i, norm, head). Each family declares its parts as a
-:class:`~vitfleet.models.parts.Layout`; this module maps them to weights. A :class:`Selection` of weights determines
-what trains and what is sent, with its size in bytes and its number of parameters.
+A method selects, splits and freezes by part (embedding, block i, norm, head): the :class:`Anatomy` of a model. A
+:class:`Selection` of weights determines what trains and what is sent, with its size in bytes and its number of
+parameters.
+
+A family registers a function that returns the :class:`Layout` of a built model of its class. The rest of the package
+knows no family by its name. A model of any other class has its parts where timm's naming suggests.
 """
 
 from __future__ import annotations
@@ -18,143 +21,10 @@ from torch import Tensor, nn
 
 from vitfleet.message import Tensors
 
-FAMILIES_PACKAGE = "vitfleet.models.families"  # its import registers the layouts of the built-in families
+FAMILIES_PACKAGE = "vitfleet.models.families"  # its import registers where the built-in families keep their parts
 # Attributes in which timm's models keep their transformer blocks and the norms after the last one.
 _BLOCK_LIST = "blocks"
 _NORMS = ("norm", "fc_norm")
-
-
-@dataclass(frozen=True)
-class LoraTarget:
-    """The layer that a low-rank update is added to.
-
-    Attributes
-    ----------
-    path
-        Module path of a linear layer within a block.
-    slice, num_slices
-        Which of how many equal slices of the layer's outputs.
-    """
-
-    path: str
-    slice: int = 0
-    num_slices: int = 1
-
-
-#: The places of the layers that low-rank updates can be added to. A block may have them in one place or in another.
-LORA_TARGETS: Mapping[str, tuple[LoraTarget, ...]] = {
-    "q": (LoraTarget("attn.qkv", 0, 3), LoraTarget("attn.q")),
-    "k": (LoraTarget("attn.qkv", 1, 3), LoraTarget("attn.k"), LoraTarget("attn.kv", 0, 2)),
-    "v": (LoraTarget("attn.qkv", 2, 3), LoraTarget("attn.v"), LoraTarget("attn.kv", 1, 2)),
-    "proj": (LoraTarget("attn.proj"),),
-    "fc1": (LoraTarget("mlp.fc1"),),
-    "fc2": (LoraTarget("mlp.fc2"),),
-}
-
-KeptForward: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The parts of one built model, as module paths.
-
-    Attributes
-    ----------
-    blocks
-        The transformer blocks in the order of the forward pass, stages flattened. A weight that is in no part and comes
-        after a block belongs to that block, one that comes before all blocks to the embedding.
-    head
-        The classifier; a distilled model has two.
-    norm
-        The norms between the last block and the head.
-    num_patches
-        Patches per image, where the model can run on some of them; else 0.
-    forward_kept
-        The forward pass on the kept patches ``(model, images, keep) -> logits``, where the module has one.
-    functional
-        Makes the forward pass as tensor operations (:class:`~vitfleet.models.forward.functional_vit.FunctionalViT`),
-        where one sequence of tokens passes through blocks of the same structure; else the module is called.
-    lora_targets
-        The layers that low-rank updates can be added to.
-    """
-
-    blocks: tuple[str, ...]
-    head: tuple[str, ...]
-    norm: tuple[str, ...] = _NORMS
-    num_patches: int = 0
-    forward_kept: KeptForward | None = None
-    functional: Callable[..., Any] | None = None
-    lora_targets: Mapping[str, tuple[LoraTarget, ...]] = field(default_factory=lambda: LORA_TARGETS)
-
-
-LayoutFunction: TypeAlias = Callable[[Any], Layout]
-_Function = TypeVar("_Function", bound=LayoutFunction)
-_LAYOUTS: dict[str, LayoutFunction] = {}
-
-
-def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
-    """Return a decorator that registers the layout function of a class of models and its subclasses.
-
-    A class may be given by its qualified name, ``package.module.Class``, where its package need not be imported.
-    """
-    name = module_class if isinstance(module_class, str) else qualified_name(module_class)
-
-    def decorator(function: _Function) -> _Function:
-        _LAYOUTS[name] = function
-        return function
-
-    return decorator
-
-
-def qualified_name(module_class: type) -> str:
-    """Return ``package.module.Class``."""
-    return f"{module_class.__module__}.{module_class.__qualname__}"
-
-
-def is_instance_of(value: object, class_name: str) -> bool:
-    """Whether a value is of a class that is given by its qualified name, without importing it."""
-    return any(qualified_name(cls) == class_name for cls in type(value).__mro__)
-
-
-def layout_of(vit: nn.Module) -> Layout:
-    """Return the layout of a model.
-
-    Raises
-    ------
-    TypeError
-        If the model has no transformer blocks in a known place.
-    """
-    import_module(FAMILIES_PACKAGE)
-    names = (qualified_name(cls) for cls in type(vit).__mro__)
-    function = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), default_layout)
-    layout = function(vit)
-    if not layout.blocks:
-        raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")
-    return layout
-
-
-def default_layout(vit: Any) -> Layout:
-    """Return the layout by timm's naming: lists called ``blocks``, ``norm`` or ``fc_norm``, and the classifier."""
-    return Layout(blocks=block_paths(vit), head=head_paths(vit))
-
-
-def block_paths(vit: nn.Module, list_name: str = _BLOCK_LIST) -> tuple[str, ...]:
-    """Return the paths of all modules in lists of a name."""
-    return tuple(
-        f"{path}.{child}"
-        for path, module in vit.named_modules()
-        if path.split(".")[-1] == list_name
-        for child, _ in module.named_children()
-    )
-
-
-def head_paths(vit: Any) -> tuple[str, ...]:
-    """Return the paths of the classifier by timm's interface; a distilled model has two."""
-    classifier = vit.get_classifier()
-    heads = set(classifier) if isinstance(classifier, tuple) else {classifier}
-    return tuple(path for path, module in vit.named_modules() if module in heads)
-
-
 # Names of the weights that vitfleet.models.adapters adds.
 PROMPTS_NAME = "prompts"
 LORA_PREFIX = "lora_"
@@ -275,29 +145,156 @@ class Anatomy:
         return sum(prod(self.shapes[name]) for name in self.trainable(selection))
 
 
-def dissect(vit: nn.Module, layout: Layout) -> Anatomy:
-    """Find the weights of a model's parts."""
-    weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
-    parts = _sort_by_part(weights, layout)
-    head = set(parts["head"])
-    return Anatomy(
-        shapes={name: tensor.shape for name, tensor in weights.items()},
-        parameters=frozenset(name for name, _ in vit.named_parameters()),
-        embed=Selection(tuple(parts["embed"])),
-        blocks=tuple(Selection(tuple(parts[path])) for path in layout.blocks),
-        norm=Selection(tuple(parts["norm"])),
-        head=Selection(tuple(parts["head"])),
-        biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
-        prompts=Selection(tuple(parts["prompts"])),
-        lora=Selection(tuple(parts["lora"])),
-        attention=_find_attention(vit, layout.blocks, weights),
-        uniform_blocks=layout.functional is not None,
+@dataclass(frozen=True)
+class LoraTarget:
+    """The layer that a low-rank update is added to.
+
+    Attributes
+    ----------
+    path
+        Module path of a linear layer within a block.
+    slice, num_slices
+        Which of how many equal slices of the layer's outputs.
+    """
+
+    path: str
+    slice: int = 0
+    num_slices: int = 1
+
+
+#: The places of the layers that low-rank updates can be added to. A block may have them in one place or in another.
+LORA_TARGETS: Mapping[str, tuple[LoraTarget, ...]] = {
+    "q": (LoraTarget("attn.qkv", 0, 3), LoraTarget("attn.q")),
+    "k": (LoraTarget("attn.qkv", 1, 3), LoraTarget("attn.k"), LoraTarget("attn.kv", 0, 2)),
+    "v": (LoraTarget("attn.qkv", 2, 3), LoraTarget("attn.v"), LoraTarget("attn.kv", 1, 2)),
+    "proj": (LoraTarget("attn.proj"),),
+    "fc1": (LoraTarget("mlp.fc1"),),
+    "fc2": (LoraTarget("mlp.fc2"),),
+}
+
+KeptForward: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one built model keeps its parts, as module paths.
+
+    Attributes
+    ----------
+    blocks
+        The transformer blocks in the order of the forward pass, stages flattened. A weight that is in no part and comes
+        after a block belongs to that block, one that comes before all blocks to the embedding.
+    head
+        The classifier; a distilled model has two.
+    norm
+        The norms between the last block and the head.
+    num_patches
+        Patches per image, where the model can run on some of them; else 0.
+    forward_kept
+        The forward pass on the kept patches ``(model, images, keep) -> logits``, where the module has one.
+    functional
+        Makes the forward pass as tensor operations (:class:`~vitfleet.models.forward.functional_vit.FunctionalViT`),
+        where one sequence of tokens passes through blocks of the same structure; else the module is called.
+    lora_targets
+        The layers that low-rank updates can be added to.
+    """
+
+    blocks: tuple[str, ...]
+    head: tuple[str, ...]
+    norm: tuple[str, ...] = _NORMS
+    num_patches: int = 0
+    forward_kept: KeptForward | None = None
+    functional: Callable[..., Any] | None = None
+    lora_targets: Mapping[str, tuple[LoraTarget, ...]] = field(default_factory=lambda: LORA_TARGETS)
+
+
+LayoutFunction: TypeAlias = Callable[[Any], Layout]
+_Function = TypeVar("_Function", bound=LayoutFunction)
+_LAYOUTS: dict[str, LayoutFunction] = {}
+
+
+def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
+    """Return a decorator that registers where a class of models and its subclasses keep their parts.
+
+    A class may be given by its qualified name, ``package.module.Class``, where its package need not be imported.
+    """
+    name = module_class if isinstance(module_class, str) else qualified_name(module_class)
+
+    def decorator(function: _Function) -> _Function:
+        _LAYOUTS[name] = function
+        return function
+
+    return decorator
+
+
+def qualified_name(module_class: type) -> str:
+    """Return ``package.module.Class``."""
+    return f"{module_class.__module__}.{module_class.__qualname__}"
+
+
+def is_instance_of(value: object, class_name: str) -> bool:
+    """Whether a value is of a class that is given by its qualified name, without importing it."""
+    return any(qualified_name(cls) == class_name for cls in type(value).__mro__)
+
+
+def layout_of(vit: nn.Module) -> Layout:
+    """Return where a model keeps its parts.
+
+    Raises
+    ------
+    TypeError
+        If the model has no transformer blocks in a known place.
+    """
+    import_module(FAMILIES_PACKAGE)
+    names = (qualified_name(cls) for cls in type(vit).__mro__)
+    function = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), default_layout)
+    layout = function(vit)
+    if not layout.blocks:
+        raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")
+    return layout
+
+
+def default_layout(vit: Any) -> Layout:
+    """Return the paths by timm's naming: lists called ``blocks``, ``norm`` or ``fc_norm``, and the classifier."""
+    return Layout(blocks=block_paths(vit), head=head_paths(vit))
+
+
+def block_paths(vit: nn.Module, list_name: str = _BLOCK_LIST) -> tuple[str, ...]:
+    """Return the paths of all modules in lists of a name."""
+    return tuple(
+        f"{path}.{child}"
+        for path, module in vit.named_modules()
+        if path.split(".")[-1] == list_name
+        for child, _ in module.named_children()
     )
 
 
-def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
-    """Return the names of the weights by part; the key of a block is its module path."""
-    parts: dict[str, list[str]] = {part: [] for part in ("embed", "norm", "head", "prompts", "lora", *layout.blocks)}
+def head_paths(vit: Any) -> tuple[str, ...]:
+    """Return the paths of the classifier by timm's interface; a distilled model has two."""
+    classifier = vit.get_classifier()
+    heads = set(classifier) if isinstance(classifier, tuple) else {classifier}
+    return tuple(path for path, module in vit.named_modules() if module in heads)
+
+
+def dissect(vit: nn.Module, layout: Layout) -> Anatomy:
+    """Find the weights of a model's parts."""
+    weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
+    by_part = _sort_by_part(weights, layout)
+    head = set(by_part["head"])
+    return Anatomy(
+        shapes={name: tensor.shape for name, tensor in weights.items()},
+        parameters=frozenset(name for name, _ in vit.named_parameters()),
+        blocks=tuple(by_part.pop(path) for path in layout.blocks),
+        biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
+        attention=_find_attention(vit, layout.blocks, weights),
+        uniform_blocks=layout.functional is not None,
+        **by_part,
+    )
+
+
+def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, Selection]:
+    """Return the weights of each part; the key of a block is its module path."""
+    found: dict[str, list[str]] = {part: [] for part in ("embed", "norm", "head", "prompts", "lora", *layout.blocks)}
     previous_block: str | None = None
     for name in names:
         block = next((path for path in layout.blocks if name.startswith(f"{path}.")), None)
@@ -314,8 +311,8 @@ def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, list[str]]:
             part = "norm"
         else:
             part = previous_block or "embed"
-        parts[part].append(name)
-    return parts
+        found[part].append(name)
+    return {part: Selection(tuple(weights)) for part, weights in found.items()}
 
 
 def _find_attention(vit: nn.Module, block_paths: Iterable[str], weights: Tensors) -> tuple[AttentionProjections, ...]:

@@ -19,7 +19,7 @@ from vitfleet.data.sources.tables import ColumnNames
 from vitfleet.errors import DataError
 
 DIGITS = "digits"
-DIGITS_SIDE = 8
+DIGITS_IMAGE_SIZE = 8
 CORE50_DOWNLOAD = "download core50_128x128.zip from CORe50's home page and unpack it"
 SUPERCLASS_COLUMN = "coarse_label"
 
@@ -96,7 +96,7 @@ def _read_digits() -> RawDataset:
 def _encode_digits(file: Path) -> RawDataset:
     """Read and encode the digits once in a process: its runs share them."""
     table = np.loadtxt(file, delimiter=",")
-    images = table[:, :-1].reshape(-1, DIGITS_SIDE, DIGITS_SIDE)
+    images = table[:, :-1].reshape(-1, DIGITS_IMAGE_SIZE, DIGITS_IMAGE_SIZE)
     pixels: NDArray[np.uint8] = np.round(images * (255 / 16)).astype(np.uint8)
     labels: NDArray[np.int64] = table[:, -1].astype(np.int64)
     names = [f"{DIGITS}:{i}" for i in range(len(pixels))]

@@ -143,7 +143,7 @@ class Stage(nn.Module):
 
 
 class CvT(nn.Module):
-    """A convolutional vision transformer; its layout is the one that timm's naming suggests."""
+    """A convolutional vision transformer; its parts are where timm's naming suggests."""
 
     def __init__(
         self, channels: int, classes: int, dims: tuple[int, ...], depths: tuple[int, ...], heads: tuple[int, ...]

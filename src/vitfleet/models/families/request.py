@@ -68,7 +68,7 @@ def check_patch_size(image_size: int, patch_size: int) -> None:
 
 def fewer_patches(image_size: int) -> str:
     """Return options with which an image of this size is cut into 8 x 8 patches: at most 64 pixels wide."""
-    size = next((side for side in (64, 32, 16) if side <= image_size), USUAL_GRID)
+    size = next((size for size in (64, 32, 16) if size <= image_size), USUAL_GRID)
     return f"-o model.image_size={size} -o model.patch_size={size // USUAL_GRID}"
 
 

@@ -152,7 +152,7 @@ class FunctionalT2T(FunctionalViT):
 
 @register_layout(T2TViT)
 def t2t_layout(vit: Any) -> Layout:
-    """Return the layout: that of a plain ViT; the tokens-to-token module is its embedding."""
+    """Return where the parts are: as in a plain ViT; the tokens-to-token module is the embedding."""
     layout = default_layout(vit)
     return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
 

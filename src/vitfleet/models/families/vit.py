@@ -249,7 +249,7 @@ def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
 @register_layout(TIMM_VIT)
 @register_layout(PlainViT)
 def vit_layout(vit: Any) -> Layout:
-    """Return the layout. Patches can be dropped in front of standard blocks, if they do not overlap."""
+    """Return where a plain ViT keeps its parts. Patches that do not overlap can be dropped before standard blocks."""
     layout = default_layout(vit)
     if not is_plain_vit(vit):
         return layout
