@@ -124,8 +124,8 @@ class LocalClients:
         name = self.config.fleet.name_of(number)
 
         def load_images(config: Config, run_spec: RunSpec) -> DataSet:
-            spec = DataSpec(tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, 0.0)
-            return load_local(self.data / name, spec)
+            classes, test_share = tuple(run_spec.classes), config.data.test_share
+            return load_local(self.data / name, DataSpec(classes, run_spec.channels, run_spec.side, test_share, 0.0))
 
         return FlowerClient(load_images, self.state / name, MachineConfig(device="cpu", threads=1))
 

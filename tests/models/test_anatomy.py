@@ -1,4 +1,4 @@
-"""Anatomy: every weight belongs to one part, and the parts have the papers' numbers of parameters."""
+"""Parts: every weight belongs to one part, and the parts have the papers' numbers of parameters."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def anatomy() -> Anatomy:
     return build_model(ModelConfig(dim=16, depth=3, heads=2), classes=5, channels=3, data_image_size=32, seed=0).anatomy
 
 
-def parts(anatomy: Anatomy) -> list[Selection]:
+def every_part(anatomy: Anatomy) -> list[Selection]:
     return [anatomy.embed, *anatomy.blocks, anatomy.norm, anatomy.head]
 
 
@@ -81,7 +81,7 @@ def test_count_parameters_gives_the_sizes_of_the_fedvit_paper() -> None:
 
 def test_every_weight_belongs_to_exactly_one_part(family: tuple[str, Net]) -> None:
     anatomy = family[1].anatomy
-    owners = Counter(name for part in parts(anatomy) for name in part)
+    owners = Counter(name for part in every_part(anatomy) for name in part)
     assert owners == Counter(list(anatomy.shapes))
 
 

@@ -1,4 +1,4 @@
-"""The model families: sizes, anatomy, token dropping; CvT and T2T-ViT against the formulas of their papers."""
+"""The model families: sizes, parts, token dropping; CvT and T2T-ViT against the formulas of their papers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def random_weights(net: Net) -> dict[str, Tensor]:
 def test_every_weight_belongs_to_exactly_one_part(name: str) -> None:
     net = tiny_family(name)
     anatomy = net.anatomy
-    parts = [anatomy.embed, *anatomy.blocks, anatomy.norm, anatomy.head]
+    in_order = [anatomy.embed, *anatomy.blocks, anatomy.norm, anatomy.head]
     assert all(len(block) for block in anatomy.blocks)
-    assert Counter(weight for part in parts for weight in part) == Counter(list(anatomy.shapes))
+    assert Counter(weight for part in in_order for weight in part) == Counter(list(anatomy.shapes))
     assert set(anatomy.parameters) == {weight for weight, _ in net.module.vit.named_parameters()}
     assert set(anatomy.shapes) - anatomy.parameters == {weight for weight in anatomy.shapes if "running_" in weight}
     assert bool(net.batch_norms) == (name in WITH_BATCH_NORM)

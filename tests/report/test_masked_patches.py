@@ -29,8 +29,8 @@ def test_drawn_masks_equal_those_of_the_training(tiny_config: MakeConfig, tmp_pa
     client = int(context.partition.class_counts.sum(axis=1).argmax())
     samples = len(context.partition.train.for_client(client))
     kept = context.net.num_kept_patches(0.5)
-    side = context.data.train.image_size
-    drawn = draw_epoch(config.seed, 1, client, 0, samples, side, config.data.augment, context.net.num_patches, kept)
+    size, patches = context.data.train.image_size, context.net.num_patches
+    drawn = draw_epoch(config.seed, 1, client, 0, samples, size, config.data.augment, patches, kept)
     batch = make_epoch_batches([drawn], samples, kept, context.machine.device, stacked=False).batch(0, None)
     assert batch.keep is not None
     sheet = np.asarray(Image.open(tmp_path / "patches.png"))

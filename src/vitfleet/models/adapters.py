@@ -36,9 +36,9 @@ def add_prompts(vit: Any, count: int, deep: bool) -> None:
 def add_lora(vit: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Add low-rank updates W + α/r·BA (Hu et al., 2022) to the named layers of every block."""
     layout = layout_of(vit)
-    blocks = [vit.get_submodule(path) for path in layout.blocks]
-    found = [{name: _find_target(block, places) for name, places in layout.lora_targets.items()} for block in blocks]
-    available = [name for name in layout.lora_targets if all(of_block[name] is not None for of_block in found)]
+    blocks, places_of = [vit.get_submodule(path) for path in layout.blocks], layout.lora_targets
+    found = [{name: _find_target(block, places) for name, places in places_of.items()} for block in blocks]
+    available = [name for name in places_of if all(of_block[name] is not None for of_block in found)]
     for name in targets:
         if name not in available:
             choice = (

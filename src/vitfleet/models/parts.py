@@ -294,7 +294,8 @@ def dissect(vit: nn.Module, layout: Layout) -> Anatomy:
 
 def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, Selection]:
     """Return the weights of each part; the key of a block is its module path."""
-    found: dict[str, list[str]] = {part: [] for part in ("embed", "norm", "head", "prompts", "lora", *layout.blocks)}
+    kinds = ("embed", "norm", "head", "prompts", "lora", *layout.blocks)
+    found: dict[str, list[str]] = {part: [] for part in kinds}
     previous_block: str | None = None
     for name in names:
         block = next((path for path in layout.blocks if name.startswith(f"{path}.")), None)

@@ -61,10 +61,8 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
     dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
 
     def load_images(config: Config, run_spec: RunSpec) -> DataSet:
-        spec = DataSpec(
-            tuple(run_spec.classes), run_spec.channels, run_spec.side, config.data.test_share, config.data.max_corrupt
-        )
-        return dataset.load(spec)
+        classes, keys = tuple(run_spec.classes), config.data
+        return dataset.load(DataSpec(classes, run_spec.channels, run_spec.side, keys.test_share, keys.max_corrupt))
 
     return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
 

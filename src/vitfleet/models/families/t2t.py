@@ -9,6 +9,7 @@ Tokens are dropped after the tokens-to-token module, which needs the whole image
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -153,8 +154,7 @@ class FunctionalT2T(FunctionalViT):
 @register_layout(T2TViT)
 def t2t_layout(vit: Any) -> Layout:
     """Return where the parts are: as in a plain ViT; the tokens-to-token module is the embedding."""
-    layout = default_layout(vit)
-    return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
+    return replace(default_layout(vit), num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
 
 
 @register_model("t2t", T2tParams)

@@ -12,6 +12,7 @@ models of the papers without timm, and a command starts more than a second earli
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -254,7 +255,7 @@ def vit_layout(vit: Any) -> Layout:
     if not is_plain_vit(vit):
         return layout
     forward_pass = getattr(vit, FORWARD_PASS, FunctionalViT)
-    return Layout(layout.blocks, layout.head, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
+    return replace(layout, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
 
 
 def is_plain_vit(vit: Any) -> bool:
