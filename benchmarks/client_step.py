@@ -81,7 +81,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         "train_gflops_per_sample": client_flops(method, net, config.train.mask_ratio).training / 1e9,
         "step_seconds": statistics.median(times),
         "peak_bytes": peak,
-        "trainable_params": net.anatomy.count_parameters(method.trainable),
+        "trainable_params": net.parts.count_parameters(method.trainable),
     }
 
 

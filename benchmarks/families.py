@@ -74,10 +74,10 @@ def measure(family: str, way: str, machine: Machine, args: argparse.Namespace) -
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     warm_up, best = measure_seconds(run_round, machine.device, args.repeats)
-    anatomy = task.net.anatomy
+    parts = task.net.parts
     return {
         "family": family,
-        "parameters": anatomy.count_parameters(anatomy.whole),
+        "parameters": parts.count_parameters(parts.whole),
         "way": way,
         "stacking": task.net.stacking if machine.cohort > 1 else "",
         "samples/s": round(args.clients * args.samples * args.epochs / best),

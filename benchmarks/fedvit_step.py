@@ -98,7 +98,7 @@ def main() -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    body = net.anatomy.body
+    body = net.parts.body
     dtype = torch.bfloat16 if args.reference_dtype == "bf16" else None
     restoring = Objective(body, transform=IgnoreReferences(), restore_every=args.restore_every, reference_dtype=dtype)
     integrating = replace(restoring, transform=GradientIntegrator())
@@ -120,7 +120,7 @@ def main() -> None:
                 times[name].append((long - short) / args.steps)
     steps = {name: statistics.median(repetitions) for name, repetitions in times.items()}
 
-    qp = solve_seconds(args.clients, args.k, net.anatomy.count_parameters(body), machine.device, args.repeat)
+    qp = solve_seconds(args.clients, args.k, net.parts.count_parameters(body), machine.device, args.repeat)
     plain, whole = steps["plain"], steps["and integrated"]
     surgery = whole - steps["k gradients restored"]
     # The ranked step also computes two more gradients, which are not part of the cost of ranking.

@@ -64,12 +64,12 @@ class Task:
 def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Machine) -> Task:
     eftvit = name == "eftvit"
     model = ModelConfig(name=model_name) if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
-    classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
-    net = build_model(model, classes, 3, side, SEED).to(machine.device)
+    classes, image_size, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
+    net = build_model(model, classes, 3, image_size, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
     context = MethodContext.from_net(net, train, 10, SEED, classes, machine.device)
     method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)
-    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
+    pixels = torch.randint(0, 256, (count, 3, image_size, image_size), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)
     return Task(name, method, net, train, ImageSet(pixels, labels), machine)
 
@@ -113,7 +113,7 @@ def eager_round(task: Task, clients: int, samples: int, module: torch.nn.Module 
     device = task.machine.device
     module = task.net.module.vit if module is None else module
     initial = to_device(task.net.initial_weights(), device)
-    trainable = set(task.net.anatomy.trainable(task.method.trainable))
+    trainable = set(task.net.parts.trainable(task.method.trainable))
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (task.net.mean, task.net.std))
     num_kept = task.net.num_kept_patches(task.train.mask_ratio)
 

@@ -25,10 +25,10 @@ def _shared_costs() -> Iterator[None]:
     known_steps: list[TrackedStep] = []
     counted: dict[object, Flops] = {}
 
-    def make_cost_model(method: Method[Any], net: Net, train: TrainConfig, side: int) -> CostModel:
+    def make_cost_model(method: Method[Any], net: Net, train: TrainConfig, image_size: int) -> CostModel:
         # The shapes of other families do not tell the size of the images.
-        is_plain = net.layout.functional is not None
-        return CostModel(method, net, train, side, counted if is_plain else None)
+        is_plain = net.part_paths.functional is not None
+        return CostModel(method, net, train, image_size, counted if is_plain else None)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("vitfleet.run.setup", "vitfleet.run.context"):

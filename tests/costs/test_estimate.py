@@ -45,7 +45,7 @@ def test_all_images_of_a_servers_folder_are_test_images(tmp_path: Path) -> None:
         config = DataConfig(name="mine", path=str(tmp_path / common.partition("/")[0]), test_only=True)
         size, loaded = known_size(config), DatasetSize.of(load_dataset(config))
         assert size is not None
-        assert (size.side, size.test_samples) == (loaded.side, loaded.test_samples) == (16, 10)
+        assert (size.image_size, size.test_samples) == (loaded.image_size, loaded.test_samples) == (16, 10)
 
 
 def test_a_server_of_remote_clients_only_evaluates_its_model() -> None:

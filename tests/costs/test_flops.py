@@ -142,7 +142,7 @@ def test_eftvit_trainable_parameters_per_number_of_local_layers(layers: int, mil
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.from_net(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
-    assert net.anatomy.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
+    assert net.parts.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
         millions, rel=0.005
     )
 

@@ -78,14 +78,14 @@ def test_allocation_tracker_counts_activations_saved_for_backward() -> None:
 
 def test_weights_gradients_and_optimiser_match_sums_by_hand() -> None:
     full = memory_of(name="fed-full")
-    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    parts = build_model(MODEL, 10, 3, 32, 0).parts
+    whole = FLOAT_BYTES * parts.count_parameters(parts.whole)
     step_counter_bytes = 64  # upper bound
     assert (full.weights, full.gradients) == (2 * whole, whole)
     assert 0 <= full.optimizer - 2 * whole < step_counter_bytes
     assert 0 <= memory_of(name="fed-full", optimizer="sgd").optimizer - whole < step_counter_bytes
     head = memory_of(name="fed-head")
-    trained = FLOAT_BYTES * anatomy.count_parameters(anatomy.head)
+    trained = FLOAT_BYTES * parts.count_parameters(parts.head)
     assert (head.weights, head.gradients) == (whole + trained, trained)
     assert 0 <= head.optimizer - 2 * trained < step_counter_bytes
 
@@ -113,8 +113,8 @@ def test_fedprox_anchor_shares_the_memory_of_the_received_model() -> None:
 
 
 def test_a_companion_has_weights_gradients_and_moments_of_its_own() -> None:
-    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    parts = build_model(MODEL, 10, 3, 32, 0).parts
+    whole = FLOAT_BYTES * parts.count_parameters(parts.whole)
     apfl = memory_of(name="apfl")
     assert apfl.gradients == 2 * whole
     assert 3 * whole <= apfl.weights < 3 * whole + 64  # received, and two that train
@@ -123,8 +123,8 @@ def test_a_companion_has_weights_gradients_and_moments_of_its_own() -> None:
 
 def test_memory_grows_by_one_reference_gradient_per_stored_task() -> None:
     """Each stored task adds a gradient in float32 and, for its products with the others, two copies in float64."""
-    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    whole = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    parts = build_model(MODEL, 10, 3, 32, 0).parts
+    whole = FLOAT_BYTES * parts.count_parameters(parts.whole)
     two_tasks, four_tasks = (memory_of(name="gem", stored=[8] * tasks).total for tasks in (2, 4))
     assert 2 * 2 * whole < four_tasks - two_tasks < 2 * 6 * whole
     agem_one_task, agem_two_tasks = (memory_of(name="a-gem", stored=[8 // tasks] * tasks).total for tasks in (1, 2))
@@ -135,8 +135,8 @@ def test_replayed_samples_double_the_activations() -> None:
     first, later = (memory_of(32, name="er", stored=stored) for stored in (None, [8, 8]))
     assert 1.8 < later.activations / first.activations < 2.2
     image_and_label = 3 * 32 * 32 + 2
-    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    kept = FLOAT_BYTES * anatomy.count_parameters(anatomy.whole)
+    parts = build_model(MODEL, 10, 3, 32, 0).parts
+    kept = FLOAT_BYTES * parts.count_parameters(parts.whole)
     # The kept model and samples, and the buffer of the training: images and labels of 64 samples, and the 16 stored.
     buffer = (64 + 16) * (3 * 32 * 32 + 8)
     assert later.weights - first.weights == kept + 16 * image_and_label + buffer
@@ -145,8 +145,8 @@ def test_replayed_samples_double_the_activations() -> None:
 
 
 def test_fedvit_holds_the_model_from_before_the_aggregation() -> None:
-    anatomy = build_model(MODEL, 10, 3, 32, 0).anatomy
-    body = FLOAT_BYTES * anatomy.count_parameters(anatomy.body)
+    parts = build_model(MODEL, 10, 3, 32, 0).parts
+    body = FLOAT_BYTES * parts.count_parameters(parts.body)
     newcomer, returning = memory_of(name="fedvit"), memory_of(name="fedvit", stored=[])
     # The kept weights, and a copy at which gradients are computed.
     assert returning.weights - newcomer.weights == 2 * body

@@ -71,13 +71,13 @@ def not_none_tensor(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def pixels(count: int = 50, channels: int = 3, side: int = 16) -> Tensor:
+def pixels(count: int = 50, channels: int = 3, image_size: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, 256, (count, channels, side, side), generator=generator, dtype=torch.uint8)
+    return torch.randint(1, 256, (count, channels, image_size, image_size), generator=generator, dtype=torch.uint8)
 
 
-def preprocess(side: int = 16, channels: int = 3) -> Preprocess:
-    return Preprocess(side, torch.tensor(MEAN[:channels]), torch.tensor(STD[:channels]))
+def preprocess(image_size: int = 16, channels: int = 3) -> Preprocess:
+    return Preprocess(image_size, torch.tensor(MEAN[:channels]), torch.tensor(STD[:channels]))
 
 
 def reference_preprocess(image: NDArray[np.uint8], draws: EpochDraws, i: int) -> NDArray[np.float32]:
@@ -349,13 +349,13 @@ def test_preprocess_normalises_per_channel() -> None:
             torch.testing.assert_close(got[i, channel], torch.full((2, 2), expected))
 
 
-@pytest.mark.parametrize("side", [8, 16, 32, 33])
-def test_preprocess_resizes_to_the_models_size(side: int) -> None:
+@pytest.mark.parametrize("image_size", [8, 16, 32, 33])
+def test_preprocess_resizes_to_the_models_size(image_size: int) -> None:
     stored = pixels(count=6)
-    got = preprocess(side)(stored, batch(samples=6, augment=ALL))
-    assert got.shape == (6, 3, side, side)
+    got = preprocess(image_size)(stored, batch(samples=6, augment=ALL))
+    assert got.shape == (6, 3, image_size, image_size)
     assert torch.isfinite(got).all()
-    plain = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
+    plain = Preprocess(image_size, torch.zeros(3), torch.ones(3))(stored)
     assert plain.min() >= 0
     assert plain.max() <= 1
     torch.testing.assert_close(plain.mean((2, 3)), stored.float().mean((2, 3)) / 255, atol=0.06, rtol=0)
@@ -363,9 +363,9 @@ def test_preprocess_resizes_to_the_models_size(side: int) -> None:
 
 def test_resizing_keeps_constant_images_constant() -> None:
     stored = torch.full((1, 3, 16, 16), 102, dtype=torch.uint8)
-    for side in (4, 7, 40):
-        got = Preprocess(side, torch.zeros(3), torch.ones(3))(stored)
-        torch.testing.assert_close(got, torch.full((1, 3, side, side), 0.4))
+    for image_size in (4, 7, 40):
+        got = Preprocess(image_size, torch.zeros(3), torch.ones(3))(stored)
+        torch.testing.assert_close(got, torch.full((1, 3, image_size, image_size), 0.4))
 
 
 def test_shrinking_averages_over_all_pixels() -> None:
@@ -391,7 +391,7 @@ def test_preprocess_of_stacked_clients_equals_each_client_alone() -> None:
     draws = [draw(augment=ALL, client=client, samples=12) for client in range(3)]
     stored = pixels(count=36).reshape(3, 12, 3, 16, 16)
     together = make_epoch_batches(draws, 12, 64, CPU, stacked=True).batch(0, len(draws))
-    got = preprocess(side=24)(stored, together)
+    got = preprocess(image_size=24)(stored, together)
     for client in range(3):
         alone = make_epoch_batches([draws[client]], 12, 64, CPU, stacked=False).batch(0, None)
-        assert torch.equal(got[client], preprocess(side=24)(stored[client], alone))
+        assert torch.equal(got[client], preprocess(image_size=24)(stored[client], alone))

@@ -161,8 +161,8 @@ def test_error_of_an_unreadable_split_names_the_data_set(tmp_path: Path) -> None
 
 
 def test_images_of_mixed_sizes_and_modes_are_stored_in_one_shape(tmp_path: Path) -> None:
-    for i, (side, mode) in enumerate([(16, "RGB"), (16, "L"), (16, "RGB"), (30, "RGB"), (7, "L")]):
-        write_file(tmp_path / "train" / "a" / f"{i}.png", encoded_image(50, side, mode))
+    for i, (image_size, mode) in enumerate([(16, "RGB"), (16, "L"), (16, "RGB"), (30, "RGB"), (7, "L")]):
+        write_file(tmp_path / "train" / "a" / f"{i}.png", encoded_image(50, image_size, mode))
     write_file(tmp_path / "test" / "a" / "0.png", encoded_image(60, 99, "L"))
     data = load_dataset(own_images(tmp_path))
     assert data.train.images.shape == (5, 3, 16, 16)

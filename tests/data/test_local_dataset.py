@@ -49,15 +49,15 @@ def test_exported_images_are_read_back_in_order(tiny_config: MakeConfig, tmp_pat
     assert 0 in sizes  # a device without test images can be read, too
 
 
-def write_image(path: Path, colour: tuple[int, int, int], side: int = 12) -> None:
+def write_image(path: Path, colour: tuple[int, int, int], image_size: int = 12) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (side, side), colour).save(path)
+    Image.new("RGB", (image_size, image_size), colour).save(path)
 
 
 def test_device_with_some_of_the_runs_classes(tmp_path: Path) -> None:
     for number in range(5):
         write_image(tmp_path / "owl" / f"{number}.png", (200, 0, 0))
-        write_image(tmp_path / "cat" / f"{number}.png", (0, 200, 0), side=30)
+        write_image(tmp_path / "cat" / f"{number}.png", (0, 200, 0), image_size=30)
     local = load_local(tmp_path, SPEC)
     assert local.classes == CLASSES
     assert local.train.images.shape == (8, 3, 8, 8)  # the run's size, whatever the files' size

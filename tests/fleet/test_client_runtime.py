@@ -74,7 +74,7 @@ def test_reply_has_an_evaluation_of_the_trained_model_where_requested(
     assert list(evaluated) == [5]
     update = with_evaluation.message
     assert update is not None
-    assert all(torch.equal(evaluated[5][name], update.tensors[name]) for name in tiny_net.anatomy.shapes)
+    assert all(torch.equal(evaluated[5][name], update.tensors[name]) for name in tiny_net.parts.shapes)
 
 
 def test_evaluate_returns_each_clients_tasks_in_order(

@@ -125,7 +125,9 @@ class LocalClients:
 
         def load_images(config: Config, run_spec: RunSpec) -> DataSet:
             classes, test_share = tuple(run_spec.classes), config.data.test_share
-            return load_local(self.data / name, DataSpec(classes, run_spec.channels, run_spec.side, test_share, 0.0))
+            return load_local(
+                self.data / name, DataSpec(classes, run_spec.channels, run_spec.image_size, test_share, 0.0)
+            )
 
         return FlowerClient(load_images, self.state / name, MachineConfig(device="cpu", threads=1))
 

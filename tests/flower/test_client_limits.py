@@ -96,8 +96,8 @@ def test_what_a_server_has_no_business_with(spec: RunSpec, keys: dict[str, Any],
     [
         ({"run_id": "../../x"}, "cannot be a folder's"),
         ({"run_id": ""}, "cannot be a folder's"),
-        ({"side": 10**9}, "the server asks for side"),
-        ({"side": -1}, "-1 pixels per side"),
+        ({"image_size": 10**9}, "the server asks for image_size"),
+        ({"image_size": -1}, "-1 pixels per side"),
         ({"channels": 10**9}, "channels"),
         ({"config": "[]"}, "not a table"),
         ({"config": "{"}, "not JSON"),
@@ -110,7 +110,7 @@ def test_a_run_that_no_server_of_ours_sends(
 
 
 def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
-    limits = ClientLimits.parse(["epochs=3", "side=8", "batch_size=16"])
+    limits = ClientLimits.parse(["epochs=3", "image_size=8", "batch_size=16"])
     assert failure_of(spec, tmp_path, limits) == "allowed"
     assert "--limit epochs=…" in failure_of(asked(spec, train__epochs=4), tmp_path / "other", limits)
     for wrong in ("epochs", "epoch=3", "epochs=x", "epochs=0", "stored_share=2"):
@@ -123,7 +123,7 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
     [
         ("layers=11", {"model__name": "vit_tiny_patch16_224", "model__depth": None}),
         ("width=191", {"model__name": "vit_tiny_patch16_224"}),
-        ("side=223", {"model__name": "vit_tiny_patch16_224"}),
+        ("image_size=223", {"model__name": "vit_tiny_patch16_224"}),
         ("width=15", {}),
         ("classes=9", {}),
         ("batch_size=15", {}),
@@ -233,14 +233,14 @@ def test_a_cache_of_images_is_written_only_where_it_fits_and_gives_way_to_runs(t
         Image.new("RGB", (8, 8), (number, 0, 0)).save(photos / f"{number}.png")
     cache = root / "images"
 
-    def load(side: int, disk_mb: int) -> None:
+    def load(image_size: int, disk_mb: int) -> None:
         client = local_client(tmp_path / "photos", root, MachineConfig(), ClientLimits(disk_mb=disk_mb))
         config = load_config("digits", ["data.test_share=0.25"])
-        assert len(client.load_images(config, RunSpec("run", "", ["cat"], 3, side)).train) == 3
+        assert len(client.load_images(config, RunSpec("run", "", ["cat"], 3, image_size)).train) == 3
 
-    load(side=400, disk_mb=1)  # 4 · 400² · 3 bytes: 1.9 MB
+    load(image_size=400, disk_mb=1)  # 4 · 400² · 3 bytes: 1.9 MB
     assert not list(cache.iterdir())
-    load(side=250, disk_mb=1)  # 0.75 MB
+    load(image_size=250, disk_mb=1)  # 0.75 MB
     (file,) = cache.iterdir()
     run = ClientStorage.of_run(root, "run")
     run.check_room(200_000, limit_mb=1)

@@ -144,7 +144,7 @@ LONG = "\x1b" * 10**6
 
 
 @pytest.mark.parametrize(
-    "key", ["round", "client", "task_index", "last_round", "channels", "side", "classes", "plugins"]
+    "key", ["round", "client", "task_index", "last_round", "channels", "image_size", "classes", "plugins"]
 )
 def test_a_wrong_value_of_a_request_is_shortened_in_the_error(key: str) -> None:
     content = pack_train_request(TrainPayload(Request(5, 2, MESSAGE), RUN_SPEC, None))

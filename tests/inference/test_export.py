@@ -44,11 +44,11 @@ FAMILIES = {
 FAMILY_CASES = ["vit", *(pytest.param(family, marks=pytest.mark.long) for family in FAMILIES if family != "vit")]
 
 
-def untrained(*overrides: str, side: int = 16, channels: int = 3) -> Classifier:
+def untrained(*overrides: str, image_size: int = 16, channels: int = 3) -> Classifier:
     """Return a model of random weights; the head's too, so that logits differ between images."""
     config = load_config("digits", [*overrides, "model.patch_size=4" if "model.name=vit" in overrides else "seed=0"])
-    data = DataInfo("photos", ("grass", "roof", "sea"), channels, side)
-    net = build_model(config.model, 3, channels, side, 0)
+    data = DataInfo("photos", ("grass", "roof", "sea"), channels, image_size)
+    net = build_model(config.model, 3, channels, image_size, 0)
     generator = torch.Generator().manual_seed(1)
     weights = {
         name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)

@@ -44,7 +44,7 @@ def update_of(
 
 def tasks_of(method: FedWeit, update: ClientUpdate) -> ClientTasks:
     assert update.client_state is not None
-    return ClientTasks.of_state(update.client_state, method.anatomy.whole)
+    return ClientTasks.of_state(update.client_state, method.parts.whole)
 
 
 def random_sparse(method: FedWeit, seed: int, kept: int = 300) -> SparseVector:

@@ -76,7 +76,7 @@ def test_the_first_steps_of_v_and_w_as_by_autograd(
     parts = torch.split(gradient, [tensor.numel() for tensor in w.values()])
     expected_w = {name: w[name] - 0.1 * part.reshape(w[name].shape) for name, part in zip(w, parts, strict=True)}
     close(update.message.tensors, expected_w)
-    assert set(update.client_state.tensors) == set(update.message.tensors) == set(tiny_net.anatomy.whole)
+    assert set(update.client_state.tensors) == set(update.message.tensors) == set(tiny_net.parts.whole)
     new_alpha = alpha_of(update)
     close(update.model_weights, {n: new_alpha * expected_v[n] + (1 - new_alpha) * expected_w[n] for n in w})
 

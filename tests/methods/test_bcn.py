@@ -90,7 +90,7 @@ def test_three_tasks_as_by_hand(
     own: State | None = None
     for task_index, round in ((0, 1), (1, 2), (1, 3), (2, 4)):  # two rounds in the second task
         shard = make_shard(12 * task_index, 12 * task_index + 12)
-        received = {**method.anatomy.head.take(initial if own is None else own.tensors), **sent}
+        received = {**method.parts.head.take(initial if own is None else own.tensors), **sent}
         known_tasks = {} if own is None else read_memory(own.tensors)
         old = [known_tasks[index] for index in range(task_index)]
         memory = (
@@ -102,7 +102,7 @@ def test_three_tasks_as_by_hand(
         job = ClientJob(round, CLIENT, Message(sent), base, own, shard, task_index)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
         close(update.model_weights, expected)
-        assert set(update.message.tensors) == set(method.anatomy.body)
+        assert set(update.message.tensors) == set(method.parts.body)
         own = update.client_state
 
 

@@ -56,7 +56,7 @@ def test_forward_as_by_hand(net: Net, tiny_images: ImageSet) -> None:
     logits = net(weights, hand.normalised(pixels))
     torch.testing.assert_close(logits[:, :4], expected[:, :4])
     assert (logits[:, 4] <= -1e4).all(), "a class without a task has no head"
-    body = net.anatomy.body.take(random_weights(net, 2, [], 0))
+    body = net.parts.body.take(random_weights(net, 2, [], 0))
     teacher, _ = hand.forward(net, {**weights, **body}, pixels, TASKS, current=1)
     taught = {**weights, **{f"teacher.{name}": tensor for name, tensor in body.items()}}
     outputs = net.outputs(taught, hand.normalised(pixels))
@@ -79,11 +79,11 @@ def test_a_token_does_not_see_the_others_and_a_missing_head_has_no_say(net: Net,
 
 def test_stacked_and_masked_forward_is_each_clients_own(net: Net, tiny_images: ImageSet) -> None:
     clients = [random_weights(net, seed, [0, 1], seed % 2) for seed in range(3)]
-    body = net.anatomy.body.take(random_weights(net, 9, [], 0))
+    body = net.parts.body.take(random_weights(net, 9, [], 0))
     clients = [{**own, **{f"teacher.{name}": tensor for name, tensor in body.items()}} for own in clients]
     images = hand.normalised(tiny_images.images[:6]).view(3, 2, 1, 8, 8)
     keep = torch.tensor([[[0, 3], [1, 2]], [[2, 3], [0, 1]], [[3, 1], [2, 0]]])
-    for shared in ((), ("head.token",), ("head.new_token", "head.current"), tuple(net.anatomy.body)):
+    for shared in ((), ("head.token",), ("head.new_token", "head.current"), tuple(net.parts.body)):
         own = [{**weights, **{name: clients[0][name] for name in shared}} for weights in clients]
         stacked = {
             name: tensor if name in shared or name.startswith("teacher.") else torch.stack([w[name] for w in own])
@@ -138,8 +138,8 @@ def train_by_hand(
     now = {name: tensor.clone() for name, tensor in received.items()}
     tasks, old = torch.tensor(TASKS), 1 - task
     groups = [torch.nonzero(tasks == old).flatten()]
-    trained = [*net.anatomy.body, *(f"head.new_{name}" for name in PER_TASK)]
-    trained += [name for name in net.anatomy.head if "divergence" in name]
+    trained = [*net.parts.body, *(f"head.new_{name}" for name in PER_TASK)]
+    trained += [name for name in net.parts.head if "divergence" in name]
     pixels, labels = shard.images.images[shard.index], shard.labels
     memory = None if own is None else read_memory(own.tensors).get(0)
     for epoch in range(2):
@@ -167,7 +167,7 @@ def train_by_hand(
                 )
                 if memory is not None:
                     assert own is not None
-                    body = {name: own.tensors[f"teacher.{name}"] for name in net.anatomy.body}
+                    body = {name: own.tensors[f"teacher.{name}"] for name in net.parts.body}
                     taught, _ = hand.forward(net, {**weights, **body}, images[row : row + 1], TASKS, task)
                     distilled = sum(hand.kullback_leibler(taught[0, group], logits[row, group]) for group in groups)
                     new = [label == other for other in torch.nonzero(tasks == task).flatten().tolist()]
@@ -190,18 +190,18 @@ def test_two_tasks_as_by_hand(known: bool, net: Net, make_trainer: MakeTrainer, 
         shard = task_shard(make_shard, task)
         update = run_client(method, trainer, shard, task_index, own, round)
         assert update.client_state is not None
-        received = {**(initial if own is None else own.tensors), **net.anatomy.body.take(initial)}
+        received = {**(initial if own is None else own.tensors), **net.parts.body.take(initial)}
         received |= {f"head.new_{name}": received[f"head.{name}"][task] for name in PER_TASK}
         if round < 3:
-            received |= {name: initial[name] for name in net.anatomy.head if "divergence" in name}
+            received |= {name: initial[name] for name in net.parts.head if "divergence" in name}
         else:
             assert torch.equal(update.client_state.tensors["teacher.pos_embed"], own.tensors["teacher.pos_embed"])  # type: ignore[union-attr]
         if round == 2:
             assert own is not None
-            for name in net.anatomy.body:
+            for name in net.parts.body:
                 assert torch.equal(update.client_state.tensors[f"teacher.{name}"], own.tensors[name])
         with_teacher = update.client_state if task_index else None
-        expected = train_by_hand(net, net.anatomy.whole.take(received), shard, round, task, with_teacher, known)
+        expected = train_by_hand(net, net.parts.whole.take(received), shard, round, task, with_teacher, known)
         close(update.model_weights, {name: expected[name] for name in method.trainable})
         assert update.message.numbers["distilled"] == task_index
         own = update.client_state
@@ -229,7 +229,7 @@ def test_a_token_and_a_head_grow_per_task_and_earlier_ones_stay_bit_for_bit(
             assert torch.equal(weights[f"head.{name}"][other], before[f"head.{name}"][other]), (
                 "frozen, or not yet there"
             )
-        assert set(update.message.tensors) == set(net.anatomy.body), "tokens and heads are local"
+        assert set(update.message.tensors) == set(net.parts.body), "tokens and heads are local"
 
 
 def test_a_client_without_samples_grows_nothing(net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
@@ -239,7 +239,7 @@ def test_a_client_without_samples_grows_nothing(net: Net, make_trainer: MakeTrai
     update = run_client(method, trainer, task_shard(make_shard, 7), 1, first, 2)
     assert update.message.numbers["tokens"] == 1
     assert not update.message.tensors
-    for name in net.anatomy.head:
+    for name in net.parts.head:
         assert torch.equal(update.model_weights[name], first.tensors[name])
 
 
@@ -253,7 +253,7 @@ def test_shared_tokens_are_averaged_over_the_clients_of_their_task(
     shards = [task_shard(make_shard, 1), Shard(make_shard(0, 1).images, task_shard(make_shard, 1).index[:4])]
     updates = [run_client(method, trainer, shard, 0, None, 1) for shard in shards]
     for client, update in enumerate(updates):
-        assert set(update.message.tensors) == {*net.anatomy.body, "task_token.1"}
+        assert set(update.message.tensors) == {*net.parts.body, "task_token.1"}
         aggregator.add(client, update.message)
     after = aggregator.finish()
     sent = [update.model_weights["head.token"][1].double() for update in updates]

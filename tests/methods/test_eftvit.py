@@ -55,11 +55,11 @@ def eftvit_config(tiny_config: MakeConfig) -> MakeConfig:
 def test_trainable_parameters_on_the_client_are_the_papers(vit_b: Net, layers: int, millions: float) -> None:
     context = setting_of(vit_b)
     payload = EftVit(EftVitParams(local_layers=layers, train_embedding=False), context)
-    count = vit_b.anatomy.count_parameters(payload.trainable)
+    count = vit_b.parts.count_parameters(payload.trainable)
     assert count == layers * 7_087_872 + 76_900
     assert round(count / 1e6, 2) == millions
     whole = EftVit(EftVitParams(local_layers=layers), context)
-    assert vit_b.anatomy.count_parameters(whole.trainable) == count + 742_656
+    assert vit_b.parts.count_parameters(whole.trainable) == count + 742_656
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_trainable_parameters_on_the_client_are_the_papers(vit_b: Net, layers: i
 def test_forward_flops_of_masked_images_are_those_of_the_kept_patches(
     vit_b: Net, ratio: float, tokens: int, gmac: float
 ) -> None:
-    weights = {name: torch.empty(shape, device="meta") for name, shape in vit_b.anatomy.shapes.items()}
+    weights = {name: torch.empty(shape, device="meta") for name, shape in vit_b.parts.shapes.items()}
     kept = vit_b.num_kept_patches(ratio)
     assert vit_b.num_prefix_tokens + kept == tokens
     keep = torch.empty(1, kept, dtype=torch.long, device="meta") if ratio else None
@@ -264,7 +264,7 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
 )
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
     net = build_model(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
-    context = MethodContext(net.anatomy, TrainConfig(), 1, 0, 5, num_tokens=5, embed_dim=8, device=CPU)
+    context = MethodContext(net.parts, TrainConfig(), 1, 0, 5, num_tokens=5, embed_dim=8, device=CPU)
     method = EftVit(EftVitParams(local_layers=1, feature_dtype="fp32"), context)
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
     gathering = method.aggregator(State(), 1)

@@ -129,24 +129,24 @@ def kept_tensors(update: ClientUpdate) -> Tensors:
 
 def sent_selection(net: Net, method: str, update: ClientUpdate) -> Selection:
     """Return what a client must have sent, by the definition of the method."""
-    anatomy = net.anatomy
+    parts = net.parts
     if method == "transfl":
         layers = update.message.numbers["layers"]
         assert isinstance(layers, list)
-        return anatomy.union(anatomy.non_blocks, *(anatomy.blocks[int(layer)] for layer in layers))
+        return parts.union(parts.non_blocks, *(parts.blocks[int(layer)] for layer in layers))
     return {
-        "fedavg": anatomy.whole,
-        "fed-head": anatomy.head,
-        "fed-bias": anatomy.union(anatomy.biases, anatomy.head),
-        "fed-lora": anatomy.union(anatomy.lora, anatomy.head),
-        **dict.fromkeys(CONTINUAL, anatomy.body),
+        "fedavg": parts.whole,
+        "fed-head": parts.head,
+        "fed-bias": parts.union(parts.biases, parts.head),
+        "fed-lora": parts.union(parts.lora, parts.head),
+        **dict.fromkeys(CONTINUAL, parts.body),
     }[method]
 
 
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_family_under_method(family: str, method: str) -> None:
     fleet = Fleet(family, method)
-    net, anatomy = fleet.net, fleet.net.anatomy
+    net, parts = fleet.net, fleet.net.parts
     server = fleet.method.initial_state(fleet.weights)
     states: list[State | None] = [None, None]
     for round in range(1, 3 if method in CONTINUAL else 2):
@@ -167,7 +167,7 @@ def test_family_under_method(family: str, method: str) -> None:
         assert all(update.message.numbers["rotated"] for update in together), "references have to matter"
     assert fleet.trainer.execution_summary().largest_cohort == 2
     assert all(torch.isfinite(tensor).all() for tensor in server.tensors.values())
-    assert set(anatomy.parameters) >= set(anatomy.trainable(anatomy.whole))
+    assert set(parts.parameters) >= set(parts.trainable(parts.whole))
 
 
 def check_selection(net: Net, fleet: Fleet, method: str, updates: list[ClientUpdate]) -> None:

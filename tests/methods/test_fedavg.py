@@ -111,13 +111,13 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
     fit = next(work)
     assert fit.epochs == 2
     assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
-        tiny_net.anatomy.shapes, True
+        tiny_net.parts.shapes, True
     )
     fitted = make_trainer(epochs=2).fit(fit, make_shard(0, 15), RngContext(0, 1, 4))
     answer = finish(work, fitted)
     assert answer.client_state is None
     assert answer.message.numbers == {"samples": 15, "loss": float(fitted.loss)}
-    assert set(answer.message.tensors) == set(tiny_net.anatomy.shapes)
+    assert set(answer.message.tensors) == set(tiny_net.parts.shapes)
     assert all(torch.equal(answer.message.tensors[name], fitted.weights[name]) for name in fitted.weights)
 
 
@@ -131,22 +131,22 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
     shards = {0: make_shard(0, 5), 1: make_shard(5, 5), 2: make_shard(5, 30)}
     alone = {}
     for client, shard in shards.items():
-        fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), epochs=1)
+        fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), epochs=1)
         alone[client] = trainer.fit(fit, shard, RngContext(0, 1, client)).weights
         down = method.client_message(server, round=1, client=client, last_round=None)
         work = method.client_update(ClientJob(1, client, down, base_weights={}, client_state=None, shard=NO_IMAGES))
         gathering.add(client, finish(work, trainer.fit(next(work), shard, RngContext(0, 1, client))).message)
     after = gathering.finish()
-    for name in tiny_net.anatomy.shapes:
+    for name in tiny_net.parts.shapes:
         expected = 5 / 30 * alone[0][name].double() + 25 / 30 * alone[2][name].double()
         torch.testing.assert_close(after.tensors[name].double(), expected, rtol=0, atol=1e-7)
     model = method.model_weights(after, {}, None)
-    assert all(torch.equal(model[name], after.tensors[name]) for name in tiny_net.anatomy.shapes)
+    assert all(torch.equal(model[name], after.tensors[name]) for name in tiny_net.parts.shapes)
 
 
 def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_context: MakeContext) -> None:
     method = FedAvg(FedAvgParams(), make_context())
-    assert tuple(method.trainable) == tuple(tiny_net.anatomy.shapes)
+    assert tuple(method.trainable) == tuple(tiny_net.parts.shapes)
     assert not method.base_message(tiny_net.initial_weights()).tensors
     assert method.has_global_model
 

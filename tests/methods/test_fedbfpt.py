@@ -62,9 +62,9 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
     deep = build_model(ModelConfig(dim=16, depth=4, heads=2, patch_size=4), 5, 1, 8, 0)
     shallow = build_model(ModelConfig(dim=16, depth=3, heads=2, patch_size=4), 5, 1, 8, 1)
     weights, route = deep.initial_weights(), (0, 2, 2)
-    local = {name: weights[name] for name in deep.anatomy.non_blocks}
+    local = {name: weights[name] for name in deep.parts.non_blocks}
     for position, layer in enumerate(route):
-        names = zip(shallow.anatomy.blocks[position], deep.anatomy.blocks[layer], strict=True)
+        names = zip(shallow.parts.blocks[position], deep.parts.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
     context = MethodContext.from_net(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
@@ -76,12 +76,12 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
 def test_only_the_turns_layer_and_the_head_move(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config("method.name=fedbfpt", "method.local_layers=2", "model.depth=3", "rounds=4")
     context = open_run(config, tmp_path)
-    state, anatomy = load_state(context), context.net.anatomy
+    state, parts = load_state(context), context.net.parts
     for round, layer in ((1, 0), (2, 0), (3, 1), (4, 1)):
         before = dict(state.server.tensors)
         state, record = run_round(context, state, round)
         assert all(entry.numbers["layer"] == layer for entry in record.clients)
         moved = {name for name in before if not torch.equal(before[name], state.server.tensors[name])}
-        may = {*anatomy.blocks[layer], *anatomy.head}
+        may = {*parts.blocks[layer], *parts.head}
         assert moved <= may
         assert len(moved) >= len(may) - 1  # the keys' bias has no gradient by nature

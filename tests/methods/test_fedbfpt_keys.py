@@ -75,14 +75,14 @@ class _Features(torch.nn.Module):
 def test_head_rounds_train_and_send_the_head_alone_then_the_layers(tiny_config: MakeConfig, tmp_path: Path) -> None:
     keys = ("method.name=fedbfpt", "method.local_layers=2", "model.depth=3", "rounds=4", "method.head_rounds=2")
     context = open_run(tiny_config(*keys, "fleet.per_round=6"), tmp_path)
-    state, anatomy = load_state(context), context.net.anatomy
-    head_bytes = sum(4 * anatomy.shapes[name].numel() for name in anatomy.head)
-    block_bytes = sum(4 * anatomy.shapes[name].numel() for name in anatomy.blocks[0])
+    state, parts = load_state(context), context.net.parts
+    head_bytes = sum(4 * parts.shapes[name].numel() for name in parts.head)
+    block_bytes = sum(4 * parts.shapes[name].numel() for name in parts.blocks[0])
     for round, layer in ((1, None), (2, None), (3, 0), (4, 1)):
         before = dict(state.server.tensors)
         sent = context.method.client_message(state.server, round, 0, None)
         state, record = run_round(context, state, round)
-        may = {*anatomy.head, *(() if layer is None else anatomy.blocks[layer])}
+        may = {*parts.head, *(() if layer is None else parts.blocks[layer])}
         moved = changed(before, state.server.tensors)
         assert moved <= may
         assert len(moved) >= len(may) - 1  # the keys' bias has no gradient by nature
@@ -92,8 +92,8 @@ def test_head_rounds_train_and_send_the_head_alone_then_the_layers(tiny_config: 
             assert payload < entry.up_bytes < payload + 2500  # names and numbers
             if round > 1:  # in the first round a client also gets the initial model
                 assert entry.down_bytes == encoded_size(sent)
-        blocks = () if layer is None else anatomy.blocks[: layer + 1]
-        assert set(sent.tensors) == set(anatomy.union(*blocks, anatomy.head))
+        blocks = () if layer is None else parts.blocks[: layer + 1]
+        assert set(sent.tensors) == set(parts.union(*blocks, parts.head))
 
 
 def test_a_head_round_is_a_round_of_head_tuning(tiny_config: MakeConfig, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_head_round_is_a_round_of_head_tuning(tiny_config: MakeConfig, tmp_pat
     for keys in (("method.name=fed-head",), ("method.name=fedbfpt", "method.local_layers=2", "method.head_rounds=1")):
         context = open_run(tiny_config("model.depth=3", *keys), tmp_path / keys[0])
         state, record = run_round(context, load_state(context), 1)
-        heads.append(context.net.anatomy.head.take(state.server.tensors))
+        heads.append(context.net.parts.head.take(state.server.tensors))
         gflops.append([entry.gflops for entry in record.clients])
     assert not changed(*heads)
     assert gflops[0] == gflops[1]
@@ -121,7 +121,7 @@ def test_the_cost_report_states_a_round_that_trains_a_layer() -> None:
 def test_kept_layers_end_every_route_and_are_never_trained(
     local_layers: int, keep_last: int, make_context: MakeContext
 ) -> None:
-    context = replace(make_context(), anatomy=net_of(12).anatomy, rounds=200)
+    context = replace(make_context(), parts=net_of(12).parts, rounds=200)
     method = FedBfpt(FedBfptParams(local_layers=local_layers, keep_last=keep_last), context)
     trained = local_layers - keep_last
     layers = [layer for layer in method.schedule if layer is not None]
@@ -163,8 +163,8 @@ def test_a_centred_round_as_by_hand(
     assert class_tokens(shallow_net, local, pixels).mean(0).abs().max() > 0.05
     local["norm.bias"] = initial["norm.bias"] - class_tokens(shallow_net, local, pixels).mean(0)
     assert class_tokens(shallow_net, local, pixels).mean(0).abs().max() < 1e-5
-    anatomy = tiny_net.anatomy
-    trained = [*anatomy.blocks[0], *anatomy.head]
+    parts = tiny_net.parts
+    trained = [*parts.blocks[0], *parts.head]
     hand = Hand(shallow_net, ONE_TASK, shard, round=1, epoch=1)  # the first epoch measured the mean
     after = hand.train(local, trained, 2)
     whole = {**initial, **{name: after[name] for name in trained}}
@@ -182,7 +182,7 @@ def test_the_servers_model_is_centred_on_the_images_of_the_rounds_clients(
     # All clients took part, so the mean over all training images is zero in the model that is evaluated.
     features = class_tokens(context.net, state.server.tensors, context.data.train.images)
     assert features.mean(0).abs().max() < 1e-4
-    assert changed(context.net.initial_weights(), state.server.tensors) == {*context.net.anatomy.head, "norm.bias"}
+    assert changed(context.net.initial_weights(), state.server.tensors) == {*context.net.parts.head, "norm.bias"}
 
 
 def test_centred_clients_have_the_same_result_stacked_and_the_predicted_cost(

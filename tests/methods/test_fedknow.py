@@ -130,7 +130,7 @@ def test_three_tasks_as_by_hand(
 ) -> None:
     method = make_method(make_context, heads=heads)
     played = play(method, trainer, tiny_net, make_shard)
-    shared, names = list(method.shared), list(method.anatomy.whole)
+    shared, names = list(method.shared), list(method.parts.whole)
     for task_index, (received, update) in enumerate(played):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         hand, weights = Hand(tiny_net, TASKS, shard, round=task_index + 1), dict(received)
@@ -162,7 +162,7 @@ def test_three_tasks_as_by_hand(
         assert update.client_state is not None
         known = read_knowledge(update.client_state.tensors)
         assert sorted(known) == list(range(task_index + 1))
-        count = round(RHO * method.anatomy.count_parameters(method.anatomy.whole))
+        count = round(RHO * method.parts.count_parameters(method.parts.whole))
         assert {len(task.values) for task in known.values()} == {count}
         assert update.message.numbers["knowledge_bytes"] == (task_index + 1) * (8 * count + 2)
         assert update.message.numbers["known_tasks"] == sorted(known)

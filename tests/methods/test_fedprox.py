@@ -97,7 +97,7 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
 
     plain = gradients(FedAvg(FedAvgParams(), make_context()))
     proximal = gradients(FedProx(FedProxParams(mu=0.5), make_context()))
-    assert set(proximal) == set(tiny_net.anatomy.shapes)
+    assert set(proximal) == set(tiny_net.parts.shapes)
     for name, gradient in proximal.items():
         expected: Tensor = plain[name] + 0.5 * (moved[name] - weights[name])
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-7)
@@ -117,7 +117,7 @@ def test_mu_zero_is_fedavg_bit_for_bit(
         train(method, tiny_net, make_trainer, make_shard, batch_size=8, clip=1.0)
         for method in (FedProx(FedProxParams(mu=0), context), FedAvg(FedAvgParams(), context))
     )
-    assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.anatomy.shapes)
+    assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.parts.shapes)
     assert torch.equal(prox.loss, avg.loss)
 
 
@@ -139,4 +139,4 @@ def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Ne
     server = method.initial_state({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
     down = method.client_message(server, round=5, client=0, last_round=2)
     fit = next(method.client_update(ClientJob(5, 0, down, {}, None, NO_IMAGES)))
-    assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.anatomy.shapes)
+    assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.parts.shapes)

@@ -42,12 +42,12 @@ def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Ne
         fedrep.client_update(ClientJob(4, 0, down, base, own, shard)), trainer, shard, RngContext(0, 4, 0)
     )
     hand = Hand(tiny_net, ONE_TASK, shard, round=4)
-    weights = hand.train({**initial, **own_head}, list(tiny_net.anatomy.head), 2)
-    weights = hand.train(weights, list(tiny_net.anatomy.body), 3)
+    weights = hand.train({**initial, **own_head}, list(tiny_net.parts.head), 2)
+    weights = hand.train(weights, list(tiny_net.parts.body), 3)
     close(answer.model_weights, weights)
-    assert set(answer.message.tensors) == set(tiny_net.anatomy.body)
+    assert set(answer.message.tensors) == set(tiny_net.parts.body)
     assert answer.client_state is not None
-    assert set(answer.client_state.tensors) == set(tiny_net.anatomy.whole)
+    assert set(answer.client_state.tensors) == set(tiny_net.parts.whole)
 
 
 def test_fedpers_round_as_by_hand(
@@ -59,15 +59,13 @@ def test_fedpers_round_as_by_hand(
     answer = run_participant(
         method.client_update(ClientJob(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
-    close(
-        answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.anatomy.whole), 5)
-    )
-    assert set(answer.message.tensors) == set(tiny_net.anatomy.body)
+    close(answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.parts.whole), 5))
+    assert set(answer.message.tensors) == set(tiny_net.parts.body)
 
 
 def test_bodies_are_averaged_by_samples(fedrep: FedRep, tiny_net: Net) -> None:
     server = fedrep.initial_state(tiny_net.initial_weights())
-    assert set(server.tensors) == set(tiny_net.anatomy.body)
+    assert set(server.tensors) == set(tiny_net.parts.body)
     gathering = fedrep.aggregator(server, 1)
     for client, (value, samples) in enumerate([(1.0, 3), (5.0, 1)]):
         body = {name: torch.full_like(tensor, value) for name, tensor in server.tensors.items()}
@@ -84,7 +82,7 @@ def test_without_head_epochs_only_the_body_trains(
         1, 0, Message(method.initial_state(initial).tensors), method.base_message(initial).tensors, None, shard
     )
     answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
-    assert all(torch.equal(answer.model_weights[name], initial[name]) for name in tiny_net.anatomy.head)
+    assert all(torch.equal(answer.model_weights[name], initial[name]) for name in tiny_net.parts.head)
 
 
 def test_who_has_no_images_sends_nothing(fedrep: FedRep, trainer: Trainer, tiny_net: Net) -> None:

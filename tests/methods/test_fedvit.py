@@ -54,19 +54,19 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
         job = ClientJob(task_index + 1, 0, Message(body), base, own, shard, task_index)
         answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = answer.client_state
-        head = base if not played else method.anatomy.head.take(played[-1][1].model_weights)
+        head = base if not played else method.parts.head.take(played[-1][1].model_weights)
         played.append(({**head, **body}, answer))
     return played
 
 
 def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     played = play(method, trainer, tiny_net, make_shard)
-    body, head = list(method.anatomy.body), list(method.anatomy.head)
+    body, head = list(method.parts.body), list(method.parts.head)
     for task_index, (received, answer) in enumerate(played):
         hand = Hand(tiny_net, TASKS, make_shard(12 * task_index, 12 * task_index + 12), round=task_index + 1)
         weights = dict(received)
         if task_index:
-            before = {**received, **method.anatomy.body.take(played[task_index - 1][1].model_weights)}
+            before = {**received, **method.parts.body.take(played[task_index - 1][1].model_weights)}
 
             def rotated(
                 after: Tensor, weights: Tensors, batch: Samples, before: Tensors = before, hand: Hand = hand
@@ -117,9 +117,9 @@ def test_without_earlier_rounds_it_is_fedreps_round(
     base, body = method.base_message(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
     work = method.client_update(ClientJob(1, 0, Message(body), base, None, make_shard(0, 12), 0))
     fit = next(work)
-    assert fit.objective.trainable == method.anatomy.head
+    assert fit.objective.trainable == method.parts.head
     later = work.send(trainer.fit(fit, make_shard(0, 12), RngContext(0, 1, 0)))
-    assert later.objective.trainable == method.anatomy.body
+    assert later.objective.trainable == method.parts.body
     assert (later.memory, later.reference_weights, later.objective.transform) == (None, None, None)
     assert (fit.epochs, later.epochs) == (1, EPOCHS - 1)
 
@@ -131,7 +131,7 @@ def test_the_clients_own_model_is_what_it_trained(
     server = method.initial_state(tiny_net.initial_weights())
     base = method.base_message(tiny_net.initial_weights()).tensors
     own = method.model_weights(server, base, answer.client_state)
-    assert set(own) == set(tiny_net.anatomy.shapes)
+    assert set(own) == set(tiny_net.parts.shapes)
     assert all(torch.equal(own[name], answer.model_weights[name]) for name in own)
     stranger = method.model_weights(server, base, None)
     assert all(torch.equal(stranger[name], one) for name, one in tiny_net.initial_weights().items())

@@ -96,8 +96,8 @@ def test_all_layers_or_no_mask_is_plain_fedvit(key: str, plain_run: tuple[RunCon
 
 def test_a_client_sends_its_layers_and_all_that_is_no_layer_and_the_server_changes_no_other(tmp_path: Path) -> None:
     context = open_tiny(tmp_path, "method.send_layers=1")
-    anatomy, state = context.net.anatomy, load_state(context)
-    others = anatomy.union(anatomy.embed, anatomy.norm)
+    parts, state = context.net.parts, load_state(context)
+    others = parts.union(parts.embed, parts.norm)
     for round in range(1, 5):
         before = state.server
         state, record = run_round(context, state, round)
@@ -108,10 +108,10 @@ def test_a_client_sends_its_layers_and_all_that_is_no_layer_and_the_server_chang
             layer = int(np.argmax(gradients))
             assert layers == [layer]
             sent_layers.add(layer)
-            parameters = sum(anatomy.count_parameters(part) for part in (others, anatomy.blocks[layer]))
+            parameters = sum(parts.count_parameters(part) for part in (others, parts.blocks[layer]))
             assert 0 < entry.up_bytes - 4 * parameters < 4000  # names and numbers
-        changed = {name for name in anatomy.body if not torch.equal(state.server.tensors[name], before.tensors[name])}
-        expected = set(anatomy.union(others, *(anatomy.blocks[layer] for layer in sent_layers)))
+        changed = {name for name in parts.body if not torch.equal(state.server.tensors[name], before.tensors[name])}
+        expected = set(parts.union(others, *(parts.blocks[layer] for layer in sent_layers)))
         assert changed <= expected
         assert {name for name in expected if "weight" in name} <= changed
         assert state.server.numbers["updated"] == [
@@ -129,26 +129,26 @@ def sharing(make_context: MakeContext) -> FedVit:
 def test_a_client_receives_what_has_changed_and_keeps_its_other_layers(
     sharing: FedVit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    anatomy, initial = tiny_net.anatomy, tiny_net.initial_weights()
+    parts, initial = tiny_net.parts, tiny_net.initial_weights()
     server = replace(sharing.initial_state(initial), numbers={"updated": [1, 4]})
-    assert set(sharing.client_message(server, 5, 0, last_round=None).tensors) == set(anatomy.body)
+    assert set(sharing.client_message(server, 5, 0, last_round=None).tensors) == set(parts.body)
     message = sharing.client_message(server, 5, 0, last_round=3)
-    assert set(message.tensors) == {*anatomy.embed, *anatomy.norm, *anatomy.blocks[1]}
+    assert set(message.tensors) == {*parts.embed, *parts.norm, *parts.blocks[1]}
     own = State({name: tensor + 1 for name, tensor in initial.items()})
     job = ClientJob(5, 0, message, sharing.base_message(initial).tensors, own, make_shard(0, 12), 0)
     fits = sharing.client_update(job)
     tuning = next(fits)
     assert tuning.reference_weights is not None
-    for name in anatomy.body:
-        assert torch.equal(tuning.weights[name], initial[name] + (name in anatomy.blocks[0])), name
+    for name in parts.body:
+        assert torch.equal(tuning.weights[name], initial[name] + (name in parts.blocks[0])), name
         assert torch.equal(tuning.reference_weights[name], initial[name] + 1), "as before the aggregation"
-    assert all(torch.equal(tuning.weights[name], initial[name] + 1) for name in anatomy.head)
+    assert all(torch.equal(tuning.weights[name], initial[name] + 1) for name in parts.head)
     answer = run_participant(
         sharing.client_update(job), make_trainer(epochs=2, batch_size=8), job.shard, RngContext(0, 5, 0)
     )
-    assert not set(answer.message.tensors) & set(anatomy.head)
+    assert not set(answer.message.tensors) & set(parts.head)
     assert answer.client_state is not None
-    assert set(answer.client_state.tensors) >= set(anatomy.whole)
+    assert set(answer.client_state.tensors) >= set(parts.whole)
 
 
 def test_gradients_are_ranked_before_they_are_integrated(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def stored(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
 def test_stored_samples_keep_as_many_patches_as_the_batch_whoever_is_stacked(
     tiny_net: Net, tiny_images: ImageSet, make_shard: MakeShard
 ) -> None:
-    objective, weights = Objective(tiny_net.anatomy.body, mask_memory=True), tiny_net.initial_weights()
+    objective, weights = Objective(tiny_net.parts.body, mask_memory=True), tiny_net.initial_weights()
     group = [
         ClientFit(
             Fit(weights, objective, 1, memory=stored(tiny_images, sizes)),
@@ -254,9 +254,9 @@ def test_masked_reference_gradient_is_that_of_the_kept_patches(
     """One step of SGD along the sum of the gradient and a reference, compared with autograd."""
     trainer = make_trainer(optimizer="sgd", momentum=0, weight_decay=0, lr=0.1, schedule="constant", mask_ratio=0.5)
     weights, memory, shard = tiny_net.initial_weights(), stored(tiny_images, (8,)), make_shard(0, 12)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReference(), mask_memory=True)
+    objective = Objective(tiny_net.parts.whole, transform=AddReference(), mask_memory=True)
     rng, fit = RngContext(7, 3, 0), Fit(weights, objective, 1, memory=memory)
-    plain = trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole), 1), shard, rng)
+    plain = trainer.fit(Fit(weights, Objective(tiny_net.parts.whole), 1), shard, rng)
     result = trainer.fit(fit, shard, rng)
     keep = stack_inputs([ClientFit(fit, shard, rng)], tiny_net, 0.5).memory.tensors["keep"][0]
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -279,7 +279,7 @@ def test_captured_steps_follow_the_mask_of_their_training(
     masked = eager.config.model_copy(update={"mask_ratio": 0.5})
     for round in (1, 2):
         for train in (None, masked):
-            objective = Objective(tiny_net.anatomy.whole, mask_memory=train is not None)
+            objective = Objective(tiny_net.parts.whole, mask_memory=train is not None)
             fit = Fit(tiny_net.initial_weights(), objective, 1, train=train, memory=stored(tiny_images, (8, 3)))
             group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(2)]
             for result, expected in zip(graphed.fit_cohort(group), eager.fit_cohort(group), strict=True):

@@ -79,7 +79,7 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.tensors.items()}
         job = ClientJob(round, 0, Message(sent), base, state, shard, task_index)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
-        head = base if state is None else method.anatomy.head.take(state.tensors)
+        head = base if state is None else method.parts.head.take(state.tensors)
         played.append(PlayedRound(round, task_index, {**head, **sent}, state, update))
         state = update.client_state
     return played
@@ -100,8 +100,8 @@ class ByHand:
         return choose(gradient, rows, self.method.params.k) if len(rows) > self.method.params.k else rows
 
     def tune(self, weights: Tensors, state: State, stored: list[Samples]) -> Tensors:
-        body, params = list(self.method.anatomy.body), self.method.params
-        before = {**weights, **self.method.anatomy.body.take(state.tensors)}
+        body, params = list(self.method.parts.body), self.method.params
+        before = {**weights, **self.method.parts.body.take(state.tensors)}
 
         def rotated(after: Tensor, weights: Tensors, batch: Samples) -> Tensor:
             rows = self.chosen(after, weights, stored, body) if params.tune_integrated else []
@@ -113,9 +113,9 @@ class ByHand:
         return self.hand.train(weights, body, params.tune_epochs, rotated)
 
     def integrate(self, weights: Tensors, stored: list[Samples]) -> Tensors:
-        anatomy, params = self.method.anatomy, self.method.params
-        names = list(anatomy.whole if params.integrate == "all" else anatomy.body)
-        is_head = torch.cat([torch.full((weights[name].numel(),), name in anatomy.head) for name in names])
+        parts, params = self.method.parts, self.method.params
+        names = list(parts.whole if params.integrate == "all" else parts.body)
+        is_head = torch.cat([torch.full((weights[name].numel(),), name in parts.head) for name in names])
 
         def restored(gradient: Tensor, weights: Tensors, batch: Samples) -> Tensor:
             if not stored:
@@ -145,10 +145,10 @@ def test_four_rounds_as_by_hand(
         is_first = played.round in (1, 2, 4)
         if played.state is not None and (params.tune_first_round or not is_first):
             weights = by_hand.tune(weights, played.state, stored)
-        weights = by_hand.hand.train(weights, list(method.anatomy.head), params.head_epochs)
+        weights = by_hand.hand.train(weights, list(method.parts.head), params.head_epochs)
         weights = by_hand.integrate(weights, stored)
         close(played.update.model_weights, weights)
-        sent = method.anatomy.whole if params.heads == "shared" else method.anatomy.body
+        sent = method.parts.whole if params.heads == "shared" else method.parts.body
         assert set(played.update.message.tensors) == set(sent)
         assert ("tuning_integrated" in played.update.message.numbers) == (
             played.state is not None and (params.tune_first_round or not is_first)
@@ -165,7 +165,7 @@ def test_without_head_epochs_and_stored_tasks_all_trains_body_and_head_together(
     """FedPer's round: what `integrate = "all"` does in the first task."""
     first, *_ = play(make_fedvit(make_context, integrate="all", head_epochs=0), trainer, tiny_net, make_shard)
     hand = Hand(tiny_net, TASKS, make_shard(0, 12), round=1)
-    close(first.update.model_weights, hand.train(first.received, list(tiny_net.anatomy.whole), EPOCHS))
+    close(first.update.model_weights, hand.train(first.received, list(tiny_net.parts.whole), EPOCHS))
 
 
 @pytest.mark.parametrize(

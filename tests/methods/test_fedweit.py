@@ -62,7 +62,7 @@ def test_a_round_with_earlier_tasks_and_other_clients_is_that_of_autograd_by_han
     """Every term of the loss, by every tensor that trains, over all steps of two rounds of the third task."""
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    base, body = tiny_net.anatomy.head.take(initial), tiny_net.anatomy.body.take(initial)
+    base, body = tiny_net.parts.head.take(initial), tiny_net.parts.body.take(initial)
     vectors = [random_sparse(method, seed) for seed in (1, 2, 3)]
     knowledge: dict[str, Tensor] = {}
     for row, vector in enumerate(vectors):
@@ -72,7 +72,7 @@ def test_a_round_with_earlier_tasks_and_other_clients_is_that_of_autograd_by_han
         update = update_of(method, trainer, shard, Message(body), base, state, round)
         state = update.client_state
         history.append(tasks_of(method, update))
-        body = {name: tensor + 0.01 for name, tensor in tiny_net.anatomy.body.take(update.message.tensors).items()}
+        body = {name: tensor + 0.01 for name, tensor in tiny_net.parts.body.take(update.message.tensors).items()}
     first = update_of(method, trainer, shard, Message({**body, **knowledge}), base, state, 5)
     second = update_of(method, trainer, shard, Message(body), base, first.client_state, 6)
 
@@ -136,8 +136,8 @@ def test_a_client_sends_its_base_weights_and_the_sparse_adaptive_weights(
 ) -> None:
     initial = tiny_net.initial_weights()
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
-    body = tiny_net.anatomy.body.take(initial)
-    update = update_of(method, trainer, make_shard(0, 10), Message(body), tiny_net.anatomy.head.take(initial))
+    body = tiny_net.parts.body.take(initial)
+    update = update_of(method, trainer, make_shard(0, 10), Message(body), tiny_net.parts.head.take(initial))
     tasks = tasks_of(method, update)
     assert tasks.latest is not None
     adaptive = torch.cat([tasks.latest.adaptive[name].flatten() for name in method.decomposed])
@@ -156,7 +156,7 @@ def test_a_client_without_images_keeps_its_state_and_sends_no_weights(
     method: FedWeit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     initial, trainer = tiny_net.initial_weights(), make_trainer(epochs=2, **PLAIN_SGD)
-    message, base = Message(tiny_net.anatomy.body.take(initial)), tiny_net.anatomy.head.take(initial)
+    message, base = Message(tiny_net.parts.body.take(initial)), tiny_net.parts.head.take(initial)
     trained = update_of(method, trainer, make_shard(0, 10), message, base)
     for state, latest in ((None, -1), (trained.client_state, 0)):
         update = update_of(method, trainer, NO_IMAGES, message, base, state, round=3)
@@ -174,7 +174,7 @@ def test_every_task_is_evaluated_with_its_own_mask_and_adaptive_weights(
 ) -> None:
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
     initial = tiny_net.initial_weights()
-    body, base = tiny_net.anatomy.body.take(initial), tiny_net.anatomy.head.take(initial)
+    body, base = tiny_net.parts.body.take(initial), tiny_net.parts.head.take(initial)
     sparse = random_sparse(method, 1).tensors("knowledge.0000.")
     state, learned = None, []
     for round in (1, 3, 7):  # the client takes no part in the third task
@@ -182,7 +182,7 @@ def test_every_task_is_evaluated_with_its_own_mask_and_adaptive_weights(
         update = update_of(method, trainer, make_shard(round, 10 + round), message, base, state, round)
         state = update.client_state
         learned.append(tasks_of(method, update))
-        body = {name: tensor + 0.01 for name, tensor in tiny_net.anatomy.body.take(update.message.tensors).items()}
+        body = {name: tensor + 0.01 for name, tensor in tiny_net.parts.body.take(update.message.tensors).items()}
     final, evaluated = learned[-1], []
 
     def evaluate(weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
@@ -216,7 +216,7 @@ def test_shapes_of_the_state_are_known_from_the_numbers_that_are_reported(
     method: FedWeit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     trainer, initial = make_trainer(epochs=1, **PLAIN_SGD), tiny_net.initial_weights()
-    body, base = tiny_net.anatomy.body.take(initial), tiny_net.anatomy.head.take(initial)
+    body, base = tiny_net.parts.body.take(initial), tiny_net.parts.head.take(initial)
     state = None
     for round in (1, 3, 5):
         received = {

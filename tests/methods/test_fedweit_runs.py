@@ -52,7 +52,7 @@ def test_clients_train_stacked_as_alone_and_records_have_the_bytes_of_their_mess
     configs = {size: load_config("fedvit-digits", [*keys, f"machine.cohort={size}"]) for size in (1, 3)}
     alone, together = (open_run(config, tmp_path / str(size)) for size, config in configs.items())
     state, other = load_state(alone), load_state(together)
-    body = 4 * alone.net.anatomy.count_parameters(alone.net.anatomy.body)
+    body = 4 * alone.net.parts.count_parameters(alone.net.parts.body)
     sent: dict[int, list[tuple[int, int]]] = {}  # of each client, the tasks of its updates and the adaptive weights
     for round in range(1, 6):
         state, record = run_round(alone, state, round)
@@ -69,8 +69,8 @@ def test_clients_train_stacked_as_alone_and_records_have_the_bytes_of_their_mess
                 if client != entry.client and not known
             ]
             expected = body + 8 * sum(sum(counts) for counts in others)
-            base = 0 if own else alone.net.anatomy.count_parameters(alone.net.anatomy.head) * 4
-            header = 150 * (len(alone.net.anatomy.whole) + 2 * len(others) + 2)
+            base = 0 if own else alone.net.parts.count_parameters(alone.net.parts.head) * 4
+            header = 150 * (len(alone.net.parts.whole) + 2 * len(others) + 2)
             assert expected + base <= entry.down_bytes <= expected + base + header
             assert body + 8 * kept <= entry.up_bytes <= body + 8 * kept + header
             own.append((task, kept))

@@ -41,7 +41,7 @@ def test_downloads_grow_with_clients_times_tasks(
     clients: int, tasks: int, method: FedWeit, tiny_net: Net, make_context: MakeContext
 ) -> None:
     """Every client receives the adaptive weights of every other client once per task, eight bytes per number."""
-    body = tiny_net.anatomy.body.take(tiny_net.initial_weights())
+    body = tiny_net.parts.body.take(tiny_net.initial_weights())
     kept, size = 50, tensors_size(Message(body))
     state, last_round, downloaded = State(body), dict.fromkeys(range(clients)), 0
     for round in range(1, 2 * tasks + 1):
@@ -57,7 +57,7 @@ def test_downloads_grow_with_clients_times_tasks(
 
 
 def test_the_server_keeps_the_adaptive_weights_of_every_client(method: FedWeit, tiny_net: Net) -> None:
-    body = tiny_net.anatomy.body.take(tiny_net.initial_weights())
+    body = tiny_net.parts.body.take(tiny_net.initial_weights())
     state = State(body)
     first, second = (updates(method, body, (10, 20, 30, 40), task_index) for task_index in (0, 1))
     for round, senders, sent in ((1, (0, 1), first), (2, (3,), first), (3, (0,), second)):
@@ -84,7 +84,7 @@ def test_the_server_keeps_the_adaptive_weights_of_every_client(method: FedWeit, 
 
 
 def test_unusable_updates_are_rejected_and_change_nothing(method: FedWeit, tiny_net: Net) -> None:
-    body = tiny_net.anatomy.body.take(tiny_net.initial_weights())
+    body = tiny_net.parts.body.take(tiny_net.initial_weights())
     (good,) = updates(method, body, (5,), 0)
     indices, values = good.tensors["adaptive.indices"], good.tensors["adaptive.values"]
     length = sum(shape.numel() for shape in method.shapes.values())
@@ -117,7 +117,7 @@ def test_unusable_updates_are_rejected_and_change_nothing(method: FedWeit, tiny_
 def test_an_outlier_does_not_replace_what_is_stored(make_context: MakeContext, tiny_net: Net) -> None:
     context = replace(make_context(), num_tasks=5)
     context = replace(context, aggregation=context.aggregation.model_copy(update={"norm_factor": 2.0}))
-    method, body = FedWeit(SETTINGS, context), tiny_net.anatomy.body.take(tiny_net.initial_weights())
+    method, body = FedWeit(SETTINGS, context), tiny_net.parts.body.take(tiny_net.initial_weights())
     aggregator = method.aggregator(State(body), 1)
     for client, message in enumerate(updates(method, body, (5, 6, 7), 0)):
         shift = 100.0 if client == 1 else 0.01

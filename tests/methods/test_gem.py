@@ -57,10 +57,10 @@ def test_three_tasks_as_by_hand(
 ) -> None:
     method = of_kind(kind, make_context)
     own: State | None = None
-    names = list(tiny_net.anatomy.whole)
+    names = list(tiny_net.parts.whole)
     for task_index in range(3):
         head = tiny_net.initial_weights() if own is None else own.tensors
-        received = {**method.anatomy.head.take(head), **method.anatomy.body.take(tiny_net.initial_weights())}
+        received = {**method.parts.head.take(head), **method.parts.body.take(tiny_net.initial_weights())}
         answer = ask(method, trainer, tiny_net, make_shard, task_index, own, round=task_index + 1)
         old = [] if own is None else memory_of(own, task_index)
         hand = Hand(tiny_net, TASKS, make_shard(12 * task_index, 12 * task_index + 12), round=task_index + 1)
@@ -77,7 +77,7 @@ def test_three_tasks_as_by_hand(
             return gradient - torch.clamp(gradient @ reference, max=0) / (reference @ reference) * reference
 
         close(answer.model_weights, hand.train(received, names, 2, projected))
-        assert set(answer.message.tensors) == set(method.anatomy.body)
+        assert set(answer.message.tensors) == set(method.parts.body)
         own = answer.client_state
 
 

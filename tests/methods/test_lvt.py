@@ -114,7 +114,7 @@ def test_stacked_forward_is_each_clients_own(net: Net, tiny_images: ImageSet) ->
     clients = [random_weights(net, seed) for seed in range(3)]
     images = normalised(tiny_images.images[:6]).view(3, 2, 1, 8, 8)
     keep = torch.tensor([[[0, 3], [1, 2]], [[2, 3], [0, 1]], [[3, 1], [2, 0]]])
-    for shared in ((), ("blocks.0.attn.key", "blocks.1.attn.key_bias"), tuple(net.anatomy.body)):
+    for shared in ((), ("blocks.0.attn.key", "blocks.1.attn.key_bias"), tuple(net.parts.body)):
         own = [{**weights, **{name: clients[0][name] for name in shared}} for weights in clients]
         stacked = {name: own[0][name] if name in shared else torch.stack([w[name] for w in own]) for name in own[0]}
         for kept in (None, keep):
@@ -223,12 +223,12 @@ def test_two_tasks_as_by_hand(known: bool, net: Net, make_trainer: MakeTrainer, 
         if round == 2:
             assert own is not None
             previous = {name: (own.tensors[name], own.tensors[f"latest_gradients.{name}"]) for name in keys}
-        head = net.anatomy.head.take(initial if own is None else own.tensors)
-        received = {**head, **net.anatomy.body.take(initial)}
+        head = net.parts.head.take(initial if own is None else own.tensors)
+        received = {**head, **net.parts.body.take(initial)}
         expected = train_by_hand(received, shard, round, own, previous, known)
         update = run_client(method, trainer, shard, task_index, own, round)
         close(update.model_weights, expected)
-        assert set(update.message.tensors) == set(net.anatomy.body)
+        assert set(update.message.tensors) == set(net.parts.body)
         assert update.message.numbers["penalized"] == task_index
         own = update.client_state
         assert own is not None
@@ -262,13 +262,13 @@ def test_local_keys_stay_on_the_client(net: Net, make_trainer: MakeTrainer, make
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net)
     method = make_lvt(net, keys="local")
     first = run_client(method, trainer, task_shard(make_shard, 1), 0, None, 1)
-    keys = {name for name in net.anatomy.body if name.endswith(("key", "key_bias"))}
+    keys = {name for name in net.parts.body if name.endswith(("key", "key_bias"))}
     assert len(keys) == 4
-    assert set(first.message.tensors) == set(net.anatomy.body) - keys
-    assert set(method.base_message(net.initial_weights()).tensors) == {*net.anatomy.head, *keys}
+    assert set(first.message.tensors) == set(net.parts.body) - keys
+    assert set(method.base_message(net.initial_weights()).tensors) == {*net.parts.head, *keys}
     still = replace(trainer, config=trainer.config.model_copy(update={"lr": 0.0}))
     second = run_client(method, still, task_shard(make_shard, 1), 0, first.client_state, 2)
-    for name in net.anatomy.body:
+    for name in net.parts.body:
         assert torch.equal(second.model_weights[name], first.model_weights[name]) == (name in keys), name
 
 

@@ -36,7 +36,7 @@ def counted(params: MethodParams) -> int:
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     method = make_method(params, MethodContext.from_net(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
-    return net.anatomy.count_parameters(method.trainable)
+    return net.parts.count_parameters(method.trainable)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_only_what_is_tuned_moves_and_travels(name: str, tiny_config: MakeConfig
     before = dict(context.method.model_weights(state.server, context.base.tensors, None))
     state, first = run_round(context, state, 1)
     after = context.method.model_weights(state.server, context.base.tensors, None)
-    assert set(after) == set(context.net.anatomy.whole)
+    assert set(after) == set(context.net.parts.whole)
     for weight in after:
         if weight not in trains:
             assert torch.equal(after[weight], before[weight]), f"{weight} is frozen"

@@ -61,7 +61,7 @@ class ByHand:
 
     def importance(self, weights: Tensors, shard: Shard) -> dict[str, Tensor]:
         draws = Address(0, Purpose.FISHER_LABELS, self.round, self.client).generator().random(len(shard))
-        totals = {name: torch.zeros_like(weights[name]) for name in self.net.anatomy.whole}
+        totals = {name: torch.zeros_like(weights[name]) for name in self.net.parts.whole}
         for image, uniform in zip(shard.index.tolist(), draws, strict=True):
             leaves = {name: weights[name].clone().requires_grad_() for name in totals}
             label = int(shard.images.labels[image])
@@ -112,7 +112,7 @@ def test_importance_is_the_mean_over_single_images(
     random = torch.Generator().manual_seed(1)
     group: list[ClientFit] = []
     for client, shard in enumerate(shards):
-        noise = {name: torch.randn(shape, generator=random) for name, shape in tiny_net.anatomy.shapes.items()}
+        noise = {name: torch.randn(shape, generator=random) for name, shape in tiny_net.parts.shapes.items()}
         weights = {name: (tensor + 0.3 * noise[name]).double() for name, tensor in tiny_net.initial_weights().items()}
         fit = method.importance_fit(ClientJob(ROUND, client, Message(), {}, None, shard), weights)
         group.append(ClientFit(fit, shard, RngContext(0, ROUND, client)))
@@ -235,12 +235,12 @@ def test_three_tasks_as_by_hand(
     method = of_kind(kind, make_context, weight, epochs=2, **PLAIN_SGD)
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=TASKS)
     own: State | None = None
-    names = list(tiny_net.anatomy.whole)
+    names = list(tiny_net.parts.whole)
     learned: dict[int, tuple[Tensors, Tensors]] = {}
     for round, task_index in enumerate((0, 0, 1, 2), start=1):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         head = tiny_net.initial_weights() if own is None else own.tensors
-        received = {**method.anatomy.head.take(head), **method.anatomy.body.take(tiny_net.initial_weights())}
+        received = {**method.parts.head.take(head), **method.parts.body.take(tiny_net.initial_weights())}
         answer = ask(method, trainer, tiny_net, shard, task_index, own, round)
         before = [task for index, task in learned.items() if index < task_index]
         if kind == "mas":
@@ -251,7 +251,7 @@ def test_three_tasks_as_by_hand(
         if before:
             plain = Hand(tiny_net, TASKS, shard, round).train(received, names, 2)
             assert max(float((plain[name] - expected[name]).abs().max()) for name in names) > 1e-3
-        assert set(answer.message.tensors) == set(method.anatomy.body)
+        assert set(answer.message.tensors) == set(method.parts.body)
         assert answer.message.numbers["penalized"] == int(task_index > 0)
         own = answer.client_state
         model = dict(answer.model_weights)
@@ -294,7 +294,7 @@ def test_a_clients_state_does_not_grow_with_the_tasks(
         own = answer.client_state
         assert own is not None
         sizes.append(sum(tensor.numel() for tensor in own.tensors.values()))
-        kept = {name: tensor.shape for name, tensor in own.tensors.items() if name not in tiny_net.anatomy.shapes}
+        kept = {name: tensor.shape for name, tensor in own.tensors.items() if name not in tiny_net.parts.shapes}
         stated = method.client_state_shapes(answer.message.numbers, 1, 8)
         assert {name: tensor.shape for name, tensor in stated.items()} == kept
     model = sum(tensor.numel() for tensor in tiny_net.initial_weights().values())

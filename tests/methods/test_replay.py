@@ -133,13 +133,13 @@ def test_three_tasks_as_by_hand(
     own: State | None = None
     for task_index, round in ((0, 1), (1, 2), (1, 3), (2, 4)):  # two rounds in the second task
         head = tiny_net.initial_weights() if own is None else own.tensors
-        received = {**method.anatomy.head.take(head), **method.anatomy.body.take(tiny_net.initial_weights())}
+        received = {**method.parts.head.take(head), **method.parts.body.take(tiny_net.initial_weights())}
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         images, labels = shard.images.images[shard.index], shard.labels
         expected = hand.train(received, images, labels, merge(own, task_index), round, kind)
         update = run_client(method, trainer, make_shard, task_index, own, round)
         close(update.model_weights, expected)
-        assert set(update.message.tensors) == set(method.anatomy.body)
+        assert set(update.message.tensors) == set(method.parts.body)
         own = update.client_state
 
 

@@ -63,7 +63,7 @@ def test_the_servers_head_is_the_weighted_mean_of_the_clients_heads(method: str,
         state, record = run_round(context, state, round)
         samples = [entry.numbers["samples"] for entry in record.clients]
         models = [context.fleet.client_state(entry.client) for entry in record.clients]
-        for name in context.net.anatomy.whole:
+        for name in context.net.parts.whole:
             values = torch.stack([model.tensors[name].double() for model in models if model is not None])
             weights = torch.tensor(samples, dtype=torch.float64)
             mean = torch.einsum("c...,c->...", values, weights) / weights.sum()
@@ -79,9 +79,9 @@ def test_bytes_of_a_round_are_those_of_the_whole_model(method: str, tmp_path: Pa
         context = open_run(tiny(method, f"method.heads={heads}"), tmp_path / heads)
         _, record = run_round(context, load_state(context), 1)
         down = context.method.client_message(context.initial_server_state(), 1, 0, None)
-        anatomy = context.net.anatomy
-        selection = anatomy.whole if heads == "shared" else anatomy.body
-        assert sum(tensor.nbytes for tensor in down.tensors.values()) == 4 * anatomy.count_parameters(selection)
+        parts = context.net.parts
+        selection = parts.whole if heads == "shared" else parts.body
+        assert sum(tensor.nbytes for tensor in down.tensors.values()) == 4 * parts.count_parameters(selection)
         first = encoded_size(context.base) if context.base.tensors else 0
         assert [entry.down_bytes for entry in record.clients] == [encoded_size(down) + first] * 3
         for entry in record.clients:
@@ -89,7 +89,7 @@ def test_bytes_of_a_round_are_those_of_the_whole_model(method: str, tmp_path: Pa
             assert update is not None
             expected = encoded_size(Message(selection.take(update.tensors), entry.numbers))
             assert entry.up_bytes == expected
-        sent[heads] = anatomy.count_parameters(selection)
+        sent[heads] = parts.count_parameters(selection)
     classifiers = 2 if method == "lvt" else 1
     assert sent["shared"] - sent["local"] == classifiers * (16 * 10 + 10)
 
@@ -100,7 +100,7 @@ def test_what_is_shared_and_what_a_client_keeps(method: str, make_context: MakeC
         params = METHODS.make_params(method).model_copy(update={"heads": heads})
         tried = make_method(params, replace(make_context(epochs=2), num_tasks=2))
         assert isinstance(tried, SharedBody)
-        assert tried.shared == (tiny_net.anatomy.whole if heads == "shared" else tiny_net.anatomy.body)
+        assert tried.shared == (tiny_net.parts.whole if heads == "shared" else tiny_net.parts.body)
         server = tried.initial_state(tiny_net.initial_weights())
         own: Tensors = {name: tensor + 1 for name, tensor in tiny_net.initial_weights().items()}
         model = tried.model_weights(server, {}, State(own))

@@ -51,9 +51,9 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     # A learning rate so small that every step's gradient is taken at (all but) the same weights.
     trainer = make_trainer(epochs=1, batch_size=10, optimizer="sgd", lr=1e-12, momentum=0.0, schedule="constant")
     shard = make_shard(0, 30)
-    observer = GradientMagnitude(tiny_net.anatomy, statistic)
+    observer = GradientMagnitude(tiny_net.parts, statistic)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, observer=observer)
+    objective = Objective(tiny_net.parts.whole, observer=observer)
     fitted = trainer.fit(
         Fit(weights, objective, 1, observer_state=observer.initial_state(CPU)), shard, RngContext(0, 1, 0)
     )
@@ -76,7 +76,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
                     if f"blocks.{layer}." in name and leaf.grad is not None
                 ]
             )
-            assert gradient.numel() == tiny_net.anatomy.count_parameters(tiny_net.anatomy.blocks[layer])
+            assert gradient.numel() == tiny_net.parts.count_parameters(tiny_net.parts.blocks[layer])
             value = gradient.abs().mean() if statistic == "mean-abs" else gradient.square().mean().sqrt()
             expected[layer] += value / 3
     torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
@@ -99,8 +99,8 @@ def test_top_k_in_the_models_order() -> None:
 
 
 def _message(net: Net, layers: list[int], value: float, samples: int) -> Message:
-    chosen = net.anatomy.union(net.anatomy.non_blocks, *(net.anatomy.blocks[layer] for layer in layers))
-    tensors = {name: torch.full(net.anatomy.shapes[name], value) for name in chosen}
+    chosen = net.parts.union(net.parts.non_blocks, *(net.parts.blocks[layer] for layer in layers))
+    tensors = {name: torch.full(net.parts.shapes[name], value) for name in chosen}
     return Message(tensors, {"samples": samples, "loss": 1.0, "layers": layers})
 
 
@@ -111,9 +111,9 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
     gathering.add(0, _message(tiny_net, [0], 1.0, samples=10))
     gathering.add(1, _message(tiny_net, [0], 4.0, samples=20))
     after = gathering.finish()
-    for name in (*tiny_net.anatomy.non_blocks, *tiny_net.anatomy.blocks[0]):
+    for name in (*tiny_net.parts.non_blocks, *tiny_net.parts.blocks[0]):
         assert torch.equal(after.tensors[name], torch.full_like(initial[name], 3.0)), name
-    for name in tiny_net.anatomy.blocks[1]:
+    for name in tiny_net.parts.blocks[1]:
         assert torch.equal(after.tensors[name], initial[name]), "nobody sent it"
     assert after.numbers["updated"] == [4, 0]
 
@@ -122,17 +122,17 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
     gathering.add(1, _message(tiny_net, [1], 4.0, samples=30))
     after = gathering.finish()
     for name, weight in after.tensors.items():
-        wanted = 1.0 if name in tiny_net.anatomy.blocks[0] else 4.0 if name in tiny_net.anatomy.blocks[1] else 3.25
+        wanted = 1.0 if name in tiny_net.parts.blocks[0] else 4.0 if name in tiny_net.parts.blocks[1] else 3.25
         assert torch.equal(weight, torch.full_like(weight, wanted)), name
 
 
 def test_only_what_was_updated_since_goes_down(transfl: TransFL, tiny_net: Net) -> None:
-    anatomy = tiny_net.anatomy
+    parts = tiny_net.parts
     server = State(tiny_net.initial_weights(), {"updated": [3, 5]})
-    assert set(transfl.client_message(server, 6, 0, last_round=None).tensors) == set(anatomy.whole)
-    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*anatomy.non_blocks, *anatomy.blocks[1]}
-    assert set(transfl.client_message(server, 6, 0, last_round=3).tensors) == set(anatomy.whole)
-    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(anatomy.non_blocks)
+    assert set(transfl.client_message(server, 6, 0, last_round=None).tensors) == set(parts.whole)
+    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*parts.non_blocks, *parts.blocks[1]}
+    assert set(transfl.client_message(server, 6, 0, last_round=3).tensors) == set(parts.whole)
+    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(parts.non_blocks)
 
 
 def _play(
@@ -171,7 +171,7 @@ def test_clients_that_never_select_a_layer_keep_their_own(
         method, tiny_net, make_fleet, make_trainer(epochs=1, batch_size=8, lr=1e-2), make_shard
     )
     initial = tiny_net.initial_weights()
-    matrices = [name for name in tiny_net.anatomy.blocks[1] if "weight" in name]
+    matrices = [name for name in tiny_net.parts.blocks[1] if "weight" in name]
     for name in matrices:
         assert not torch.equal(first.tensors[name], second.tensors[name])
         assert not torch.equal(first.tensors[name], initial[name])
@@ -201,7 +201,7 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
 
 def test_what_always_travels_is_a_choice(make_context: MakeContext, tiny_net: Net) -> None:
     method = TransFL(TransFLParams(k=1, always_send=("norm",)), make_context())
-    assert method.sharing.always_sent == tiny_net.anatomy.norm
+    assert method.sharing.always_sent == tiny_net.parts.norm
 
 
 def test_a_client_without_images_sends_nothing(
@@ -258,9 +258,9 @@ def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Pat
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "pit_ti_224", "levit_128s", "pvt_v2_b0"])
 def test_g_is_measured_in_other_families_too(name: str) -> None:
     net = build_model(ModelConfig(name=name), 5, 3, 224, 0)
-    gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
-    observer = GradientMagnitude(net.anatomy, "mean-abs")
+    gradients = {key: torch.ones(net.parts.shapes[key]) for key in net.parts.parameters}
+    observer = GradientMagnitude(net.parts, "mean-abs")
     step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))
     seen = observer(observer.initial_state(CPU), gradients, step)
-    torch.testing.assert_close(seen["layers"], torch.ones(net.anatomy.depth))
+    torch.testing.assert_close(seen["layers"], torch.ones(net.parts.depth))
     assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"

@@ -112,14 +112,14 @@ def test_biases_added_to_levits_tokens_have_a_gradient_with_running_statistics_o
     net = tiny_family("levit")
     random = torch.Generator().manual_seed(0)
     weights = {n: (t + 0.1 * torch.rand(t.shape, generator=random)).double() for n, t in net.initial_weights().items()}
-    for name in net.anatomy.parameters:
+    for name in net.parts.parameters:
         weights[name].requires_grad_()
     images = torch.randn(6, 1, IMAGE_SIZE, IMAGE_SIZE, generator=random, dtype=torch.float64)
     added = [name for name in weights if name.endswith(("stem.4.bn.bias", "proj.ln.bn.bias", "ln2.bn.bias"))]
     assert len(added) == 7
 
     def gradient_sizes(statistics: BatchStatistics | None) -> dict[str, float]:
-        leaves = {name: weights[name] for name in net.anatomy.parameters}
+        leaves = {name: weights[name] for name in net.parts.parameters}
         loss = net(weights, images, statistics=statistics).logsumexp(-1).sum()
         gradients = torch.autograd.grad(loss, list(leaves.values()))
         return {name: float(gradient.abs().max()) for name, gradient in zip(leaves, gradients, strict=True)}

@@ -18,7 +18,7 @@ from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.families.cvt import ConvAttention
 from vitfleet.models.families.t2t import TokensToToken, sinusoids, soft_split
 from vitfleet.models.net import Net
-from vitfleet.models.parts import dissect, layout_of
+from vitfleet.models.parts import find_parts, part_paths_of
 from vitfleet.models.zoo import build_model
 
 BATCH = 3
@@ -41,19 +41,19 @@ def random_weights(net: Net) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_every_weight_belongs_to_exactly_one_part(name: str) -> None:
     net = tiny_family(name)
-    anatomy = net.anatomy
-    in_order = [anatomy.embed, *anatomy.blocks, anatomy.norm, anatomy.head]
-    assert all(len(block) for block in anatomy.blocks)
-    assert Counter(weight for part in in_order for weight in part) == Counter(list(anatomy.shapes))
-    assert set(anatomy.parameters) == {weight for weight, _ in net.module.vit.named_parameters()}
-    assert set(anatomy.shapes) - anatomy.parameters == {weight for weight in anatomy.shapes if "running_" in weight}
+    parts = net.parts
+    in_order = [parts.embed, *parts.blocks, parts.norm, parts.head]
+    assert all(len(block) for block in parts.blocks)
+    assert Counter(weight for part in in_order for weight in part) == Counter(list(parts.shapes))
+    assert set(parts.parameters) == {weight for weight, _ in net.module.vit.named_parameters()}
+    assert set(parts.shapes) - parts.parameters == {weight for weight in parts.shapes if "running_" in weight}
     assert bool(net.batch_norms) == (name in WITH_BATCH_NORM)
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
 def test_what_a_family_can_do(name: str) -> None:
     net = tiny_family(name)
-    assert net.anatomy.uniform_blocks == (name in WITH_UNIFORM_BLOCKS)
+    assert net.parts.uniform_blocks == (name in WITH_UNIFORM_BLOCKS)
     assert net.stacking == ("tensor operations" if name in WITH_UNIFORM_BLOCKS else "vmap")
     if name in WITH_TOKEN_DROPPING:
         assert net.num_kept_patches(0.5) == net.num_patches // 2
@@ -90,7 +90,7 @@ def test_models_with_uniform_blocks_can_be_split_skipped_and_prompted(name: str)
     tokens = net.forward_to(weights, inputs, keep, 1)
     assert tokens.shape == (BATCH, net.num_prefix_tokens + 3, net.embed_dim)
     torch.testing.assert_close(net.forward_from(weights, tokens, 1), net(weights, inputs, keep))
-    shallow = {weight: tensor for weight, tensor in weights.items() if weight not in net.anatomy.blocks[1]}
+    shallow = {weight: tensor for weight, tensor in weights.items() if weight not in net.parts.blocks[1]}
     assert net(shallow, inputs, depth=1).shape == (BATCH, 4)
     prompted = build_model(TINY_FAMILIES[name], 4, 1, 32, seed=0, adapt=lambda vit: add_prompts(vit, 2, deep=True))
     more = {**weights, "prompts": prompted.initial_weights()["prompts"].double()}
@@ -110,9 +110,9 @@ def test_low_rank_factors_start_as_nothing_and_reach_every_block(name: str) -> N
     vit = copy.deepcopy(net.module.vit)
     targets = ("proj", "fc2") if name == "levit" else ("q", "v")
     add_lora(vit, 2, 4.0, targets)
-    layout = layout_of(vit)
-    lora = dissect(vit, layout).lora
-    for path in layout.blocks:
+    part_paths = part_paths_of(vit)
+    lora = find_parts(vit, part_paths).lora
+    for path in part_paths.blocks:
         assert sum(weight.startswith(f"{path}.") for weight in lora) == 2 * len(targets)
     inputs = images(net)
     torch.testing.assert_close(vit.double().eval()(inputs), net.module.vit.eval()(inputs))
@@ -129,14 +129,14 @@ def test_default_sizes_fit_small_images(name: str) -> None:
         net = build_model(ModelConfig(name=name, image_size=32), 10, 3, 64, seed=0)
     assert net.image_size == 32
     assert net.num_patches in ((64,) if name in WITH_TOKEN_DROPPING else (0,))
-    assert 0.2e6 < net.anatomy.count_parameters(net.anatomy.whole) < 8e6
+    assert 0.2e6 < net.parts.count_parameters(net.parts.whole) < 8e6
 
 
 @pytest.mark.parametrize(("name", "millions"), [("cvt", 20.0), ("t2t", 4.3), ("deit", 5.9), ("swin", 28.3)])
 def test_standard_sizes_are_those_of_the_papers(name: str, millions: float) -> None:
     with torch.device("meta"):
-        anatomy = build_model(ModelConfig(name=name), 1000, 3, 224, seed=0).anatomy
-    assert anatomy.count_parameters(anatomy.whole) / 1e6 == pytest.approx(millions, abs=0.06)
+        parts = build_model(ModelConfig(name=name), 1000, 3, 224, seed=0).parts
+    assert parts.count_parameters(parts.whole) / 1e6 == pytest.approx(millions, abs=0.06)
 
 
 @pytest.mark.long
@@ -203,7 +203,7 @@ def test_positions_are_fixed_sinusoids() -> None:
         .sin()
         .where(torch.tensor([True, False]), torch.tensor([3 / 10000 ** (2 / 6)] * 2).cos()),
     )
-    assert "pos_embed" not in tiny_family("t2t").anatomy.shapes
+    assert "pos_embed" not in tiny_family("t2t").parts.shapes
 
 
 # CvT

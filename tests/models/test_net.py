@@ -260,7 +260,7 @@ def test_running_statistics_are_updated_in_the_given_weights_only() -> None:
     weights = net.initial_weights()
     before = {key: tensor.clone() for key, tensor in net.initial_weights().items()}
     everyone = torch.ones(BATCH, dtype=torch.bool)
-    trained = net.trained_batch_norms(net.anatomy.blocks[0])
+    trained = net.trained_batch_norms(net.parts.blocks[0])
     net(weights, images(net).float(), statistics=BatchStatistics(trained, everyone))
     assert not torch.equal(
         weights["stages.0.blocks.0.attn.qkv.bn.running_mean"], before["stages.0.blocks.0.attn.qkv.bn.running_mean"]
@@ -308,4 +308,4 @@ def test_initial_weights_are_copies(small: Net) -> None:
     for tensor in first.values():
         tensor.zero_()
     assert any(tensor.any() for tensor in small.initial_weights().values())
-    assert list(first) == list(small.anatomy.shapes)
+    assert list(first) == list(small.parts.shapes)

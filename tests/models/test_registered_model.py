@@ -57,7 +57,7 @@ def test_registered_model_is_stacked_masked_and_seeded(plugin: Path) -> None:
     config = load_config("digits", {"model.name": "narrow", "model.depth": None}, plugins=[plugin]).model
     net = build_model(config, classes=3, channels=1, data_image_size=8, seed=1)
     assert net.stackable
-    assert (net.image_size, net.num_patches, net.embed_dim, net.anatomy.depth) == (8, 16, 16, 2)
+    assert (net.image_size, net.num_patches, net.embed_dim, net.parts.depth) == (8, 16, 16, 2)
     weights, again = net.initial_weights(), build_model(config, 3, 1, 8, seed=1).initial_weights()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     keep = torch.tensor([[0, 3, 5]])

@@ -27,8 +27,8 @@ REAL = Path(__file__).parents[2].parent / "shared" / "weights" / f"{REAL_NAME}.s
 real = pytest.mark.real
 
 
-def make(config: ModelConfig, classes: int = 5, channels: int = 3, side: int = 32, seed: int = 0) -> Net:
-    net = build_model(config, classes, channels, side, seed)
+def make(config: ModelConfig, classes: int = 5, channels: int = 3, image_size: int = 32, seed: int = 0) -> Net:
+    net = build_model(config, classes, channels, image_size, seed)
     net.module.eval()
     return net
 
@@ -56,8 +56,8 @@ def config_error_of(config: ModelConfig, key: str, classes: int = 5, channels: i
 
 def test_plain_vit_has_the_configured_sizes() -> None:
     net = make(ModelConfig(image_size=24, patch_size=6, dim=24, depth=3, heads=3, mlp_ratio=2), classes=7)
-    assert (net.image_size, net.num_patches, net.anatomy.depth) == (24, 16, 3)
-    shapes = net.anatomy.shapes
+    assert (net.image_size, net.num_patches, net.parts.depth) == (24, 16, 3)
+    shapes = net.parts.shapes
     assert shapes["patch_embed.proj.weight"] == (24, 3, 6, 6)
     assert shapes["pos_embed"] == (1, 17, 24)
     assert shapes["blocks.0.mlp.fc1.weight"] == (48, 24)
@@ -65,9 +65,9 @@ def test_plain_vit_has_the_configured_sizes() -> None:
 
 
 def test_plain_vit_has_the_datas_image_size_by_default() -> None:
-    net = make(ModelConfig(patch_size=2), channels=1, side=8)
+    net = make(ModelConfig(patch_size=2), channels=1, image_size=8)
     assert (net.image_size, net.num_patches) == (8, 16)
-    assert net.anatomy.shapes["patch_embed.proj.weight"][1:] == (1, 2, 2)
+    assert net.parts.shapes["patch_embed.proj.weight"][1:] == (1, 2, 2)
     assert (net.mean, net.std) == ((0.5,), (0.5,))
 
 
@@ -204,8 +204,8 @@ def test_head_for_other_classes_keeps_its_initial_weights(saved: Path) -> None:
     net = make(with_weights(saved), classes=9, seed=2)
     loaded = net.initial_weights()
     given = load_file(saved)
-    assert all(torch.equal(loaded[name], fresh[name]) for name in net.anatomy.head)
-    assert all(torch.equal(loaded[name], given[name]) for name in net.anatomy.body)
+    assert all(torch.equal(loaded[name], fresh[name]) for name in net.parts.head)
+    assert all(torch.equal(loaded[name], given[name]) for name in net.parts.body)
 
 
 def test_file_without_a_head_is_accepted(saved: Path) -> None:
@@ -329,8 +329,8 @@ def real_file() -> Path:
     return REAL
 
 
-def random_images(side: int, channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
+def random_images(image_size: int, channels: int = 3) -> Tensor:
+    return torch.randn(2, channels, image_size, image_size, generator=torch.Generator().manual_seed(0))
 
 
 def timm_model(file: Path, **sizes: int) -> Any:
@@ -363,8 +363,8 @@ def test_pretrained_with_another_head(real_file: Path) -> None:
     given = load_file(real_file)
     loaded = net.initial_weights()
     assert loaded["head.weight"].shape == (21, 192)
-    assert all(torch.equal(loaded[name], fresh[name]) for name in net.anatomy.head)
-    assert all(torch.equal(loaded[name], given[name]) for name in net.anatomy.body)
+    assert all(torch.equal(loaded[name], fresh[name]) for name in net.parts.head)
+    assert all(torch.equal(loaded[name], given[name]) for name in net.parts.body)
 
 
 @real

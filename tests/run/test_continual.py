@@ -168,7 +168,7 @@ def test_the_last_row_is_each_clients_model_on_its_own_test_images(fedvit: Finis
     for client in range(4):
         state = fedvit.context.fleet.client_state(client)
         assert state is not None
-        weights = {name: state.tensors[name] for name in fedvit.context.net.anatomy.shapes}
+        weights = {name: state.tensors[name] for name in fedvit.context.net.parts.shapes}
         for task_index in (0, 3):
             index = fedvit.context.evaluator.test_indices(client, task_index)
             correct = 0

@@ -30,7 +30,7 @@ def model_by_hand(context: RunContext, state: RunState, client: int) -> Tensors:
     """Return the server's tensors with the head of the client's own, or with the initial head."""
     client_state = context.fleet.client_state(client)
     head = context.net.initial_weights() if client_state is None else client_state.tensors
-    return {**{name: head[name] for name in context.net.anatomy.head}, **state.server.tensors}
+    return {**{name: head[name] for name in context.net.parts.head}, **state.server.tensors}
 
 
 def accuracy_by_hand(context: RunContext, weights: Tensors, client: int, task_index: int) -> float:
@@ -78,7 +78,7 @@ def test_without_tasks_the_global_evaluation_uses_the_servers_body(tmp_path: Pat
             client_state = context.fleet.client_state(client)
             weights = model_by_hand(context, state, client)
             if body == "own" and client_state is not None:
-                weights = {name: client_state.tensors[name] for name in context.net.anatomy.whole}
+                weights = {name: client_state.tensors[name] for name in context.net.parts.whole}
             images, labels = context.data.test.images, context.data.test.labels
             predicted = context.net(weights, context.trainer.preprocess(images)).argmax(dim=1)
             accuracies.append(float((predicted == labels).double().mean()))

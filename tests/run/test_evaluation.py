@@ -54,7 +54,7 @@ def evaluator(tiny_net: Net, tiny_images: ImageSet) -> FleetEvaluator:
 def random_weights(net: Net, seed: int) -> dict[str, Tensor]:
     """Return random weights, large enough that predictions differ between images."""
     random = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=random) * 0.5 for name, shape in net.anatomy.shapes.items()}
+    return {name: torch.randn(shape, generator=random) * 0.5 for name, shape in net.parts.shapes.items()}
 
 
 def predict(net: Net, weights: Tensors, images: ImageSet) -> tuple[NDArray[np.bool_], float]:
@@ -89,7 +89,7 @@ def test_evaluate_global_takes_missing_weights_from_the_base(
 ) -> None:
     method = FedAvg(FedAvgParams(), make_context())
     weights = random_weights(tiny_net, 1)
-    head = {name: weights[name] for name in tiny_net.anatomy.head}
+    head = {name: weights[name] for name in tiny_net.parts.head}
     body = {name: tensor for name, tensor in weights.items() if name not in head}
     whole = evaluator.evaluate_global(method, 1, State(weights), {}, no_state)
     assert evaluator.evaluate_global(method, 1, State(head), body, no_state) == whole
@@ -211,7 +211,7 @@ class SpyForward:
 
     def __call__(self, weights: Tensors, images: Tensor, *more: Any) -> Tensor:
         self.shapes.append(images.shape)
-        self.stacked_names |= {name for name, shape in self.net.anatomy.shapes.items() if weights[name].shape != shape}
+        self.stacked_names |= {name for name, shape in self.net.parts.shapes.items() if weights[name].shape != shape}
         return self.functional(weights, images, *more)
 
 
@@ -233,7 +233,7 @@ def test_stacked_models_share_the_global_module(
     evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
 ) -> None:
     method = EftVit(EftVitParams(local_layers=1), make_context())
-    server = State(method.anatomy.union(method.global_module, method.anatomy.head).take(random_weights(tiny_net, 1)))
+    server = State(method.parts.union(method.global_module, method.parts.head).take(random_weights(tiny_net, 1)))
     base = method.local_module.take(random_weights(tiny_net, 3))
     states = {client: State(method.local_module.take(random_weights(tiny_net, 10 + client))) for client in (0, 1, 3)}
     spy = SpyForward(tiny_net)

@@ -167,7 +167,7 @@ def test_the_model_file_holds_the_server_weights_and_metadata(tiny_config: MakeC
     context, state = run(tiny_config(), tmp_path / "run")
     path = tmp_path / "run" / "model.safetensors"
     tensors = load_file(path)
-    assert set(tensors) == set(context.net.anatomy.shapes)
+    assert set(tensors) == set(context.net.parts.shapes)
     assert all(torch.equal(tensors[name], state.server.tensors[name]) for name in tensors)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()

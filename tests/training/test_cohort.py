@@ -31,7 +31,7 @@ def test_cohort_trains_the_whole_model_as_single_clients_do(
     train: dict[str, object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, **train)
-    objective = Objective(tiny_net.anatomy.whole)
+    objective = Objective(tiny_net.parts.whole)
     check_against_single_fits(
         trainer, [Fit(weights, objective, 2, score_samples=True) for weights in random_weights(tiny_net)], make_shard
     )
@@ -46,13 +46,13 @@ def test_cohort_shares_frozen_weights(part: str, make_trainer: MakeTrainer, make
             add_prompts(vit, 3, deep=True)
 
     net = build_model(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, 8, 0, adapt)
-    anatomy = net.anatomy
+    parts = net.parts
     selection = {
-        "head": anatomy.head,
-        "bias": anatomy.union(anatomy.biases, anatomy.head),
-        "one layer": anatomy.union(anatomy.blocks[1], anatomy.head),
-        "lora": anatomy.union(anatomy.lora, anatomy.head),
-        "prompts": anatomy.union(anatomy.prompts, anatomy.head),
+        "head": parts.head,
+        "bias": parts.union(parts.biases, parts.head),
+        "one layer": parts.union(parts.blocks[1], parts.head),
+        "lora": parts.union(parts.lora, parts.head),
+        "prompts": parts.union(parts.prompts, parts.head),
     }[part]
     weights = random_weights(net)
     # All clients have the same frozen weights.
@@ -61,8 +61,8 @@ def test_cohort_shares_frozen_weights(part: str, make_trainer: MakeTrainer, make
 
 
 def test_cohort_trains_a_model_of_fewer_blocks(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
-    anatomy = tiny_net.anatomy
-    objective = Objective(anatomy.union(anatomy.blocks[0], anatomy.head), depth=1)
+    parts = tiny_net.parts
+    objective = Objective(parts.union(parts.blocks[0], parts.head), depth=1)
     check_against_single_fits(
         make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in random_weights(tiny_net)], make_shard
     )
@@ -83,7 +83,7 @@ def test_steps_before_the_first_non_finite_loss_are_counted(
 ) -> None:
     trainer = make_trainer(batch_size=4, lr=1e-6)
     trainer = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-    objective = Objective(tiny_net.anatomy.whole, InfiniteLoss())
+    objective = Objective(tiny_net.parts.whole, InfiniteLoss())
     poisoned = [5, 99, 20, 99]
     fits = [
         Fit(tiny_net.initial_weights(), objective, 2, {"poisoned": torch.tensor(position)}) for position in poisoned
@@ -112,7 +112,7 @@ def test_cohort_with_shared_or_separate_constants(
 ) -> None:
     weights = random_weights(tiny_net)
     anchors = [weights[0]] * len(weights) if shared else weights[::-1]
-    objective = Objective(tiny_net.anatomy.whole, AnchoredLoss())
+    objective = Objective(tiny_net.parts.whole, AnchoredLoss())
     fits = [Fit(start, objective, 2, anchor) for start, anchor in zip(weights, anchors, strict=True)]
     check_against_single_fits(make_trainer(batch_size=8), fits, make_shard)
 
@@ -129,7 +129,7 @@ def test_cohort_replays_the_stored_samples_of_each_client(
 ) -> None:
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, mask_ratio=mask_ratio, optimizer="sgd")
     trainer = replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1]) if known else None)
-    objective = Objective(tiny_net.anatomy.whole, DarkExperienceLoss(0.5, 0.5, 2))
+    objective = Objective(tiny_net.parts.whole, DarkExperienceLoss(0.5, 0.5, 2))
     fits = [
         Fit(start, objective, 2, replay=make_buffer(tiny_images, client))
         for client, start in enumerate(random_weights(tiny_net))

@@ -22,7 +22,7 @@ from vitfleet.training.trainer import Trainer
 
 def test_group_fits(tiny_net: Net, make_trainer: MakeTrainer, tiny_images: ImageSet) -> None:
     def client(size: int, epochs: int = 1, depth: int | None = None, replay: ReplayBuffer | None = None) -> ClientFit:
-        objective = Objective(tiny_net.anatomy.head, depth=depth)
+        objective = Objective(tiny_net.parts.head, depth=depth)
         shard = Shard(tiny_images, torch.arange(size))
         fit = Fit(tiny_net.initial_weights(), objective, epochs, replay=replay)
         return ClientFit(fit, shard, RngContext(0, 1, 0))
@@ -53,7 +53,7 @@ def test_fit_cohort_halves_a_group_that_is_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = make_trainer(batch_size=8, optimizer="sgd")
-    whole_fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    whole_fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
     group = make_group([whole_fit] * len(SHARDS), make_shard)
     fit, sizes = Trainer._fit, []
 
@@ -82,6 +82,6 @@ def test_fit_raises_if_a_single_client_is_out_of_memory(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(Trainer, "_fit", out_of_memory)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
     with pytest.raises(torch.OutOfMemoryError):
         make_trainer().fit(fit, make_shard(0, 8), RngContext(0, 1, 0))

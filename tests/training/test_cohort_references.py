@@ -101,7 +101,7 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
     )
     weights = random_weights(tiny_net)
     objective = Objective(
-        tiny_net.anatomy.whole,
+        tiny_net.parts.whole,
         transform=AddReferences(),
         selector=selector,
         restore_every=restore_every,
@@ -133,9 +133,7 @@ def test_selected_parts_are_computed_whole_until_the_next_selection(
     double = replace(preprocess, mean=preprocess.mean.double(), std=preprocess.std.double())
 
     def train(every: int) -> list[FitResult]:
-        objective = Objective(
-            tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences(indices, every)
-        )
+        objective = Objective(tiny_net.parts.whole, transform=AddReferences(), selector=FixedReferences(indices, every))
         fits = [
             Fit(weights, objective, 1, memory=make_memory(tiny_images, client, 4))
             for client, weights in enumerate(random_weights(tiny_net))
@@ -166,7 +164,7 @@ def test_images_of_selected_parts_are_counted_as_they_are_computed(
         return forward(self, weights, images, batch, *args, **keys)
 
     monkeypatch.setattr(StepEngine, "forward", count_stored)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences((3, 1), every=3))
+    objective = Objective(tiny_net.parts.whole, transform=AddReferences(), selector=FixedReferences((3, 1), every=3))
     fit = Fit(tiny_net.initial_weights(), objective, 1, memory=make_memory(tiny_images, 0, 4))
     result = make_trainer(batch_size=8).fit(fit, make_shard(0, 24), RngContext(0, 1, 0))
     # Widths 24, 16, 8 and 8: all of them in the first step, the first two in the others.
@@ -181,7 +179,7 @@ def test_reference_gradient_is_the_gradient_of_its_memory_part(
     """One step of SGD along the sum of the gradient and the references, compared with autograd."""
     trainer = make_trainer(optimizer="sgd", momentum=0, weight_decay=0, lr=0.1, schedule="constant")
     weights, memory = tiny_net.initial_weights(), make_memory(tiny_images, 1, 3)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences())
+    objective = Objective(tiny_net.parts.whole, transform=AddReferences())
     shard = make_shard(0, 12)
     result = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, RngContext(7, 3, 0))
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -205,7 +203,7 @@ def test_gradients_of_parts_together_are_those_of_each_part(
 ) -> None:
     """Parts that share a client's weights in one backward pass, against autograd part by part."""
     trainer = replace(make_trainer(), parts_at_once=9)
-    objective, sizes = Objective(tiny_net.anatomy.body), (8, 7, 5)
+    objective, sizes = Objective(tiny_net.parts.body), (8, 7, 5)
     group = []
     for client, weights in enumerate(random_weights(tiny_net, clients)):
         memory = make_memory(tiny_images, client, 3)

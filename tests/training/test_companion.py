@@ -57,7 +57,7 @@ def other_weights(net: Net, seed: int) -> dict[str, Tensor]:
 
 
 def make_group(net: Net, make_shard: MakeShard, round: int = 1) -> list[ClientFit]:
-    objective = Objective(net.anatomy.whole, companion=HalfWay())
+    objective = Objective(net.parts.whole, companion=HalfWay())
     return [
         ClientFit(
             Fit(
@@ -114,9 +114,9 @@ def test_a_companion_by_itself_is_trained_as_the_weights_are(
 ) -> None:
     trainer, rng, shard = make_trainer(batch_size=8, clip=1.0), RngContext(7, 1, 0), make_shard(0, 20)
     first, second = tiny_net.initial_weights(), {n: t.float() for n, t in other_weights(tiny_net, 1).items()}
-    alone = [trainer.fit(Fit(start, Objective(tiny_net.anatomy.whole), 2), shard, rng) for start in (first, second)]
+    alone = [trainer.fit(Fit(start, Objective(tiny_net.parts.whole), 2), shard, rng) for start in (first, second)]
     both = trainer.fit(
-        Fit(first, Objective(tiny_net.anatomy.whole, companion=Copy()), 2, companion_weights=second), shard, rng
+        Fit(first, Objective(tiny_net.parts.whole, companion=Copy()), 2, companion_weights=second), shard, rng
     )
     assert all(torch.equal(both.weights[name], alone[0].weights[name]) for name in first)
     assert all(torch.equal(both.companion_weights[name], alone[1].weights[name]) for name in first)
@@ -125,14 +125,14 @@ def test_a_companion_by_itself_is_trained_as_the_weights_are(
 
 def test_each_has_its_own_running_statistics(make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     net = build_model(ModelConfig(name="levit_128s", image_size=32), 5, 1, 8, 0)
-    buffers = [name for name in net.anatomy.whole if name.endswith("running_mean")]
+    buffers = [name for name in net.parts.whole if name.endswith("running_mean")]
     assert buffers
     trainer = replace(make_trainer(batch_size=8, optimizer="sgd"), net=net)
     trainer = replace(trainer, preprocess=replace(trainer.preprocess, image_size=net.image_size))
     first, rng, shard = net.initial_weights(), RngContext(7, 1, 0), make_shard(0, 8)
     second = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in first.items()}
-    alone = [trainer.fit(Fit(start, Objective(net.anatomy.whole), 1), shard, rng) for start in (first, second)]
-    objective = Objective(net.anatomy.whole, companion=Copy())
+    alone = [trainer.fit(Fit(start, Objective(net.parts.whole), 1), shard, rng) for start in (first, second)]
+    objective = Objective(net.parts.whole, companion=Copy())
     both = trainer.fit(Fit(first, objective, 1, companion_weights=second), shard, rng)
     assert all(torch.equal(both.weights[name], alone[0].weights[name]) for name in first)
     assert all(torch.equal(both.companion_weights[name], alone[1].weights[name]) for name in buffers)

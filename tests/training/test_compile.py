@@ -23,7 +23,7 @@ from vitfleet.training.trainer import Trainer
 
 
 def local_and_head(net: Net) -> Selection:
-    return net.anatomy.union(net.anatomy.embed, net.anatomy.blocks[0], net.anatomy.head)
+    return net.parts.union(net.parts.embed, net.parts.blocks[0], net.parts.head)
 
 
 def fit_clients(trainer: Trainer, net: Net, trainable: Selection, make_shard: MakeShard, sizes: list[int]) -> list[Any]:
@@ -52,7 +52,7 @@ def test_a_block_is_compiled_once_for_any_number_of_clients(
 ) -> None:
     trainer = make_trainer(batch_size=8, optimizer="sgd")
     compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
-    trainable = tiny_net.anatomy.whole if whole else local_and_head(tiny_net)
+    trainable = tiny_net.parts.whole if whole else local_and_head(tiny_net)
     for sizes in ([16, 16], [24, 16, 8], [16] * 5, [40, 32, 16, 16, 8, 8, 8]):
         expected = fit_clients(trainer, tiny_net, trainable, make_shard, sizes)
         results = fit_clients(compiled, tiny_net, trainable, make_shard, sizes)
@@ -74,7 +74,7 @@ def test_captured_steps_of_a_compiled_model_have_two_clients(
     """A client that has steps of its own is accompanied by one that skips them: no compilation for one client."""
     trainer = make_trainer(batch_size=4, optimizer="sgd")
     graphed = replace(trainer, machine=replace(trainer.machine, compile=True, graphs=True))
-    sizes, whole = [40, 20, 8], tiny_net.anatomy.whole
+    sizes, whole = [40, 20, 8], tiny_net.parts.whole
     expected = fit_clients(trainer, tiny_net, whole, make_shard, sizes)
     for left, right in zip(fit_clients(graphed, tiny_net, whole, make_shard, sizes), expected, strict=True):
         assert left.steps == right.steps
@@ -89,7 +89,7 @@ def test_server_and_clients_compile_once_each(
 ) -> None:
     trainer = make_trainer(batch_size=8)
     compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
-    server = tiny_net.anatomy.union(*tiny_net.anatomy.blocks[1:], tiny_net.anatomy.norm, tiny_net.anatomy.head)
+    server = tiny_net.parts.union(*tiny_net.parts.blocks[1:], tiny_net.parts.norm, tiny_net.parts.head)
     tokens = tiny_net.num_patches + tiny_net.num_prefix_tokens
     for samples in (16, 24, 40):
         fit_clients(compiled, tiny_net, local_and_head(tiny_net), make_shard, [16, 16])
@@ -105,7 +105,7 @@ def test_scoring_is_compiled_once_for_similar_numbers_of_images(
 ) -> None:
     trainer = make_trainer(batch_size=1)  # batches of one shape, whatever the number of images
     compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1, score_samples=True)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1, score_samples=True)
     counts = []
     for first, second in ((12, 9), (11, 10), (10, 8)):
         group = [ClientFit(fit, make_shard(0, size), RngContext(0, 1, size)) for size in (first, second)]

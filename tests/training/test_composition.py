@@ -39,7 +39,7 @@ class Scaled:
 
 
 def scaled_name(net: Net) -> str:
-    return next(name for name in net.anatomy.blocks[0] if name.endswith("qkv.weight"))
+    return next(name for name in net.parts.blocks[0] if name.endswith("qkv.weight"))
 
 
 def scaled_fit(net: Net, seed: int, epochs: int = 2) -> Fit:
@@ -49,7 +49,7 @@ def scaled_fit(net: Net, seed: int, epochs: int = 2) -> Fit:
         for key, tensor in net.initial_weights().items()
     }
     shift = 0.1 * torch.randn(weights[name].shape, generator=random, dtype=torch.float64)
-    trainable = ComposedSelection((*net.anatomy.whole, "scale"), Scaled(name))
+    trainable = ComposedSelection((*net.parts.whole, "scale"), Scaled(name))
     scale = torch.tensor(0.5 + 0.1 * seed, dtype=torch.float64)
     return Fit({**weights, "scale": scale}, Objective(trainable), epochs, {"shift": shift}, score_samples=True)
 

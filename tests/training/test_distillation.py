@@ -51,7 +51,7 @@ class LastReference:
 def make_teachers(net: Net, seed: int, absent: int | None = None, count: int = len(LABELS)) -> Teachers:
     """Return teachers that keep a third of random weights."""
     random = torch.Generator().manual_seed(seed)
-    total = net.anatomy.count_parameters(net.anatomy.whole)
+    total = net.parts.count_parameters(net.parts.whole)
     indices = torch.stack([torch.randperm(total, generator=random)[: total // 3] for _ in range(count)])
     present = torch.tensor([index != absent for index in range(count)])
     values = torch.randn(count, total // 3, generator=random) * 0.3 * present[:, None]
@@ -61,14 +61,14 @@ def make_teachers(net: Net, seed: int, absent: int | None = None, count: int = l
 
 def dense(net: Net, teachers: Teachers, index: int) -> dict[str, Tensor]:
     """Return a teacher's weights, number by number."""
-    names = list(net.anatomy.trainable(net.anatomy.whole))
-    vector = torch.zeros(sum(net.anatomy.shapes[name].numel() for name in names))
+    names = list(net.parts.trainable(net.parts.whole))
+    vector = torch.zeros(sum(net.parts.shapes[name].numel() for name in names))
     for value, position in zip(teachers.values[index], teachers.indices[index].tolist(), strict=True):
         vector[position] = value
     weights, start = {}, 0
     for name in names:
-        size = net.anatomy.shapes[name].numel()
-        weights[name] = vector[start : start + size].reshape(net.anatomy.shapes[name])
+        size = net.parts.shapes[name].numel()
+        weights[name] = vector[start : start + size].reshape(net.parts.shapes[name])
         start += size
     return weights
 
@@ -89,7 +89,7 @@ def test_gradient_of_a_teacher_is_that_of_autograd_by_hand(
 ) -> None:
     trainer = replace(make_trainer(batch_size=12, **SGD), class_tasks=TASKS if known else None)
     weights, shard, teachers = tiny_net.initial_weights(), make_shard(0, 12), make_teachers(tiny_net, 0, absent=2)
-    fit = Fit(weights, Objective(tiny_net.anatomy.whole, transform=LastReference()), 1, memory=teachers)
+    fit = Fit(weights, Objective(tiny_net.parts.whole, transform=LastReference()), 1, memory=teachers)
     result = trainer.fit(fit, shard, RngContext(7, 3, 0))
     assert float(result.observed["references"]) == 2
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -118,8 +118,8 @@ def test_distillation_loss_ignores_classes_of_other_tasks() -> None:
 
 
 def test_expanded_weights_of_stacked_clients_are_those_of_each(tiny_net: Net) -> None:
-    anatomy, teachers = tiny_net.anatomy, make_teachers(tiny_net, 1)
-    shapes = {name: anatomy.shapes[name] for name in anatomy.trainable(anatomy.whole)}
+    parts, teachers = tiny_net.parts, make_teachers(tiny_net, 1)
+    shapes = {name: parts.shapes[name] for name in parts.trainable(parts.whole)}
     stacked = expand_weights(teachers.values, teachers.indices, shapes)
     for index in range(len(teachers)):
         for name, tensor in dense(tiny_net, teachers, index).items():
@@ -165,7 +165,7 @@ def test_stacked_clients_have_the_gradients_of_their_own_teachers(
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std), class_tasks=TASKS)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     objective = Objective(
-        tiny_net.anatomy.whole,
+        tiny_net.parts.whole,
         transform=GradientIntegrator(check=True),
         selector=MostDissimilar(k, every),
         restore_every=restore_every,
@@ -194,14 +194,14 @@ def test_running_statistics_are_those_of_the_training_alone(make_trainer: MakeTr
     trainer = replace(make_trainer(batch_size=8, **SGD), net=net)
     mean, std = torch.tensor(net.mean), torch.tensor(net.std)
     trainer = replace(trainer, preprocess=Preprocess(net.image_size, mean, std))
-    plain = Fit(net.initial_weights(), Objective(net.anatomy.whole), 1)
+    plain = Fit(net.initial_weights(), Objective(net.parts.whole), 1)
     taught = replace(
         plain,
-        objective=Objective(net.anatomy.whole, transform=LastReference()),
+        objective=Objective(net.parts.whole, transform=LastReference()),
         memory=make_teachers(net, 0),
     )
     results = [trainer.fit(fit, shard, RngContext(0, 1, 0)).weights for fit in (plain, taught)]
-    buffers = [name for name in net.anatomy.shapes if name not in net.anatomy.parameters]
+    buffers = [name for name in net.parts.shapes if name not in net.parts.parameters]
     assert buffers
     assert all(torch.equal(results[0][name], results[1][name]) for name in buffers)
-    assert any(not torch.equal(results[0][name], results[1][name]) for name in net.anatomy.parameters)
+    assert any(not torch.equal(results[0][name], results[1][name]) for name in net.parts.parameters)

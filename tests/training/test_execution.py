@@ -24,14 +24,14 @@ from vitfleet.training.trainer import Trainer, preprocess_for
 
 
 def train(trainer: Trainer, net: Net, make_shard: MakeShard, clients: int) -> None:
-    fit = Fit(net.initial_weights(), Objective(net.anatomy.head), 1)
+    fit = Fit(net.initial_weights(), Objective(net.parts.head), 1)
     trainer.fit_cohort([ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)])
 
 
 def test_execution_summary_of_eager_training(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     trainer = make_trainer(batch_size=8)
     assert trainer.execution_summary() == ExecutionSummary()
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.head), 1)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.head), 1)
     trainer.fit(fit, NO_IMAGES, RngContext(7, 1, 0))
     assert trainer.execution_summary() == ExecutionSummary(), "a client without samples takes no step"
     for clients in (1, 3, 2):
@@ -140,7 +140,7 @@ def family_group(family: str) -> tuple[Trainer, list[ClientFit]]:
     pixels = torch.randint(0, 256, (9, 1, net.image_size, net.image_size), generator=generator, dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(9) % 4)
     weights = {name: tensor.double() for name, tensor in net.initial_weights().items()}
-    fit = Fit(weights, Objective(net.anatomy.whole), 1)
+    fit = Fit(weights, Objective(net.parts.whole), 1)
     ends = (9, 3)
     return trainer, [
         ClientFit(fit, Shard(images, torch.arange(end)), RngContext(7, 1, client)) for client, end in enumerate(ends)

@@ -31,7 +31,7 @@ def test_the_servers_step_is_captured_once_whatever_the_number_of_features(
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
     tokens = tiny_net.num_patches + tiny_net.num_prefix_tokens
-    server = tiny_net.anatomy.union(*tiny_net.anatomy.blocks[1:], tiny_net.anatomy.norm, tiny_net.anatomy.head)
+    server = tiny_net.parts.union(*tiny_net.parts.blocks[1:], tiny_net.parts.norm, tiny_net.parts.head)
     parts: list[Features] = []
     for round in range(1, 6):
         values = torch.randn(7 * round, tokens, tiny_net.embed_dim).bfloat16()
@@ -65,7 +65,7 @@ def test_captured_step_serves_smaller_observer_states(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.anatomy.whole, observer=Recorder())
+    objective = Objective(tiny_net.parts.whole, observer=Recorder())
 
     def train(rows: int) -> int:
         fit = Fit(tiny_net.initial_weights(), objective, 1, observer_state={"seen": torch.zeros(rows)})

@@ -141,7 +141,7 @@ def test_stacked_and_captured_clients_play_as_each_would_alone(
     )
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     weights = {name: tensor.double() for name, tensor in tiny_net.initial_weights().items()}
-    objective = Objective(tiny_net.anatomy.whole, game)
+    objective = Objective(tiny_net.parts.whole, game)
     group = []
     for client, (size, stored) in enumerate(((20, 3), (9, 17), (15, 8))):
         buffer = ReplayBuffer(tiny_images.images[:stored], tiny_images.labels[:stored], 2)
@@ -158,7 +158,7 @@ def test_without_memory_the_loss_is_that_of_the_batch(
 ) -> None:
     trainer, shard, weights = make_trainer(batch_size=8), make_shard(0, 12), tiny_net.initial_weights()
     plain, played = (
-        trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole, loss), 1), shard, RngContext(7, 3, 0))
+        trainer.fit(Fit(weights, Objective(tiny_net.parts.whole, loss), 1), shard, RngContext(7, 3, 0))
         for loss in (cross_entropy, GAME)
     )
     assert torch.equal(plain.loss, played.loss)

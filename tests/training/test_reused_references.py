@@ -57,7 +57,7 @@ def test_references_are_those_of_the_last_step_that_restored(
     """Two epochs of five steps by hand: references are computed at the steps 0, 2 and 4 of each."""
     trainer, shard, memory = make_trainer(batch_size=4, **PLAIN_SGD), make_shard(0, 20), make_memory(2)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), restore_every=2)
+    objective = Objective(tiny_net.parts.whole, transform=AddReferences(), restore_every=2)
     result = trainer.fit(Fit(weights, objective, 2, memory=memory), shard, RngContext(0, 1, 0))
 
     def gradient(weights: Tensors, images: Tensor, labels: Tensor) -> list[Tensor]:
@@ -94,7 +94,7 @@ def test_captured_steps_reuse_references_as_eager_ones_do(
     eager = replace(make_trainer(batch_size=4, **PLAIN_SGD), parts_at_once=9)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
     objective = Objective(
-        tiny_net.anatomy.body,
+        tiny_net.parts.body,
         transform=GradientIntegrator(),
         selector=MostDissimilar(2, every=4),
         restore_every=2,
@@ -136,7 +136,7 @@ def test_half_precision_hardly_turns_the_direction_of_real_gradients(
     tiny_net: Net, make_memory: MakeMemory, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     trainer = make_trainer()
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.body), 1, memory=make_memory(5))
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.body), 1, memory=make_memory(5))
     group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, 0))]
     cohorts = [
         Cohort(

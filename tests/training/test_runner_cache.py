@@ -30,7 +30,7 @@ def train(
     """Train a number of clients with captured steps: one step, of a shape of its own for every number."""
     trainer = make_trainer(batch_size=8)
     graphed = replace(trainer, runners=runners, machine=replace(trainer.machine, graphs=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
 
     def train_clients(num_clients: int) -> None:
         group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]

@@ -55,7 +55,7 @@ def test_captured_step_replays_the_stored_samples_of_another_group(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.anatomy.whole, replay_loss)
+    objective = Objective(tiny_net.parts.whole, replay_loss)
     for round, sizes in ((1, (3, 17)), (2, (30, 9))):
         fits = [
             Fit(tiny_net.initial_weights(), objective, 2, replay=ReplayBuffer(images[:size], labels[:size], 2))
@@ -76,7 +76,7 @@ def test_captured_step_serves_another_group(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.anatomy.whole)
+    objective = Objective(tiny_net.parts.whole)
     returned: list[tuple[torch.Tensor, torch.Tensor]] = []
     for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps per epoch, then five
         fit = Fit(tiny_net.initial_weights(), objective, 2)
@@ -142,7 +142,7 @@ def test_captured_step_is_not_replayed_under_another_configuration(
     eager = with_dtype(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), dtype)
     graphed = with_machine(eager, graphs=True)
     weights = {name: tensor.to(dtype) for name, tensor in tiny_net.initial_weights().items()}
-    fit = Fit(weights, Objective(tiny_net.anatomy.whole), 2)
+    fit = Fit(weights, Objective(tiny_net.parts.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
     change = OTHER_SETTINGS[setting]
     assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
@@ -165,7 +165,7 @@ def test_captured_step_serves_another_learning_rate(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = with_machine(eager, graphs=True)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
     group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 3, 0))]
     assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
     assert_same_results(with_train(graphed, **keys).fit_cohort(group), with_train(eager, **keys).fit_cohort(group))
@@ -177,7 +177,7 @@ def test_captured_step_is_not_replayed_on_other_labels(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = with_machine(eager, graphs=True)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
     for images in (tiny_images, replace(tiny_images, labels=tiny_images.labels.flip(0))):
         group = [ClientFit(fit, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
         assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
@@ -191,7 +191,7 @@ def test_captured_step_does_not_write_into_frozen_inputs(
     """Frozen tensors belong to the state of a client or of the server, which is used again."""
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.anatomy.head)
+    objective = Objective(tiny_net.parts.head)
     inputs: list[dict[str, torch.Tensor]] = []
     for round in range(3):
         weights = {name: tensor + 0.1 * round for name, tensor in tiny_net.initial_weights().items()}
@@ -215,7 +215,7 @@ def test_captured_step_serves_slightly_smaller_memories(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True), parts_at_once=4)
-    objective = Objective(tiny_net.anatomy.whole, transform=GradientIntegrator())
+    objective = Objective(tiny_net.parts.whole, transform=GradientIntegrator())
 
     def train(*sizes: tuple[int, ...]) -> int:
         weights = tiny_net.initial_weights()
@@ -237,7 +237,7 @@ def test_captured_steps_leave_out_clients_that_have_none(
 ) -> None:
     eager = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
     sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are loaded in two chunks
     group = [ClientFit(fit, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)]
     results = graphed.fit_cohort(group)
@@ -322,9 +322,7 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     """The trainer then continues with fewer clients; any other error of a capture names the key to change."""
     trainer = make_trainer()
     shard = make_shard(0, 8)
-    group = [
-        ClientFit(Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1), shard, RngContext(0, 1, 0))
-    ]
+    group = [ClientFit(Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1), shard, RngContext(0, 1, 0))]
     inputs = stack_inputs(group, tiny_net, 0.0)
     batches = trainer._epoch_batches(group, 0, trainer.config, 1)
     cohort = Cohort(trainer.engine, group, inputs)
@@ -381,7 +379,7 @@ def test_steps_are_warmed_up_and_captured_on_the_stream_of_their_trainer(
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 1)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     graphed.fit(fit, make_shard(0, 8), RngContext(0, 1, 0))
     assert used == [("waits for", main), side, ("waits for", side), ("pool", side)]

@@ -34,7 +34,7 @@ PLAIN_SGD: Mapping[str, object] = {
 
 
 def fit_whole_model(net: Net) -> Fit:
-    return Fit(net.initial_weights(), Objective(net.anatomy.whole), epochs=1)
+    return Fit(net.initial_weights(), Objective(net.parts.whole), epochs=1)
 
 
 def plain_module(net: Net, weights: Tensors) -> nn.Module:
@@ -164,14 +164,14 @@ def test_frozen_weights_are_unchanged_and_have_no_gradient(
 
     weights = tiny_net.initial_weights()
     before = {name: tensor.clone() for name, tensor in weights.items()}
-    fit = Fit(weights, Objective(tiny_net.anatomy.head, loss), epochs=2)
+    fit = Fit(weights, Objective(tiny_net.parts.head, loss), epochs=2)
     result = make_trainer(batch_size=8).fit(fit, make_shard(0, 20), RNG)
-    head = set(tiny_net.anatomy.head)
+    head = set(tiny_net.parts.head)
     assert set(result.weights) == head
     assert all(names == head for names in step_weights)
     assert_same(weights, before)
     assert all(tensor.grad is None and not tensor.requires_grad for tensor in weights.values())
-    assert max_difference(result.weights, tiny_net.anatomy.head.take(before)) > 1e-4
+    assert max_difference(result.weights, tiny_net.parts.head.take(before)) > 1e-4
 
 
 def test_fit_changes_neither_its_inputs_nor_the_net(
@@ -208,7 +208,7 @@ class ScaleHeadGradient:
 def test_transformed_gradients_are_applied(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     shard = make_shard(0, 12)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=ScaleHeadGradient(2))
+    objective = Objective(tiny_net.parts.whole, transform=ScaleHeadGradient(2))
     result = make_trainer(**PLAIN_SGD).fit(Fit(weights, objective, epochs=1), shard, RNG)
     gradients = expected_gradients(tiny_net, weights, shard, epoch_order(RNG, 0, 12))
     factor = {name: 0.2 if name.startswith("head.") else 0.0 for name in weights}
@@ -236,7 +236,7 @@ def test_observer_sees_gradients_before_transform_and_clip(
     stop = ScaleHeadGradient(0)  # the weights stay the same at every step
     shard = make_shard(0, 20)
     weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())
+    objective = Objective(tiny_net.parts.whole, transform=stop, observer=SumOfSquares())
     trainer = make_trainer(**PLAIN_SGD, clip=1e-6, batch_size=8)
     result = trainer.fit(
         Fit(weights, objective, epochs=2, observer_state=SumOfSquares.initial_state(weights)), shard, RNG

@@ -48,7 +48,7 @@ def test_compilation_is_shown_once(
     trainer = replace(trainer, machine=replace(trainer.machine, compile=compiled))
     progress = RecordingProgress()
     trainer.runners.warmup.progress = progress
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.whole), 2)
+    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
     for round in (1, 2):
         trainer.fit(fit, make_shard(0, 20), RngContext(0, round, 0))  # steps of 8, 8 and 4
     assert progress.labels == (["compiling the model"] if compiled else [])

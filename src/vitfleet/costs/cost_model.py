@@ -31,7 +31,7 @@ class CostModel:
     ----------
     method
         A method whose tensors are on the CPU; nothing is computed with them.
-    side
+    image_size
         Height and width of the clients' images in pixels; by default, the model's input size.
     counted
         Operations that were counted before, for models of the same shapes; new counts are added.
@@ -42,13 +42,13 @@ class CostModel:
         method: Method[Any],
         net: Net,
         train: TrainConfig,
-        side: int | None = None,
+        image_size: int | None = None,
         counted: dict[object, Flops] | None = None,
     ) -> None:
         self.method = method
         self.train = train
         self.net = net.with_constants_on("meta")
-        self.side = side or net.image_size
+        self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self._flops_cache = {} if counted is None else counted
 
@@ -70,7 +70,7 @@ class CostModel:
             The numbers of the client's last message; ``None``: first round of the client.
         """
         kept = None if client_metrics is None else self._kept_state(client_metrics)
-        return dry_run(self.method, self.net, self.side, labels, round, client, task_index, kept, self.blank)
+        return dry_run(self.method, self.net, self.image_size, labels, round, client, task_index, kept, self.blank)
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
@@ -92,21 +92,21 @@ class CostModel:
     @cached_property
     def _first_round_state(self) -> State | None:
         """State that a client without images keeps after its first round."""
-        return dry_run(self.method, self.net, self.side, NO_LABELS).update.client_state
+        return dry_run(self.method, self.net, self.image_size, NO_LABELS).update.client_state
 
     def _kept_state(self, client_metrics: Numbers) -> State | None:
         if self._first_round_state is None:
             return None
-        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.side)
+        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.image_size)
         numbers = {name: client_metrics.get(name, kept) for name, kept in self._first_round_state.numbers.items()}
         return State({**self._first_round_state.tensors, **stored}, numbers)
 
     def flops(self, fit: Fit, masked: bool = True) -> Flops:
         """Count the operations per sample of a training; without ``masked``, those of an unmasked image."""
         objective, ratio = fit.objective, (fit.train or self.train).mask_ratio if masked else 0.0
-        select = self.net.anatomy.select
+        select = self.net.parts.select
         given = {name: weight.shape for name, weight in forward_weights(self.net, objective, fit.weights).items()}
-        architecture = (self.net.layout.functional, frozenset(given.items()))
+        architecture = (self.net.part_paths.functional, frozenset(given.items()))
         key = (architecture, select(objective.trainable), objective.depth, objective.split, ratio)
         if key not in self._flops_cache:
             self._flops_cache[key] = count_flops(self.net, objective, fit.weights, ratio)

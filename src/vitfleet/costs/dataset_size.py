@@ -20,7 +20,7 @@ class DatasetSize:
 
     Attributes
     ----------
-    side
+    image_size
         Height and width of an image, in pixels.
     samples, test_samples
         Number of training images, and of the images that accuracy is measured on.
@@ -28,7 +28,7 @@ class DatasetSize:
 
     classes: int
     channels: int
-    side: int
+    image_size: int
     samples: int
     test_samples: int
 
@@ -41,7 +41,7 @@ class DatasetSize:
     @property
     def image_bytes(self) -> int:
         """Bytes of all images, one per pixel and channel."""
-        return (self.samples + self.test_samples) * self.channels * self.side**2
+        return (self.samples + self.test_samples) * self.channels * self.image_size**2
 
 
 DATASET_SIZES = {

@@ -49,7 +49,7 @@ class DryRun:
 def dry_run(
     method: Method[Any],
     net: Net,
-    side: int,
+    image_size: int,
     labels: NDArray[np.int64],
     round: int = 1,
     client: int = 0,
@@ -61,7 +61,7 @@ def dry_run(
 
     Parameters
     ----------
-    side
+    image_size
         Height and width of the client's images, in pixels.
     labels
         Labels of the client's images in this task.
@@ -75,7 +75,7 @@ def dry_run(
     blank = shapes_of(net) if blank is None else blank
     received = method.client_message(method.initial_state(blank), round, client, None)
     targets = torch.from_numpy(np.asarray(labels, dtype=np.int64))
-    pixels = torch.empty(len(targets), len(net.mean), side, side, dtype=torch.uint8, device="meta")
+    pixels = torch.empty(len(targets), len(net.mean), image_size, image_size, dtype=torch.uint8, device="meta")
     shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
     base = method.base_message(blank).tensors
     fit_requests = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
@@ -98,7 +98,7 @@ def dry_run(
 
 def shapes_of(net: Net) -> dict[str, Tensor]:
     """Return a model's weights as meta tensors."""
-    return {name: torch.empty(shape, device="meta") for name, shape in net.anatomy.shapes.items()}
+    return {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
 
 
 @lru_cache(maxsize=4096)

@@ -146,11 +146,11 @@ def estimate_run(
 
 def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
     """Return that images are cut into many patches because the model's input size was left to the data."""
-    if config.model.image_size is not None or net.image_size != size.side or net.num_patches <= MANY_PATCHES:
+    if config.model.image_size is not None or net.image_size != size.image_size or net.num_patches <= MANY_PATCHES:
         return ""
     return (
-        f"model.image_size is not set: the model takes the images at {size.side} x {size.side} pixels in "
-        f"{net.num_patches:,} patches, and attention costs their square; {fewer_patches(size.side)} makes "
+        f"model.image_size is not set: the model takes the images at {size.image_size} x {size.image_size} pixels in "
+        f"{net.num_patches:,} patches, and attention costs their square; {fewer_patches(size.image_size)} makes "
         f"{USUAL_GRID**2} patches"
     )
 
@@ -240,7 +240,7 @@ class _RunWork:
 
     @classmethod
     def of(cls, config: Config, size: DatasetSize, method: Method[Any], net: Net) -> _RunWork:
-        cost_model = CostModel(method, net, config.train, size.side)
+        cost_model = CostModel(method, net, config.train, size.image_size)
         labels = typical_labels(config, size)
         first, late = cost_model.dry_run(method.cost_round, 0, labels[0]), cost_model.late_round(labels)
         images = _images_per_round(config, size, method, labels)
@@ -248,7 +248,7 @@ class _RunWork:
         forward_flops = cost_model.flops(first.fits[0], masked=False).forward
         trained = 0 if _remote(config) else config.fleet.asked
         per_round = trained * client + _evaluation_passes(config, size, method, labels) * forward_flops
-        weights = FLOAT_BYTES * net.anatomy.count_parameters(net.anatomy.whole)
+        weights = FLOAT_BYTES * net.parts.count_parameters(net.parts.whole)
         # The checkpoint before the last has the states that its successor replaced.
         kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0

@@ -37,7 +37,7 @@ class Flops:
 def full_flops(net: Net) -> Flops:
     """Count the operations of full training on an unmasked image, the reference for comparisons."""
     meta_net = net.with_constants_on("meta")
-    return count_flops(meta_net, Objective(net.anatomy.whole), shapes_of(net), 0.0)
+    return count_flops(meta_net, Objective(net.parts.whole), shapes_of(net), 0.0)
 
 
 def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: float) -> Flops:
@@ -45,7 +45,7 @@ def count_flops(net: Net, objective: Objective, weights: Tensors, mask_ratio: fl
 
     Where weights are composed, the operations of the composition are not counted: they are few, and per step.
     """
-    trainable = net.anatomy.select(net.anatomy.trainable(objective.trainable))
+    trainable = net.parts.select(net.parts.trainable(objective.trainable))
     weights = forward_weights(net, objective, weights)
     leaves = {name: torch.empty_like(weights[name], device="meta", requires_grad=True) for name in trainable}
     blank = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
@@ -79,7 +79,7 @@ def forward_weights(net: Net, objective: Objective, weights: Tensors) -> Tensors
     Where the objective composes the model's weights, the others are what they are composed of.
     """
     is_composed = composition_of(objective.trainable) is not None
-    return net.anatomy.select(weights).take(weights) if is_composed else weights
+    return net.parts.select(weights).take(weights) if is_composed else weights
 
 
 def forward(

@@ -163,11 +163,11 @@ def training_memory(
         Steps that were tracked before; one of the same conditions is not tracked again, a new one is added.
     """
     train = fit.train or train
-    trainable = net.anatomy.trainable(fit.objective.trainable)
+    trainable = net.parts.trainable(fit.objective.trainable)
     received = _total_bytes([*held_tensors, *_fit_tensors(fit)])
     trained = num_trained_models(fit) * _total_bytes([fit.weights[name] for name in trainable])
     known = [] if known_steps is None else known_steps
-    conditions = (net.layout, _shapes(fit), fit.objective, train, bf16, parts_at_once)
+    conditions = (net.part_paths, _shapes(fit), fit.objective, train, bf16, parts_at_once)
     step = next((step for step in known if step.conditions == conditions), None)
     if step is None:
         step = TrackedStep(conditions, *_track_step(net, fit, train, bf16, parts_at_once))

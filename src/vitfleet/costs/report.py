@@ -140,7 +140,7 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
     """Build a configuration's model with weights without values, which do not change the costs."""
     model = config.model.model_copy(update={"weights": None})
     with weights_without_values():
-        return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
+        return build_model(model, dataset.classes, dataset.channels, dataset.image_size, config.seed, adaptation)
 
 
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
@@ -158,7 +158,7 @@ def training_bytes(config: Config, progress: Progress = NO_PROGRESS) -> int:
     """Return the peak memory of a typical client's training, without its other costs."""
     dataset = _dataset_size(config, progress)
     method, net = _make_method(config, dataset)
-    cost_model = CostModel(method, net, config.train, dataset.side)
+    cost_model = CostModel(method, net, config.train, dataset.image_size)
     late_round = cost_model.late_round(typical_labels(config, dataset))
     return round_memory(net, late_round, config.train, config.machine.precision == "bf16").total
 
@@ -167,7 +167,7 @@ def _cost_report(
     config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
 ) -> CostReport:
     method, net = _make_method(config, dataset)
-    cost_model = CostModel(method, net, config.train, dataset.side, shared.flops)
+    cost_model = CostModel(method, net, config.train, dataset.image_size, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
     memory = round_memory(
@@ -181,8 +181,8 @@ def _cost_report(
     return CostReport(
         method=config.method.name,
         mask_ratio=config.train.mask_ratio,
-        params=net.anatomy.count_parameters(net.anatomy.whole),
-        trainable_params=net.anatomy.count_parameters(method.trainable),
+        params=net.parts.count_parameters(net.parts.whole),
+        trainable_params=net.parts.count_parameters(method.trainable),
         forward_gmac=flops.forward / 2e9,
         train_gflops=flops.training / 1e9,
         train_ratio_to_full=shared.full_flops / flops.training,

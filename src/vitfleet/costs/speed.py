@@ -55,7 +55,7 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     device = request.machine.device
     net = request.net.with_constants_on(str(device))
     objective = request.fit.objective
-    trainable = set(net.anatomy.select(net.anatomy.trainable(objective.trainable)))
+    trainable = set(net.parts.select(net.parts.trainable(objective.trainable)))
     weights = {
         name: torch.zeros(tensor.shape, device=device, requires_grad=name in trainable)
         for name, tensor in request.fit.weights.items()

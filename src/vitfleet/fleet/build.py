@@ -26,11 +26,11 @@ class Components:
     trainer: Trainer
 
 
-def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
-    """Build a run's model for images of ``side`` x ``side`` pixels."""
+def build_net(config: Config, classes: int, channels: int, image_size: int) -> Net:
+    """Build a run's model for images of ``image_size`` x ``image_size`` pixels."""
     class_tasks = task_classes(config.data.tasks, config.seed, classes).class_tasks
     adapt = partial(adapt_model, config.method, class_tasks=class_tasks)
-    return build_model(config.model, classes, channels, side, config.seed, adapt)
+    return build_model(config.model, classes, channels, image_size, config.seed, adapt)
 
 
 def build_components(

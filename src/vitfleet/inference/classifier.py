@@ -61,7 +61,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.info = info
         self.vit = net.module.vit
-        self.vit.load_state_dict({name: weights[name] for name in net.anatomy.shapes}, strict=False)
+        self.vit.load_state_dict({name: weights[name] for name in net.parts.shapes}, strict=False)
         self.vit.requires_grad_(False)
         self.net = net
         self.register_buffer("mean", torch.tensor(net.mean))

@@ -87,7 +87,7 @@ class Apfl(WeightAveraging[ApflParams]):
     def mixed_model(self, weights: Tensors, client_state: State) -> dict[str, Tensor]:
         """Return v̄ = αv + (1 − α)w. Its buffers are the personal model's, which were measured at v̄."""
         personal = client_state.tensors
-        parameters = self.anatomy.trainable(self.trainable)
+        parameters = self.parts.trainable(self.trainable)
         return {**personal, **mix(parameters.take(weights), parameters.take(personal), _alpha(client_state))}
 
 

@@ -174,7 +174,7 @@ class Method(ABC, Generic[Params]):
     def __init__(self, params: Params, context: MethodContext) -> None:
         self.params = params
         self.context = context
-        self.anatomy = context.anatomy
+        self.parts = context.parts
 
     @property
     def name(self) -> str:
@@ -292,14 +292,14 @@ class Method(ABC, Generic[Params]):
         """Return the model with which a client is evaluated on one of its tasks: by default the same for all tasks."""
         return self.model_weights(server_state, base_weights, client_state)
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of what a client keeps besides its model; its costs follow from them. Nothing by default.
 
         Parameters
         ----------
         reported
             The numbers of the client's last update.
-        channels, side
+        channels, image_size
             Of the client's images.
         """
         return {}

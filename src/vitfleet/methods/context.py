@@ -12,7 +12,7 @@ from vitfleet.config.train import EvaluatedBody
 from vitfleet.data.tasks import NO_TASKS, TaskClasses
 from vitfleet.methods.aggregation_rules import MeanParams
 from vitfleet.models.net import Net
-from vitfleet.models.parts import Anatomy
+from vitfleet.models.parts import ModelParts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MethodContext:
 
     Attributes
     ----------
-    anatomy
+    parts
         The named parts of the model.
     train
         The table ``[train]``.
@@ -45,7 +45,7 @@ class MethodContext:
         Which task each class belongs to, and whether the task of an image is known.
     """
 
-    anatomy: Anatomy
+    parts: ModelParts
     train: TrainConfig
     rounds: int
     seed: int
@@ -74,7 +74,7 @@ class MethodContext:
     ) -> MethodContext:
         """Return the context of a model in a run."""
         return cls(
-            anatomy=net.anatomy,
+            parts=net.parts,
             train=train,
             rounds=rounds,
             seed=seed,

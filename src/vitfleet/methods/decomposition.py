@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.parts import Anatomy, Selection
+from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.training.composition import ComposedSelection
 from vitfleet.training.objective import Objective, Step, cross_entropy
 
@@ -32,10 +32,10 @@ MASK, ADAPTIVE, ATTENTION, PAST_ADAPTIVE = "mask.", "adaptive.", "attention.", "
 KNOWLEDGE, PAST_MASK, TARGET = "knowledge.", "past_mask.", "target."
 
 
-def decomposed_weights(anatomy: Anatomy) -> Selection:
+def decomposed_weights(parts: ModelParts) -> Selection:
     """Return the weights that are decomposed: the matrices and kernels of all blocks."""
-    blocks = anatomy.trainable(anatomy.union(*anatomy.blocks))
-    return anatomy.select(name for name in blocks if len(anatomy.shapes[name]) >= 2)
+    blocks = parts.trainable(parts.union(*parts.blocks))
+    return parts.select(name for name in blocks if len(parts.shapes[name]) >= 2)
 
 
 def masked(base: Tensor, mask: Tensor) -> Tensor:

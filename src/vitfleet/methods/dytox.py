@@ -161,7 +161,7 @@ class DyTox(MemoryMethod[DyToxParams]):
     def trainable(self) -> Selection:
         """The body, the token and the head of the current task, and the divergence head."""
         new = Selection((*PER_TASK.values(), *DIVERGENCE))
-        return self.anatomy.union(self.anatomy.body, new)
+        return self.parts.union(self.parts.body, new)
 
     # Server
 
@@ -177,7 +177,7 @@ class DyTox(MemoryMethod[DyToxParams]):
         """Train the body with the token and the head of the current task; store random samples of the task."""
         stored, task = self.stored_tasks(job), self.current_task(job)
         begins = job.task_index not in stored
-        weights = self.anatomy.whole.take(weights)
+        weights = self.parts.whole.take(weights)
         constants = self.loss_constants(weights[GROWN], task)
         if task is not None:
             weights = self.with_current_task(job, weights, task, begins)
@@ -212,7 +212,7 @@ class DyTox(MemoryMethod[DyToxParams]):
         begins
             Whether it is the client's first round of a task: its body has then not been trained on the task yet.
         """
-        body, kept = self.anatomy.body, {} if job.client_state is None else job.client_state.tensors
+        body, kept = self.parts.body, {} if job.client_state is None else job.client_state.tensors
         if begins:
             return body.take(kept) if self.stored_tasks(job) else {}
         return {name: kept[TEACHER + name] for name in body if TEACHER + name in kept}
@@ -263,11 +263,11 @@ class DyTox(MemoryMethod[DyToxParams]):
         """Return the classes of a task."""
         return [label for label, of in enumerate(self.context.task_classes.class_tasks) if of == task]
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the stored samples, and of the teacher if there is one."""
-        body = self.anatomy.body if reported.get("distilled") else ()
-        teacher = {TEACHER + name: torch.empty(self.anatomy.shapes[name], device="meta") for name in body}
-        return {**super().client_state_shapes(reported, channels, side), **teacher}
+        body = self.parts.body if reported.get("distilled") else ()
+        teacher = {TEACHER + name: torch.empty(self.parts.shapes[name], device="meta") for name in body}
+        return {**super().client_state_shapes(reported, channels, image_size), **teacher}
 
 
 def committed(weights: Tensors, task: int) -> dict[str, Tensor]:

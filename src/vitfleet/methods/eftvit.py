@@ -98,18 +98,18 @@ class EftVit(Method[EftVitParams]):
 
     def __init__(self, params: EftVitParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        if not self.anatomy.uniform_blocks:
+        if not self.parts.uniform_blocks:
             raise ConfigError(
                 "method.name",
                 self.name,
                 "needs a model that can be split before any layer; choose model.name = vit, deit or t2t",
             )
-        check_layers("local_layers", params.local_layers, self.anatomy.depth, reserved=1)
-        blocks = self.anatomy.blocks
-        self.local_module = self.anatomy.union(self.anatomy.embed, *blocks[: params.local_layers])
-        global_module = self.anatomy.union(*blocks[params.local_layers :], self.anatomy.norm)
+        check_layers("local_layers", params.local_layers, self.parts.depth, reserved=1)
+        blocks = self.parts.blocks
+        self.local_module = self.parts.union(self.parts.embed, *blocks[: params.local_layers])
+        global_module = self.parts.union(*blocks[params.local_layers :], self.parts.norm)
         self.global_module = global_module
-        self.server_module = self.anatomy.union(global_module, self.anatomy.head)
+        self.server_module = self.parts.union(global_module, self.parts.head)
         # Where local modules are averaged or never trained, the server has a whole model.
         self.has_global_model = params.average_local is not None or params.local_rounds == 0
 
@@ -121,10 +121,10 @@ class EftVit(Method[EftVitParams]):
     def _trainable(self, round: int) -> Selection:
         """Return what clients train in a round; nothing if they only compute features."""
         if self.params.local_rounds is not None and round > self.params.local_rounds:
-            return self.anatomy.head if self.params.train_head else self.anatomy.union()
-        local_blocks = self.anatomy.blocks[: self.params.local_layers]
-        local = self.local_module if self.params.train_embedding else self.anatomy.union(*local_blocks)
-        return self.anatomy.union(local, self.anatomy.head)
+            return self.parts.head if self.params.train_head else self.parts.union()
+        local_blocks = self.parts.blocks[: self.params.local_layers]
+        local = self.local_module if self.params.train_embedding else self.parts.union(*local_blocks)
+        return self.parts.union(local, self.parts.head)
 
     # Server
 
@@ -139,7 +139,7 @@ class EftVit(Method[EftVitParams]):
 
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial global module and head, without features; with the local module if all share it."""
-        server = self.anatomy.whole if self.has_global_model else self.server_module
+        server = self.parts.whole if self.has_global_model else self.server_module
         return State(server.take(initial_weights))
 
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
@@ -153,7 +153,7 @@ class EftVit(Method[EftVitParams]):
         if self.params.average_local is not None:
             last_average = (round - 1) // self.params.average_local * self.params.average_local
             if last_average and (last_round is None or last_round <= last_average):
-                sent = self.anatomy.whole
+                sent = self.parts.whole
         return Message(sent.take(server_state.tensors))
 
     def evaluation_message(self, server_state: State, round: int) -> Message:
@@ -246,5 +246,5 @@ class EftVit(Method[EftVitParams]):
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
         """Return the client's local module, or the one that all share, with the server's global module and head."""
         local_weights = base_weights if client_state is None else client_state.tensors
-        server = self.anatomy.whole if self.has_global_model else self.server_module
+        server = self.parts.whole if self.has_global_model else self.server_module
         return {**local_weights, **server.take(server_state.tensors)}

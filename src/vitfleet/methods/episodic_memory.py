@@ -74,7 +74,7 @@ class StoredSamples:
     Attributes
     ----------
     images, labels
-        uint8 ``[samples, channels, side, side]`` and int16 ``[samples]``.
+        uint8 ``[samples, channels, image_size, image_size]`` and int16 ``[samples]``.
     logits
         The model's outputs when the samples were stored, float32 ``[samples, classes]``; ``None``: not stored.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.parts import Anatomy
+from vitfleet.models.parts import ModelParts
 from vitfleet.training.objective import Fit, FitResult, Objective, Step
 
 
@@ -46,7 +46,7 @@ class FeatureSum:
 
 
 def feature_mean_fit(
-    weights: Tensors, anatomy: Anatomy, embed_dim: int, depth: int | None, device: torch.device
+    weights: Tensors, parts: ModelParts, embed_dim: int, depth: int | None, device: torch.device
 ) -> Fit:
     """Return the pass over a client's images that measures the mean; the weights of its result are of no use.
 
@@ -55,8 +55,8 @@ def feature_mean_fit(
     depth
         Number of blocks of the model; ``None``: all blocks.
     """
-    matrices = tuple(name for name in anatomy.head if len(anatomy.shapes[name]) == 2)
-    objective = Objective(anatomy.head, true_class_logit, observer=FeatureSum(matrices), depth=depth)
+    matrices = tuple(name for name in parts.head if len(parts.shapes[name]) == 2)
+    objective = Objective(parts.head, true_class_logit, observer=FeatureSum(matrices), depth=depth)
     zeros = {
         "feature_sum": torch.zeros(embed_dim, device=device),
         "feature_count": torch.zeros((), device=device),

@@ -28,7 +28,7 @@ class WeightAveraging(Method[Params]):
     @property
     def trainable(self) -> Selection:
         """The whole model."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     def objective(self) -> Objective:
         """Return the client's objective: the mean cross-entropy."""

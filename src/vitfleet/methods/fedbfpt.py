@@ -119,8 +119,8 @@ class FedBfpt(Method[FedBfptParams]):
 
     def __init__(self, params: FedBfptParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        check_params(params, self.anatomy.depth, context.rounds)
-        if not self.anatomy.uniform_blocks:
+        check_params(params, self.parts.depth, context.rounds)
+        if not self.parts.uniform_blocks:
             raise ConfigError(
                 "method.name",
                 self.name,
@@ -130,7 +130,7 @@ class FedBfpt(Method[FedBfptParams]):
         # The layer that each round trains; None: only the head.
         self.schedule: list[int | None] = [*[None] * params.head_rounds, *layers]
         # A shift of the features is a shift of the last bias before the head, also where patches are averaged.
-        norm_biases = [name for name in self.anatomy.norm if name in self.anatomy.biases]
+        norm_biases = [name for name in self.parts.norm if name in self.parts.biases]
         if params.center_features and not norm_biases:
             raise ConfigError(
                 "method.center_features", True, "needs a model whose final norm has a bias; set it to false"
@@ -160,8 +160,8 @@ class FedBfpt(Method[FedBfptParams]):
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the layers trained so far and the head."""
         layer = self.schedule[round - 1]
-        trained_blocks = () if layer is None else self.anatomy.blocks[: layer + 1]
-        return Message(self.anatomy.union(*trained_blocks, self.anatomy.head).take(server_state.tensors))
+        trained_blocks = () if layer is None else self.parts.blocks[: layer + 1]
+        return Message(self.parts.union(*trained_blocks, self.parts.head).take(server_state.tensors))
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the trained layer and the head."""
@@ -174,7 +174,7 @@ class FedBfpt(Method[FedBfptParams]):
         layer = self.schedule[job.round - 1]
         received = {**job.base_weights, **job.message.tensors}
         if layer is None:
-            local, objective = received, Objective(self.anatomy.head)
+            local, objective = received, Objective(self.parts.head)
         else:
             local = self.shallow_weights(received, self.sample_layers(layer, job.round, job.client))
             objective = Objective(self._layer_and_head(layer), depth=self.params.local_layers)
@@ -198,21 +198,21 @@ class FedBfpt(Method[FedBfptParams]):
         if self.shift_name is None:
             return {}
         context, bias = self.context, weights[self.shift_name]
-        result = yield feature_mean_fit(weights, self.anatomy, context.embed_dim, depth, context.device)
+        result = yield feature_mean_fit(weights, self.parts, context.embed_dim, depth, context.device)
         return {self.shift_name: bias - feature_mean(result).to(bias)}
 
     def sample_layers(self, layer: int, round: int, client: int) -> tuple[int, ...]:
         """Return the server's layers that form a client's model while ``layer`` is trained."""
         rng = Address(self.context.seed, Purpose.LAYERS, round, client).generator()
-        kept = range(self.anatomy.depth - self.params.keep_last, self.anatomy.depth)
+        kept = range(self.parts.depth - self.params.keep_last, self.parts.depth)
         count = self.params.local_layers - layer - 1 - len(kept)
         sampled: list[int] = rng.integers(layer + 1, kept.start, size=count).tolist() if count else []
         return (*range(layer + 1), *sorted(sampled), *kept)
 
     def shallow_weights(self, weights: Tensors, layers: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the weights of a client's model, made of these layers of the server's model."""
-        blocks = self.anatomy.blocks
-        shallow = {name: weights[name] for name in self.anatomy.non_blocks}
+        blocks = self.parts.blocks
+        shallow = {name: weights[name] for name in self.parts.non_blocks}
         for local_layer, server_layer in enumerate(layers):
             names = zip(blocks[local_layer], blocks[server_layer], strict=True)
             shallow |= {local_name: weights[server_name] for local_name, server_name in names}
@@ -223,4 +223,4 @@ class FedBfpt(Method[FedBfptParams]):
         return server_state.tensors
 
     def _layer_and_head(self, layer: int) -> Selection:
-        return self.anatomy.union(self.anatomy.blocks[layer], self.anatomy.head)
+        return self.parts.union(self.parts.blocks[layer], self.parts.head)

@@ -82,7 +82,7 @@ class FedKnow(SharedBody[FedKnowParams]):
     @property
     def parameters(self) -> Selection:
         """The weights that are ranked: all parameters of the model."""
-        return self.anatomy.trainable(self.anatomy.whole)
+        return self.parts.trainable(self.parts.whole)
 
     def known_tasks(self, job: ClientJob) -> KnownTasks:
         """Return what the client has kept so far."""
@@ -116,7 +116,7 @@ class FedKnow(SharedBody[FedKnowParams]):
             The client's weights before the aggregation.
         """
         objective = Objective(self.shared, transform=GradientRotation(self.params.check))
-        before = self.anatomy.trainable(self.shared).take(previous)
+        before = self.parts.trainable(self.shared).take(previous)
         return Fit(weights, objective, self.params.tune_epochs, reference_weights=before)
 
     def integrated_objective(self, teachers: Teachers | None) -> Objective:
@@ -133,9 +133,9 @@ class FedKnow(SharedBody[FedKnowParams]):
 
     # Costs
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the kept weights."""
-        count = num_kept_weights(self.anatomy.count_parameters(self.parameters), self.params.rho)
+        count = num_kept_weights(self.parts.count_parameters(self.parameters), self.params.rho)
         kept = TaskKnowledge(
             torch.empty(count, device="meta"),
             torch.empty(count, dtype=torch.int32, device="meta"),

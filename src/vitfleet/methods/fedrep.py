@@ -38,7 +38,7 @@ class FedRep(SharedBody[FedRepParams]):
         """Train the head, then the body."""
         epochs, head_epochs = self.context.train.epochs, self.params.head_epochs
         if head_epochs:
-            head_result = yield Fit(weights, Objective(self.anatomy.head), head_epochs)
+            head_result = yield Fit(weights, Objective(self.parts.head), head_epochs)
             weights = {**weights, **head_result.weights}
-        result = yield Fit(weights, Objective(self.anatomy.body), epochs - head_epochs)
+        result = yield Fit(weights, Objective(self.parts.body), epochs - head_epochs)
         return LocalTrainingResult({**weights, **result.weights}, result)

@@ -115,10 +115,10 @@ class FedVit(MemoryMethod[FedVitParams]):
         super().__init__(params, context)
         self.sharing: LayerSharing | None = None
         if params.send_layers is not None:
-            check_layers("send_layers", params.send_layers, self.anatomy.depth)
-            layers = set(self.anatomy.union(*self.anatomy.blocks))
-            others = self.anatomy.select(name for name in self.shared if name not in layers)
-            self.sharing = LayerSharing(self.anatomy, params.send_layers, others)
+            check_layers("send_layers", params.send_layers, self.parts.depth)
+            layers = set(self.parts.union(*self.parts.blocks))
+            others = self.parts.select(name for name in self.shared if name not in layers)
+            self.sharing = LayerSharing(self.parts, params.send_layers, others)
 
     # Server, where only some layers are sent
 
@@ -137,13 +137,13 @@ class FedVit(MemoryMethod[FedVitParams]):
         """Return the mean of the bodies; where only some layers are sent, of each over the clients that sent it."""
         if self.sharing is None:
             return super().aggregator(server_state, round)
-        return LayerwiseMean(server_state, self.context.aggregation, self.anatomy, round)
+        return LayerwiseMean(server_state, self.context.aggregation, self.parts, round)
 
     # Client
 
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
         """Fine-tune after the aggregation, train the head, train with integration, extract knowledge."""
-        params, anatomy = self.params, self.anatomy
+        params, parts = self.params, self.parts
         memory = replay_memory(self.stored_tasks(job), job.task_index)
         numbers: Numbers = {}
         if self.tunes(job):
@@ -151,7 +151,7 @@ class FedVit(MemoryMethod[FedVitParams]):
             weights = {**weights, **tuned.weights}
             numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
         if params.head_epochs:
-            head_result = yield Fit(weights, Objective(anatomy.head), params.head_epochs)
+            head_result = yield Fit(weights, Objective(parts.head), params.head_epochs)
             weights = {**weights, **head_result.weights}
         result = yield Fit(
             weights,
@@ -185,7 +185,7 @@ class FedVit(MemoryMethod[FedVitParams]):
     def fine_tuning(self, job: ClientJob, weights: Tensors, memory: EpisodicMemory | None) -> Fit:
         """Return the fine-tuning of the aggregated body, with or without the stored tasks as constraints."""
         assert job.client_state is not None
-        body = self.anatomy.body
+        body = self.parts.body
         objective = Objective(
             body,
             transform=GradientRotation(self.params.check, self.params.margin if memory else 0.0),
@@ -196,13 +196,13 @@ class FedVit(MemoryMethod[FedVitParams]):
             self.with_references(objective) if memory else objective,
             self.params.tune_epochs,
             memory=memory,
-            reference_weights=self.anatomy.trainable(body).take(job.client_state.tensors),
+            reference_weights=self.parts.trainable(body).take(job.client_state.tensors),
             train=self.body_training(),
         )
 
     def integrated_objective(self, memory: EpisodicMemory | None) -> Objective:
         """Return the objective of the last epochs: with stored tasks, their gradients are integrated."""
-        trained = self.anatomy.body if self.params.integrate == "body" else self.anatomy.whole
+        trained = self.parts.body if self.params.integrate == "body" else self.parts.whole
         objective = Objective(trained, observer=None if self.sharing is None else self.sharing.observer)
         if memory is None:
             return objective

@@ -120,24 +120,24 @@ class FedWeit(Method[FedWeitParams]):
 
     def __init__(self, params: FedWeitParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        self.decomposed = decomposed_weights(self.anatomy)
-        self.shapes = {name: self.anatomy.shapes[name] for name in self.decomposed}
+        self.decomposed = decomposed_weights(self.parts)
+        self.shapes = {name: self.parts.shapes[name] for name in self.decomposed}
         self.rounds_per_task = max(1, context.rounds // context.num_tasks)
 
     @property
     def trainable(self) -> Selection:
         """The whole model. The tensors that its weights are composed of train too."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     # Server
 
     def base_message(self, initial_weights: Tensors) -> Message:
         """Return the initial head: all clients start from the same one."""
-        return Message(self.anatomy.head.take(initial_weights))
+        return Message(self.parts.head.take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial base weights, and all other weights of the body."""
-        return State(self.anatomy.body.take(initial_weights))
+        return State(self.parts.body.take(initial_weights))
 
     def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the shared weights; in a client's first round of a task, the other clients' adaptive weights too."""
@@ -163,7 +163,7 @@ class FedWeit(Method[FedWeitParams]):
         """Train the decomposed weights of the current task; send B and the sparse adaptive weights."""
         before = self.tasks_of(job)
         continues = before.latest_task == job.task_index
-        received = self.anatomy.body.take(job.message.tensors)
+        received = self.parts.body.take(job.message.tensors)
         model = {**before.model, **received}
         knowledge = before.knowledge if continues else read_knowledge(job.message.tensors)
         past = before.tasks_before(job.task_index, self.decomposed)
@@ -174,7 +174,7 @@ class FedWeit(Method[FedWeitParams]):
         result = yield Fit(
             {**model, **current, **past_adaptive},
             decomposed_objective(
-                self.anatomy.whole,
+                self.parts.whole,
                 self.decomposed,
                 self.params.sparsity_weight,
                 self.params.drift_weight,
@@ -190,7 +190,7 @@ class FedWeit(Method[FedWeitParams]):
         adaptive = with_prefix(result.weights, ADAPTIVE)
         sent = sparsify(adaptive, self.params.sparsity_weight, before.kept if continues else None)
         after = ClientTasks(
-            {**model, **self.anatomy.whole.take(result.weights)},
+            {**model, **self.parts.whole.take(result.weights)},
             job.task_index,
             TaskWeights(with_prefix(result.weights, MASK), adaptive, transfer(result, dense)),
             with_prefix(result.weights, ATTENTION),
@@ -199,7 +199,7 @@ class FedWeit(Method[FedWeitParams]):
             len(sent),
         )
         message = Message(
-            {**self.anatomy.body.take(after.model), **sent.tensors(ADAPTIVE)},
+            {**self.parts.body.take(after.model), **sent.tensors(ADAPTIVE)},
             {**train_metrics(result), **after.reported()},
         )
         return ClientUpdate(message, after.task_model(job.task_index), after.state())
@@ -207,9 +207,9 @@ class FedWeit(Method[FedWeitParams]):
     def tasks_of(self, job: ClientJob) -> ClientTasks:
         """Return the client's state; before its first round, the received model without any task."""
         if job.client_state is None:
-            received = self.anatomy.body.take(job.message.tensors)
-            return ClientTasks({**received, **self.anatomy.head.take(job.base_weights)})
-        return ClientTasks.of_state(job.client_state, self.anatomy.whole)
+            received = self.parts.body.take(job.message.tensors)
+            return ClientTasks({**received, **self.parts.head.take(job.base_weights)})
+        return ClientTasks.of_state(job.client_state, self.parts.whole)
 
     def task_tensors(self, continued: ClientTasks | None, model: Tensors, knowledge: Tensors) -> dict[str, Tensor]:
         """Return m_t, A_t and α as they begin: those of the client's last round, or new ones for a new task."""
@@ -235,9 +235,9 @@ class FedWeit(Method[FedWeitParams]):
         """Return the model of a task; of one that the client has not trained, that of the task it trained last."""
         if client_state is None:
             return {**base_weights, **server_state.tensors}
-        return ClientTasks.of_state(client_state, self.anatomy.whole).task_model(task_index)
+        return ClientTasks.of_state(client_state, self.parts.whole).task_model(task_index)
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of what a client keeps of its tasks and of other clients."""
         latest_task, past, others, kept = (reported.get(name) for name in (LATEST_TASK, PAST_TASKS, OTHERS, KEPT))
         if not all(isinstance(number, int) and number >= 0 for number in (latest_task, past, others, kept)):
@@ -247,7 +247,7 @@ class FedWeit(Method[FedWeitParams]):
         assert isinstance(others, int)
         assert isinstance(kept, int)
         knowledge = [SparseVector(_empty(kept), _empty(kept, dtype=torch.int32))] * others
-        whole = {name: _empty(*shape) for name, shape in self.anatomy.shapes.items()}
+        whole = {name: _empty(*shape) for name, shape in self.parts.shapes.items()}
         base = self.decomposed.take(whole)
         undivided = {name: tensor for name, tensor in whole.items() if name not in base}
         mask = {name: _empty(shape[0]) for name, shape in self.shapes.items()}

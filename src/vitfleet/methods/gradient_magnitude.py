@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.models.parts import Anatomy, Selection
+from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.training.objective import Step
 
 
@@ -24,27 +24,27 @@ class GradientMagnitude:
         ``mean-abs``: the mean absolute gradient; ``rms``: the root mean square.
     """
 
-    anatomy: Anatomy
+    parts: ModelParts
     statistic: str
 
     def initial_state(self, device: torch.device) -> Tensors:
         """Return zeros: ``layers`` ``[depth]``, and ``heads`` ``[depth, heads]`` with plain self-attention."""
-        observer_state = {"layers": torch.zeros(self.anatomy.depth, device=device)}
-        if self.anatomy.attention:
-            heads = self.anatomy.attention[0].heads
-            observer_state["heads"] = torch.zeros(self.anatomy.depth, heads, device=device)
+        observer_state = {"layers": torch.zeros(self.parts.depth, device=device)}
+        if self.parts.attention:
+            heads = self.parts.attention[0].heads
+            observer_state["heads"] = torch.zeros(self.parts.depth, heads, device=device)
         return observer_state
 
     def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
         """Add the magnitudes of one step."""
-        blocks = [self.anatomy.trainable(block) for block in self.anatomy.blocks]
+        blocks = [self.parts.trainable(block) for block in self.parts.blocks]
         layers = torch.stack([self._layer_magnitude(gradients, block) for block in blocks])
         sums = {"layers": observer_state["layers"] + layers}
-        if self.anatomy.attention:
+        if self.parts.attention:
             heads = torch.stack(
                 [
                     head_magnitudes(gradients[attention.qkv], gradients[attention.projection], attention.heads)
-                    for attention in self.anatomy.attention
+                    for attention in self.parts.attention
                 ]
             )
             sums["heads"] = observer_state["heads"] + heads
@@ -52,7 +52,7 @@ class GradientMagnitude:
 
     def _layer_magnitude(self, gradients: Tensors, block: Selection) -> Tensor:
         block_gradients = [gradients[name] for name in block]
-        count = self.anatomy.count_parameters(block)
+        count = self.parts.count_parameters(block)
         if self.statistic == "rms":
             norms = torch.stack([torch.linalg.vector_norm(gradient, 2) for gradient in block_gradients])
             return (norms.square().sum() / count).sqrt()

@@ -15,7 +15,7 @@ from vitfleet.methods.aggregation import WeightedMean
 from vitfleet.methods.base import RejectedUpdateError
 from vitfleet.methods.client_metrics import ClientMetric
 from vitfleet.methods.gradient_magnitude import GradientMagnitude
-from vitfleet.models.parts import Anatomy, Selection
+from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.training.objective import FitResult
 
 LAYER_FIGURES = ("sent-layers", "head-gradients")
@@ -40,7 +40,7 @@ class LayerSharing:
         What ranks a layer: see :class:`GradientMagnitude`.
     """
 
-    anatomy: Anatomy
+    parts: ModelParts
     k: int
     always_sent: Selection
     statistic: str = "mean-abs"
@@ -48,13 +48,13 @@ class LayerSharing:
     @property
     def observer(self) -> GradientMagnitude:
         """The observer that measures the gradients in a client's training."""
-        return GradientMagnitude(self.anatomy, self.statistic)
+        return GradientMagnitude(self.parts, self.statistic)
 
     # Server
 
     def initial_numbers(self) -> Numbers:
         """Return what the server's state records besides weights: the last round in which each layer changed."""
-        return {"updated": [0] * self.anatomy.depth}
+        return {"updated": [0] * self.parts.depth}
 
     def client_message(self, server_state: State, last_round: int | None) -> Message:
         """Return what has changed since the client's last round; for a new client, all of the server's weights."""
@@ -66,8 +66,8 @@ class LayerSharing:
         """Return the layers that changed in a round or later, and the weights that are always sent."""
         updated = server_state.numbers["updated"]
         assert isinstance(updated, list)
-        changed = [block for block, round in zip(self.anatomy.blocks, updated, strict=True) if round >= last_round]
-        return self.anatomy.union(self.always_sent, *changed)
+        changed = [block for block, round in zip(self.parts.blocks, updated, strict=True) if round >= last_round]
+        return self.parts.union(self.always_sent, *changed)
 
     # Client
 
@@ -75,9 +75,9 @@ class LayerSharing:
         """Return the weights that a client sends after a training of at least one step, and the numbers to report."""
         magnitudes = (result.observed["layers"] / result.steps).tolist()
         layers = top_k(magnitudes, self.k)
-        sent = self.anatomy.union(self.always_sent, *(self.anatomy.blocks[layer] for layer in layers))
+        sent = self.parts.union(self.always_sent, *(self.parts.blocks[layer] for layer in layers))
         numbers: Numbers = {"layers": layers, "gradients": magnitudes}
-        if not self.anatomy.attention:
+        if not self.parts.attention:
             return sent, numbers
         return sent, {**numbers, "head_gradients": (result.observed["heads"] / result.steps).flatten().tolist()}
 
@@ -91,15 +91,15 @@ def top_k(magnitudes: list[float], k: int) -> list[int]:
 class LayerwiseMean(WeightedMean):
     """The weighted mean of each layer. The new state records which layers changed."""
 
-    def __init__(self, server_state: State, config: AggregationParams, anatomy: Anatomy, round: int) -> None:
+    def __init__(self, server_state: State, config: AggregationParams, parts: ModelParts, round: int) -> None:
         super().__init__(server_state, config)
-        self.anatomy = anatomy
+        self.parts = parts
         self.round = round
 
     def add(self, client: int, message: Message) -> None:
         """Add one client's layers. The reported numbers are checked, because they are written to the records."""
-        depth = self.anatomy.depth
-        heads = self.anatomy.attention[0].heads if self.anatomy.attention else 0
+        depth = self.parts.depth
+        heads = self.parts.attention[0].heads if self.parts.attention else 0
         for name, length in (("gradients", depth), ("head_gradients", depth * heads)):
             values = message.numbers.get(name)
             if values is not None and not (isinstance(values, list) and len(values) == length):
@@ -119,6 +119,6 @@ class LayerwiseMean(WeightedMean):
         assert isinstance(previous, list)
         updated = [
             self.round if any(name in self.updated_names for name in block) else int(last)
-            for block, last in zip(self.anatomy.blocks, previous, strict=True)
+            for block, last in zip(self.parts.blocks, previous, strict=True)
         ]
         return State(weights, {"updated": updated})

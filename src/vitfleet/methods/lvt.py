@@ -133,7 +133,7 @@ class Lvt(MemoryMethod[LvtParams]):
 
     def __init__(self, params: LvtParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        self.keys = external_keys(self.anatomy)
+        self.keys = external_keys(self.parts)
 
     @classmethod
     def check_config(cls, params: LvtParams, config: Config) -> None:
@@ -152,12 +152,12 @@ class Lvt(MemoryMethod[LvtParams]):
         """The body, with shared heads the whole model; with local keys without them."""
         shared = super().shared
         kept = set(self.keys) if self.params.keys == "local" else set()
-        return self.anatomy.select(name for name in shared if name not in kept)
+        return self.parts.select(name for name in shared if name not in kept)
 
     def base_message(self, initial_weights: Tensors) -> Message:
         """Return the initial weights of what is local."""
         shared = set(self.shared)
-        return Message({name: initial_weights[name] for name in self.anatomy.whole if name not in shared})
+        return Message({name: initial_weights[name] for name in self.parts.whole if name not in shared})
 
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
         """Train body and classifiers; measure the gradients of the keys; store the samples of highest confidence."""
@@ -203,13 +203,13 @@ class Lvt(MemoryMethod[LvtParams]):
             return {**keys, **{_GRADIENTS + name: kept[_LATEST + name] for name in self.keys}}
         return {name: tensor for name, tensor in kept.items() if name.startswith((_KEYS, _GRADIENTS))}
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the stored samples, and of keys and gradients of the previous task if there is one."""
         prefixes = [_LATEST] if any(reported_counts(reported)) else []
         prefixes += [_KEYS, _GRADIENTS] if reported.get("penalized") else []
         kept = {
-            prefix + name: torch.empty(self.anatomy.shapes[name], device="meta")
+            prefix + name: torch.empty(self.parts.shapes[name], device="meta")
             for prefix in prefixes
             for name in self.keys
         }
-        return {**super().client_state_shapes(reported, channels, side), **kept}
+        return {**super().client_state_shapes(reported, channels, image_size), **kept}

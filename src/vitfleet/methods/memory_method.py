@@ -90,15 +90,19 @@ class MemoryMethod(SharedBody[Params]):
                 f"most {num_tasks} tasks and fewer than {MAX_REPORTED} samples of each"
             )
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the stored samples; implausible counts are reduced to the limit."""
         num_logits = self.context.num_classes if self.stores_logits else None
-        sample = _empty_samples(1, channels, side, num_logits)
+        sample = _empty_samples(1, channels, image_size, num_logits)
         limit = self.params.memory_bytes
         most = MAX_REPORTED if limit is None else limit // sample.sample_bytes
         counts = [min(count, most) for count in reported_counts(reported)[: self.context.num_tasks]]
         return memory_tensors(
-            {index: _empty_samples(count, channels, side, num_logits) for index, count in enumerate(counts) if count}
+            {
+                index: _empty_samples(count, channels, image_size, num_logits)
+                for index, count in enumerate(counts)
+                if count
+            }
         )
 
     def num_stored_samples(self, reported: Numbers) -> int:
@@ -119,8 +123,8 @@ def reported_counts(reported: Numbers) -> list[int]:
     return [min(count, MAX_REPORTED) if isinstance(count, int) and count > 0 else 0 for count in counts]
 
 
-def _empty_samples(count: int, channels: int, side: int, num_logits: int | None) -> StoredSamples:
+def _empty_samples(count: int, channels: int, image_size: int, num_logits: int | None) -> StoredSamples:
     """Return samples with shapes only."""
-    images = torch.empty(count, channels, side, side, dtype=torch.uint8, device="meta")
+    images = torch.empty(count, channels, image_size, image_size, dtype=torch.uint8, device="meta")
     logits = None if num_logits is None else torch.empty(count, num_logits, device="meta")
     return StoredSamples(images, torch.empty(count, dtype=torch.int16, device="meta"), logits)

@@ -37,7 +37,7 @@ class FedHead(WeightAveraging[FedHeadParams]):
     @property
     def trainable(self) -> Selection:
         """The head."""
-        return self.anatomy.head
+        return self.parts.head
 
 
 class FedBiasParams(MethodParams):
@@ -51,7 +51,7 @@ class FedBias(WeightAveraging[FedBiasParams]):
     @property
     def trainable(self) -> Selection:
         """All biases and the head."""
-        return self.anatomy.union(self.anatomy.biases, self.anatomy.head)
+        return self.parts.union(self.parts.biases, self.parts.head)
 
 
 class FedPromptParams(MethodParams):
@@ -73,7 +73,7 @@ class FedPrompt(WeightAveraging[FedPromptParams]):
     @property
     def trainable(self) -> Selection:
         """The prompts and the head."""
-        return self.anatomy.union(self.anatomy.prompts, self.anatomy.head)
+        return self.parts.union(self.parts.prompts, self.parts.head)
 
 
 class FedLoraParams(MethodParams):
@@ -96,4 +96,4 @@ class FedLora(WeightAveraging[FedLoraParams]):
     @property
     def trainable(self) -> Selection:
         """The low-rank factors and the head."""
-        return self.anatomy.union(self.anatomy.lora, self.anatomy.head)
+        return self.parts.union(self.parts.lora, self.parts.head)

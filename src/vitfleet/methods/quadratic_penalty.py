@@ -155,7 +155,7 @@ class QuadraticPenalty(SharedBody[Params]):
     @property
     def penalized(self) -> Selection:
         """The weights that have an importance: all that train."""
-        return self.anatomy.trainable(self.trainable)
+        return self.parts.trainable(self.trainable)
 
     def learned_before(self, job: ClientJob) -> LearnedTasks:
         """Return what the client keeps of its tasks; a task before the current one is consolidated."""
@@ -182,9 +182,9 @@ class QuadraticPenalty(SharedBody[Params]):
         numbers = {"penalized": int(penalty is not None), "latest_task": _task_number(learned)}
         return LocalTrainingResult(trained, result, numbers, learned_tensors(learned))
 
-    def client_state_shapes(self, reported: Numbers, channels: int, side: int) -> Tensors:
+    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of importance and anchor."""
-        shapes = {name: torch.empty(self.anatomy.shapes[name], device="meta") for name in self.penalized}
+        shapes = {name: torch.empty(self.parts.shapes[name], device="meta") for name in self.penalized}
         penalty = Penalty(shapes, shapes, torch.empty((), device="meta")) if reported.get("penalized") else None
         latest = reported.get("latest_task")
         if not isinstance(latest, int) or not 0 <= latest < self.context.num_tasks:

@@ -84,12 +84,12 @@ class SharedBody(Method[Params]):
     @property
     def shared(self) -> Selection:
         """The weights that are sent and averaged: the body, with shared heads the whole model."""
-        return self.anatomy.whole if self.shares_heads else self.anatomy.body
+        return self.parts.whole if self.shares_heads else self.parts.body
 
     @property
     def trainable(self) -> Selection:
         """The whole model, in parts or at once."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     @abstractmethod
     def local_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
@@ -105,7 +105,7 @@ class SharedBody(Method[Params]):
 
     def base_message(self, initial_weights: Tensors) -> Message:
         """Return the initial head: all clients start from the same one. Shared heads come with every message."""
-        return Message({} if self.shares_heads else self.anatomy.head.take(initial_weights))
+        return Message({} if self.shares_heads else self.parts.head.take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial weights that are shared."""
@@ -123,7 +123,7 @@ class SharedBody(Method[Params]):
 
     def client_update(self, job: ClientJob) -> ClientGenerator:
         """Train the received weights with the client's own; send what is shared, keep the model."""
-        own = job.base_weights if job.client_state is None else self.anatomy.whole.take(job.client_state.tensors)
+        own = job.base_weights if job.client_state is None else self.parts.whole.take(job.client_state.tensors)
         local = yield from self.local_training(job, {**own, **job.message.tensors})
         selection = local.sent or self.shared
         sent = {**selection.take(local.model_weights), **local.also_sent} if local.fit_result.samples else {}
@@ -137,5 +137,5 @@ class SharedBody(Method[Params]):
         """
         if client_state is None:
             return {**base_weights, **server_state.tensors}
-        own = self.anatomy.whole.take(client_state.tensors)
+        own = self.parts.whole.take(client_state.tensors)
         return {**own, **server_state.tensors} if self.context.evaluated_body == "aggregated" else own

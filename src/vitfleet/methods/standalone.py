@@ -23,7 +23,7 @@ class Standalone(Method[StandaloneParams]):
     @property
     def trainable(self) -> Selection:
         """The whole model."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     # Server
 

@@ -51,15 +51,15 @@ class TransFL(Method[TransFLParams]):
 
     def __init__(self, params: TransFLParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        check_layers("k", params.k, self.anatomy.depth)
-        parts = {"embed": self.anatomy.embed, "norm": self.anatomy.norm, "head": self.anatomy.head}
-        always_sent = self.anatomy.union(*(parts[part] for part in params.always_send))
-        self.sharing = LayerSharing(self.anatomy, params.k, always_sent, params.statistic)
+        check_layers("k", params.k, self.parts.depth)
+        parts = {"embed": self.parts.embed, "norm": self.parts.norm, "head": self.parts.head}
+        always_sent = self.parts.union(*(parts[part] for part in params.always_send))
+        self.sharing = LayerSharing(self.parts, params.k, always_sent, params.statistic)
 
     @property
     def trainable(self) -> Selection:
         """The whole model."""
-        return self.anatomy.whole
+        return self.parts.whole
 
     # Server
 
@@ -73,7 +73,7 @@ class TransFL(Method[TransFLParams]):
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the mean of each layer over the clients that sent it."""
-        return LayerwiseMean(server_state, self.context.aggregation, self.anatomy, round)
+        return LayerwiseMean(server_state, self.context.aggregation, self.parts, round)
 
     # Client
 

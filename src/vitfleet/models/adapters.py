@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.models.parts import LORA_PREFIX, PROMPTS_NAME, LoraTarget, layout_of
+from vitfleet.models.parts import LORA_PREFIX, PROMPTS_NAME, LoraTarget, part_paths_of
 
 
 def add_prompts(vit: Any, count: int, deep: bool) -> None:
     """Add visual prompts (Jia et al., 2022): learned tokens before the first block or, if deep, before every block."""
-    if layout_of(vit).functional is None:
+    if part_paths_of(vit).functional is None:
         raise UserError(
             f"model.name: a {type(vit).__name__} cannot take prompts; choose a plain ViT (vit, deit, t2t, or timm's "
             "vit_*, deit_*)"
@@ -35,8 +35,8 @@ def add_prompts(vit: Any, count: int, deep: bool) -> None:
 
 def add_lora(vit: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Add low-rank updates W + α/r·BA (Hu et al., 2022) to the named layers of every block."""
-    layout = layout_of(vit)
-    blocks, places_of = [vit.get_submodule(path) for path in layout.blocks], layout.lora_targets
+    part_paths = part_paths_of(vit)
+    blocks, places_of = [vit.get_submodule(path) for path in part_paths.blocks], part_paths.lora_targets
     found = [{name: _find_target(block, places) for name, places in places_of.items()} for block in blocks]
     available = [name for name in places_of if all(of_block[name] is not None for of_block in found)]
     for name in targets:

@@ -16,7 +16,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.forward.batch_norm import MASK_NAME, replace_batch_norms, trained_batch_norms
 from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.forward.module_call import call_module
-from vitfleet.models.parts import Anatomy, KeptForward, Layout, dissect, layout_of
+from vitfleet.models.parts import KeptForward, ModelParts, PartPaths, find_parts, part_paths_of
 
 #: How several clients are stacked: by tensor operations of ours, by ``torch.vmap`` over the module, or not at all.
 Stacking: TypeAlias = Literal["tensor operations", "vmap", "none"]
@@ -77,9 +77,9 @@ class Net:
     ----------
     module
         The model that defines the architecture.
-    layout
+    part_paths
         Where its family keeps its parts.
-    anatomy
+    parts
         The names of its weights, by part.
     functional
         The forward pass as tensor operations; ``None`` where the module is called instead.
@@ -92,8 +92,8 @@ class Net:
     """
 
     module: ModuleWrapper
-    layout: Layout
-    anatomy: Anatomy
+    part_paths: PartPaths
+    parts: ModelParts
     functional: FunctionalViT | None
     batch_norms: tuple[str, ...]
     num_prefix_tokens: int
@@ -105,7 +105,7 @@ class Net:
     @property
     def num_patches(self) -> int:
         """Patches per image; 0 for a family whose tokens cannot be dropped."""
-        return self.layout.num_patches
+        return self.part_paths.num_patches
 
     @property
     def stackable(self) -> bool:
@@ -119,7 +119,7 @@ class Net:
             return "tensor operations" if self.functional.stackable else "none"
         net = self.with_constants_on("meta")
         empty = partial(torch.empty, dtype=next(self.module.parameters()).dtype, device="meta")
-        weights = {name: empty(2, *shape) for name, shape in self.anatomy.shapes.items()}
+        weights = {name: empty(2, *shape) for name, shape in self.parts.shapes.items()}
         images = empty(2, 2, len(self.mean), self.image_size, self.image_size)
         mask = torch.ones(2, 2, dtype=torch.bool, device="meta")
         try:
@@ -169,13 +169,13 @@ class Net:
         statistics
             The batch norms that train; all others use their running statistics.
         """
-        skipped = self.anatomy.blocks[depth:] if depth is not None else ()
-        needed = self.anatomy.shapes.keys() - {name for block in skipped for name in block}
+        skipped = self.parts.blocks[depth:] if depth is not None else ()
+        needed = self.parts.shapes.keys() - {name for block in skipped for name in block}
         if missing := needed - weights.keys():
             raise KeyError(f"{len(missing)} of the model's weights are missing, {min(missing)} among them")
         if self.functional is not None:
             return self.functional(weights, images, keep, 0, None, depth)
-        shapes = self.anatomy.shapes
+        shapes = self.parts.shapes
         given = {f"vit.{name}": weights[name] for name in shapes}
         stacked = {f"vit.{name}" for name, shape in shapes.items() if weights[name].dim() > len(shape)}
         if statistics is not None:
@@ -204,13 +204,13 @@ class Net:
     def initial_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights with which the architecture was built."""
         state = self.module.vit.state_dict()
-        return {name: state[name].detach().clone() for name in self.anatomy.shapes}
+        return {name: state[name].detach().clone() for name in self.parts.shapes}
 
     def drop_weights(self) -> None:
         """Free the initial weights. A client of a real fleet receives its weights in messages."""
         for path, module in self.module.vit.named_modules():
             for name, weight in module.named_parameters(recurse=False):
-                if (f"{path}.{name}" if path else name) in self.anatomy.shapes:
+                if (f"{path}.{name}" if path else name) in self.parts.shapes:
                     setattr(module, name, nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False))
 
     def to(self, device: torch.device) -> Net:
@@ -269,15 +269,15 @@ def make_net(vit: Any, image_size: int, mean: tuple[float, ...], std: tuple[floa
     TypeError
         If the model has no transformer blocks in a known place.
     """
-    layout = layout_of(vit)
+    part_paths = part_paths_of(vit)
     batch_norms = replace_batch_norms(vit)
     return Net(
-        module=ModuleWrapper(vit, layout.forward_kept),
-        layout=layout,
-        anatomy=dissect(vit, layout),
-        functional=None if layout.functional is None else cast(FunctionalViT, layout.functional(vit)),
+        module=ModuleWrapper(vit, part_paths.forward_kept),
+        part_paths=part_paths,
+        parts=find_parts(vit, part_paths),
+        functional=None if part_paths.functional is None else cast(FunctionalViT, part_paths.functional(vit)),
         batch_norms=batch_norms,
-        num_prefix_tokens=0 if layout.functional is None else vit.num_prefix_tokens,
+        num_prefix_tokens=0 if part_paths.functional is None else vit.num_prefix_tokens,
         embed_dim=vit.num_features,
         image_size=image_size,
         mean=mean,

@@ -1,10 +1,10 @@
 """The named parts of a vision transformer, the same for every model family, and where a family keeps them.
 
-A method selects, splits and freezes by part (embedding, block i, norm, head): the :class:`Anatomy` of a model. A
+A method selects, splits and freezes by part (embedding, block i, norm, head): the :class:`ModelParts` of a model. A
 :class:`Selection` of weights determines what trains and what is sent, with its size in bytes and its number of
 parameters.
 
-A family registers a function that returns the :class:`Layout` of a built model of its class. The rest of the package
+A family registers a function that returns the :class:`PartPaths` of a built model of its class. The rest of the package
 knows no family by its name. A model of any other class has its parts where timm's naming suggests.
 """
 
@@ -68,7 +68,7 @@ class AttentionProjections:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """The weights of a model, by part.
 
     Attributes
@@ -176,7 +176,7 @@ KeptForward: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartPaths:
     """Where one built model keeps its parts, as module paths.
 
     Attributes
@@ -208,12 +208,12 @@ class Layout:
     lora_targets: Mapping[str, tuple[LoraTarget, ...]] = field(default_factory=lambda: LORA_TARGETS)
 
 
-LayoutFunction: TypeAlias = Callable[[Any], Layout]
-_Function = TypeVar("_Function", bound=LayoutFunction)
-_LAYOUTS: dict[str, LayoutFunction] = {}
+PartPathsFunction: TypeAlias = Callable[[Any], PartPaths]
+_Function = TypeVar("_Function", bound=PartPathsFunction)
+_PART_PATHS: dict[str, PartPathsFunction] = {}
 
 
-def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
+def register_part_paths(module_class: type[nn.Module] | str) -> Callable[[_Function], _Function]:
     """Return a decorator that registers where a class of models and its subclasses keep their parts.
 
     A class may be given by its qualified name, ``package.module.Class``, where its package need not be imported.
@@ -221,7 +221,7 @@ def register_layout(module_class: type[nn.Module] | str) -> Callable[[_Function]
     name = module_class if isinstance(module_class, str) else qualified_name(module_class)
 
     def decorator(function: _Function) -> _Function:
-        _LAYOUTS[name] = function
+        _PART_PATHS[name] = function
         return function
 
     return decorator
@@ -237,7 +237,7 @@ def is_instance_of(value: object, class_name: str) -> bool:
     return any(qualified_name(cls) == class_name for cls in type(value).__mro__)
 
 
-def layout_of(vit: nn.Module) -> Layout:
+def part_paths_of(vit: nn.Module) -> PartPaths:
     """Return where a model keeps its parts.
 
     Raises
@@ -247,16 +247,16 @@ def layout_of(vit: nn.Module) -> Layout:
     """
     import_module(FAMILIES_PACKAGE)
     names = (qualified_name(cls) for cls in type(vit).__mro__)
-    function = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), default_layout)
-    layout = function(vit)
-    if not layout.blocks:
+    function = next((_PART_PATHS[name] for name in names if name in _PART_PATHS), default_part_paths)
+    part_paths = function(vit)
+    if not part_paths.blocks:
         raise TypeError(f"{type(vit).__name__} has no transformer blocks that vitfleet can find")
-    return layout
+    return part_paths
 
 
-def default_layout(vit: Any) -> Layout:
+def default_part_paths(vit: Any) -> PartPaths:
     """Return the paths by timm's naming: lists called ``blocks``, ``norm`` or ``fc_norm``, and the classifier."""
-    return Layout(blocks=block_paths(vit), head=head_paths(vit))
+    return PartPaths(blocks=block_paths(vit), head=head_paths(vit))
 
 
 def block_paths(vit: nn.Module, list_name: str = _BLOCK_LIST) -> tuple[str, ...]:
@@ -276,29 +276,29 @@ def head_paths(vit: Any) -> tuple[str, ...]:
     return tuple(path for path, module in vit.named_modules() if module in heads)
 
 
-def dissect(vit: nn.Module, layout: Layout) -> Anatomy:
+def find_parts(vit: nn.Module, part_paths: PartPaths) -> ModelParts:
     """Find the weights of a model's parts."""
     weights = {name: tensor for name, tensor in vit.state_dict().items() if tensor.is_floating_point()}
-    by_part = _sort_by_part(weights, layout)
+    by_part = _sort_by_part(weights, part_paths)
     head = set(by_part["head"])
-    return Anatomy(
+    return ModelParts(
         shapes={name: tensor.shape for name, tensor in weights.items()},
         parameters=frozenset(name for name, _ in vit.named_parameters()),
-        blocks=tuple(by_part.pop(path) for path in layout.blocks),
+        blocks=tuple(by_part.pop(path) for path in part_paths.blocks),
         biases=Selection(tuple(name for name in weights if name.split(".")[-1] == "bias" and name not in head)),
-        attention=_find_attention(vit, layout.blocks, weights),
-        uniform_blocks=layout.functional is not None,
+        attention=_find_attention(vit, part_paths.blocks, weights),
+        uniform_blocks=part_paths.functional is not None,
         **by_part,
     )
 
 
-def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, Selection]:
+def _sort_by_part(names: Iterable[str], part_paths: PartPaths) -> dict[str, Selection]:
     """Return the weights of each part; the key of a block is its module path."""
-    kinds = ("embed", "norm", "head", "prompts", "lora", *layout.blocks)
+    kinds = ("embed", "norm", "head", "prompts", "lora", *part_paths.blocks)
     found: dict[str, list[str]] = {part: [] for part in kinds}
     previous_block: str | None = None
     for name in names:
-        block = next((path for path in layout.blocks if name.startswith(f"{path}.")), None)
+        block = next((path for path in part_paths.blocks if name.startswith(f"{path}.")), None)
         leaf = name.split(".")[-1]
         if leaf == PROMPTS_NAME:
             part = "prompts"
@@ -306,9 +306,9 @@ def _sort_by_part(names: Iterable[str], layout: Layout) -> dict[str, Selection]:
             part = "lora"
         elif block is not None:
             part = previous_block = block
-        elif any(name.startswith(f"{path}.") for path in layout.head):
+        elif any(name.startswith(f"{path}.") for path in part_paths.head):
             part = "head"
-        elif any(name.startswith(f"{path}.") for path in layout.norm):
+        elif any(name.startswith(f"{path}.") for path in part_paths.norm):
             part = "norm"
         else:
             part = previous_block or "embed"

@@ -83,7 +83,7 @@ class RunContext:
     @property
     def params(self) -> int:
         """Number of parameters of a client's model."""
-        return self.net.anatomy.count_parameters(self.net.anatomy.whole)
+        return self.net.parts.count_parameters(self.net.parts.whole)
 
     @property
     def has_remote_clients(self) -> bool:
@@ -132,7 +132,7 @@ class RunContext:
         last_task = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
         return ClientCosts(
             params=self.params,
-            trainable_params=self.net.anatomy.count_parameters(self.method.trainable),
+            trainable_params=self.net.parts.count_parameters(self.method.trainable),
             forward_gflops=flops.forward / 1e9,
             train_gflops=flops.training / 1e9,
             peak_memory_bytes=round_memory(self.net, last_task, self.config.train, self.machine.bf16).total,

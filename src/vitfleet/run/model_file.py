@@ -92,7 +92,7 @@ def model_size(net: Net, weights: Tensors, info: ModelInfo) -> int:
 
 def _contents(net: Net, weights: Tensors, info: ModelInfo) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a model file."""
-    return {name: weights[name] for name in net.anatomy.shapes}, {METADATA_KEY: json.dumps(asdict(info))}
+    return {name: weights[name] for name in net.parts.shapes}, {METADATA_KEY: json.dumps(asdict(info))}
 
 
 def read_model(path: Path) -> tuple[ModelInfo, Tensors]:

@@ -40,7 +40,7 @@ def server_model(
     weights = dict(method.model_weights(server, base_weights, None))
     if method.has_global_model:
         return ServerModel(weights, 0)
-    missing = [name for name in method.anatomy.shapes if name not in server.tensors]
+    missing = [name for name in method.parts.shapes if name not in server.tensors]
     sums: dict[str, Tensor] = {}
     count = 0
     for state in client_states:
@@ -54,7 +54,7 @@ def server_model(
 
 
 def _own(method: Method[Any], server: State) -> Tensors:
-    return {name: tensor for name, tensor in server.tensors.items() if name in method.anatomy.shapes}
+    return {name: tensor for name, tensor in server.tensors.items() if name in method.parts.shapes}
 
 
 def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Cohort:
 
     def _bind(self, inputs: CohortInputs) -> None:
         self.inputs = inputs
-        trainable = self.engine.net.anatomy.trainable(self.objective.trainable)
+        trainable = self.engine.net.parts.trainable(self.objective.trainable)
         self.leaves = {name: inputs.weights.tensors[name].requires_grad_() for name in trainable}
         for tensor in inputs.reference_weights.tensors.values():
             tensor.requires_grad_()
@@ -84,7 +84,7 @@ class Cohort:
         in_dims = dict.fromkeys(trained, 0), constants.in_dims
         compose = torch.vmap(composition, in_dims=in_dims) if self.stacked else composition
         composed: Tensors = compose(dict(trained), constants.tensors)
-        of_model = {name: weights[name] for name in self.engine.net.anatomy.shapes if name in weights}
+        of_model = {name: weights[name] for name in self.engine.net.parts.shapes if name in weights}
         return {**of_model, **composed}
 
     @property

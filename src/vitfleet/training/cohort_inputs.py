@@ -168,7 +168,7 @@ def stack_inputs(group: Sequence[ClientFit], net: Net, mask_ratio: float) -> Coh
     buffers = [{} if fit.replay is None else _pad_buffer(fit.replay, buffer_size) for fit in fits]
     if len(fits) == 1:
         return _single_inputs(fits[0], net, memories[0], widths, buffers[0])
-    trainable = net.anatomy.trainable(fits[0].objective.trainable)
+    trainable = net.parts.trainable(fits[0].objective.trainable)
     # What training changes in place: the weights that train, and the running statistics among the selected weights.
     selected = fits[0].objective.trainable
     leaves = stack([{name: fit.weights[name].detach() for name in selected} for fit in fits], share=False)
@@ -192,7 +192,7 @@ def _single_inputs(
     fit: Fit, net: Net, memory: dict[str, Tensor], widths: tuple[int, ...], buffer: dict[str, Tensor]
 ) -> CohortInputs:
     """Return the inputs of a single client, with copies of everything that training changes in place."""
-    trainable = net.anatomy.trainable(fit.objective.trainable)
+    trainable = net.parts.trainable(fit.objective.trainable)
     # The weights that train, and running statistics, which the forward pass writes in place.
     leaves = {name: fit.weights[name].detach().clone() for name in fit.objective.trainable}
     references = fit.reference_weights

@@ -45,10 +45,10 @@ def distillation_gradients(
     """
     step_images = images[batch.image_indices]
     axis = teachers["labels"].dim() - 1
-    anatomy = engine.net.anatomy
+    model_parts = engine.net.parts
     # Running statistics are the client's; only the step's own forward pass updates them.
-    buffers = {name: tensor for name, tensor in weights.tensors.items() if name not in anatomy.parameters}
-    shapes = {name: anatomy.shapes[name] for name in anatomy.trainable(anatomy.whole)}
+    buffers = {name: tensor for name, tensor in weights.tensors.items() if name not in model_parts.parameters}
+    shapes = {name: model_parts.shapes[name] for name in model_parts.trainable(model_parts.whole)}
     dtype, row_dtype = next(iter(leaves.values())).dtype, objective.reference_dtype
 
     def logits(weights: Tensors) -> Tensor:

@@ -80,7 +80,7 @@ class Evaluator:
         if len(models) == 1:
             correct, losses = self.evaluate(models[0], images)
             return correct.unsqueeze(0), losses.unsqueeze(0)
-        names = self.net.anatomy.shapes  # a client's weights may be more than its model's
+        names = self.net.parts.shapes  # a client's weights may be more than its model's
         weights = stack([{name: model[name] for name in names} for model in models])
         if not weights.stacked_names:  # the same model several times
             correct, losses = self._evaluate_stacked(models[:1], images)

@@ -127,9 +127,9 @@ def estimate_client_bytes(net: Net, train: TrainConfig) -> int:
 
     ``vitfleet.costs.memory`` measures it exactly, and takes longer.
     """
-    anatomy = net.anatomy
+    parts = net.parts
     # Where tokens are merged from stage to stage, roughly their number in the middle.
     tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio) or (net.image_size // 8) ** 2
-    token_numbers = train.batch_size * tokens * net.embed_dim * len(anatomy.blocks)
-    parameters = anatomy.count_parameters(anatomy.whole)
+    token_numbers = train.batch_size * tokens * net.embed_dim * len(parts.blocks)
+    parameters = parts.count_parameters(parts.whole)
     return FLOAT_BYTES * (WEIGHT_COPIES * parameters + SAVED_PER_TOKEN_NUMBER * token_numbers)

@@ -53,7 +53,7 @@ class RunnerCache:
             self.clear()
         if self._space is None:
             self._space = CaptureSpace.create()
-        trainable = engine.net.anatomy.trainable(group[0].fit.objective.trainable)
+        trainable = engine.net.parts.trainable(group[0].fit.objective.trainable)
         # The tensors of later groups are copied into those of this one.
         cohort = Cohort(engine, group, inputs.with_own_tensors(trainable))
         cohort.restart(None, learning_rate)

@@ -17,7 +17,7 @@ class ShapesParams(Table):
     """Drawn shapes on a noisy background."""
 
     images: int = Field(600, ge=30, description="training images; a fifth of it is drawn for testing")
-    side: int = Field(16, ge=8, description="image side in pixels")
+    image_size: int = Field(16, ge=8, description="height and width of an image in pixels")
     noise: float = Field(0.2, ge=0, le=1, description="amplitude of the background noise")
 
 
@@ -31,10 +31,10 @@ def shapes(params: ShapesParams, request: DataRequest) -> DataSet:
 def _draw(params: ShapesParams, count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     rng = np.random.default_rng(seed)
     labels = np.arange(count) % len(CLASSES)
-    y, x = np.mgrid[: params.side, : params.side]
-    images = np.empty((count, 1, params.side, params.side), dtype=np.uint8)
+    y, x = np.mgrid[: params.image_size, : params.image_size]
+    images = np.empty((count, 1, params.image_size, params.image_size), dtype=np.uint8)
     for i, label in enumerate(labels):
-        center, size = rng.uniform(0.35, 0.65, 2) * params.side, rng.uniform(0.2, 0.35) * params.side
+        center, size = rng.uniform(0.35, 0.65, 2) * params.image_size, rng.uniform(0.2, 0.35) * params.image_size
         disc = np.hypot(y - center[0], x - center[1]) < size
         square = np.maximum(abs(y - center[0]), abs(x - center[1])) < size
         stripes = ((y + x) // 3) % 2 == 0

@@ -104,7 +104,7 @@ class FlowerClient:
     def _save(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, update: ClientUpdate) -> None:
         """Write the client's state and its own whole model, if it has one: its owner can use it without the server."""
         run_spec, request, net = payload.run_spec, payload.request, setup.runtime.trainer.net
-        data = DataInfo(setup.config.data.name, tuple(run_spec.classes), run_spec.channels, run_spec.side)
+        data = DataInfo(setup.config.data.name, tuple(run_spec.classes), run_spec.channels, run_spec.image_size)
         info = model_info(setup.config, data, net, request.round, request.client)
         state_bytes = encoded_size(update.client_state or State())
         model = update.model_weights

@@ -62,7 +62,9 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
 
     def load_images(config: Config, run_spec: RunSpec) -> DataSet:
         classes, keys = tuple(run_spec.classes), config.data
-        return dataset.load(DataSpec(classes, run_spec.channels, run_spec.side, keys.test_share, keys.max_corrupt))
+        return dataset.load(
+            DataSpec(classes, run_spec.channels, run_spec.image_size, keys.test_share, keys.max_corrupt)
+        )
 
     return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
 

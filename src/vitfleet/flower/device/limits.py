@@ -28,7 +28,7 @@ class ClientLimits(Table):
 
     layers: int = Field(64, ge=1, description="layers of the model")
     width: int = Field(4096, ge=1, description="embedding width of the model")
-    side: int = Field(1024, ge=1, description="pixels per side of the images")
+    image_size: int = Field(1024, ge=1, description="pixels per side of the images")
     classes: int = Field(100_000, ge=1, description="classes")
     epochs: int = Field(1000, ge=1, description="epochs per round")
     batch_size: int = Field(4096, ge=1, description="images per step, replayed ones too")
@@ -70,7 +70,7 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
         {
             "layers": config.model.depth,
             "width": config.model.dim if config.model.name == "vit" else None,
-            "side": max(run_spec.side, config.model.image_size or 0),
+            "image_size": max(run_spec.image_size, config.model.image_size or 0),
             "classes": len(run_spec.classes),
             "epochs": max(config.train.epochs, getattr(method, "tune_epochs", 0)),
             "batch_size": config.train.batch_size * (1 + getattr(method, "replays", 0)),
@@ -92,8 +92,8 @@ def check_model(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None
         Names a size and what the device's owner allows.
     """
     with weights_without_values():
-        net = build_net(config, len(run_spec.classes), run_spec.channels, run_spec.side)
-    _check_limits({"layers": net.anatomy.depth, "width": net.embed_dim, "side": net.image_size}, limits)
+        net = build_net(config, len(run_spec.classes), run_spec.channels, run_spec.image_size)
+    _check_limits({"layers": net.parts.depth, "width": net.embed_dim, "image_size": net.image_size}, limits)
 
 
 def within_limits(config: Config, limits: ClientLimits) -> Config:
@@ -119,8 +119,10 @@ def _check_form(config: Config, run_spec: RunSpec) -> None:
     """Reject what a server has no business with, or what no server of ours sends."""
     if not RUN_ID.fullmatch(run_spec.run_id):
         raise UserError(f"the server's run has the name {run_spec.run_id[:80]!r}, which cannot be a folder's")
-    if not (run_spec.channels in (1, 3) and run_spec.side >= 1 and run_spec.classes):
-        raise UserError(f"the server's images have {run_spec.channels} channels and {run_spec.side} pixels per side")
+    if not (run_spec.channels in (1, 3) and run_spec.image_size >= 1 and run_spec.classes):
+        raise UserError(
+            f"the server's images have {run_spec.channels} channels and {run_spec.image_size} pixels per side"
+        )
     if not MODEL_NAME.fullmatch(config.model.name):
         raise UserError(f"the server asks for model.name = {config.model.name[:80]!r}; it may name no hub and no path")
     files = {
@@ -147,5 +149,5 @@ def describe_run(config: Config, run_spec: RunSpec) -> str:
     return (
         f"run {run_spec.run_id}: the server asks to train {method} for up to {config.rounds} rounds of "
         f"{train.epochs} epochs (batch {train.batch_size}){tasks}; model {model.name} ({size}); images of "
-        f"{run_spec.side} × {run_spec.side} × {run_spec.channels}, {len(run_spec.classes)} classes"
+        f"{run_spec.image_size} × {run_spec.image_size} × {run_spec.channels}, {len(run_spec.classes)} classes"
     )

@@ -78,7 +78,7 @@ def set_up_client(
 ) -> ClientSetup:
     """Build a client's model, method and trainer, and move its images to the training device."""
     classes = len(run_spec.classes)
-    net = build_net(config, classes, run_spec.channels, run_spec.side)
+    net = build_net(config, classes, run_spec.channels, run_spec.image_size)
     machine = set_up_machine(machine_config, net.embed_dim)
     class_tasks, task_order = None, list[int]()
     if config.data.tasks is not None:  # server and clients derive the same tasks from the seed

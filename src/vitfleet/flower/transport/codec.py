@@ -150,7 +150,7 @@ def _run_spec(header: ConfigRecord) -> RunSpec:
         config=str(header["config"]),
         classes=_strings(header, "classes"),
         channels=_integer(header, "channels"),
-        side=_integer(header, "side"),
+        image_size=_integer(header, "image_size"),
         plugins=_strings(header, "plugins"),
     )
 

@@ -27,7 +27,7 @@ class RunSpec:
         Identifies the run. A client stores its files under it.
     config
         The run's configuration, as JSON.
-    classes, channels, side
+    classes, channels, image_size
         The images' class names, number of colour channels, and pixels per side.
     plugins
         What the run's method and model need from plug-ins: ``kind:name:sha256`` of each. A client compares it with what
@@ -38,7 +38,7 @@ class RunSpec:
     config: str
     classes: list[str]
     channels: int
-    side: int
+    image_size: int
     plugins: list[str] = field(default_factory=list)
 
 

@@ -24,7 +24,7 @@ from vitfleet.models.families.request import ModelRequest, check_divides, choose
 from vitfleet.models.families.vit import PlainViT
 from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.forward.stacked_ops import gather_tokens, layer_norm, linear
-from vitfleet.models.parts import Layout, default_layout, register_layout
+from vitfleet.models.parts import PartPaths, default_part_paths, register_part_paths
 
 Split: TypeAlias = tuple[int, int, int]  # kernel, stride and padding
 
@@ -151,10 +151,10 @@ class FunctionalT2T(FunctionalViT):
         return positions
 
 
-@register_layout(T2TViT)
-def t2t_layout(vit: Any) -> Layout:
+@register_part_paths(T2TViT)
+def t2t_part_paths(vit: Any) -> PartPaths:
     """Return where the parts are: as in a plain ViT; the tokens-to-token module is the embedding."""
-    return replace(default_layout(vit), num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
+    return replace(default_part_paths(vit), num_patches=vit.patch_embed.num_patches, functional=FunctionalT2T)
 
 
 @register_model("t2t", T2tParams)

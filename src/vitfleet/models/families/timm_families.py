@@ -41,7 +41,7 @@ from vitfleet.models.families.request import (
     refuse_hub_weights,
 )
 from vitfleet.models.forward.stacked_ops import kept_patches, linear
-from vitfleet.models.parts import Layout, LoraTarget, block_paths, head_paths, register_layout
+from vitfleet.models.parts import LoraTarget, PartPaths, block_paths, head_paths, register_part_paths
 
 Sizes: TypeAlias = dict[str, Any]
 PerStage: TypeAlias = tuple[int, ...] | None
@@ -290,13 +290,13 @@ def swin(request: ModelRequest, sizes: Sizes) -> Sizes:
     }
 
 
-@register_layout("timm.models.cait.Cait")
-def cait_layout(vit: Any) -> Layout:
+@register_part_paths("timm.models.cait.Cait")
+def cait_part_paths(vit: Any) -> PartPaths:
     """Return the parts of a CaiT: self-attention blocks, then class-attention blocks. Patches can be dropped."""
     from timm.layers import PatchEmbed
 
     maskable = isinstance(vit.patch_embed, PatchEmbed)
-    return Layout(
+    return PartPaths(
         blocks=(*block_paths(vit), *block_paths(vit, "blocks_token_only")),
         head=head_paths(vit),
         num_patches=vit.patch_embed.num_patches if maskable else 0,
@@ -317,12 +317,12 @@ def forward_kept(vit: Any, images: Tensor, keep: Tensor) -> Tensor:
     return logits
 
 
-@register_layout("timm.models.levit.Levit")
-def levit_layout(vit: Any) -> Layout:
+@register_part_paths("timm.models.levit.Levit")
+def levit_part_paths(vit: Any) -> PartPaths:
     """Return the parts of a LeViT: the attention between two stages is a block of its own."""
     blocks: list[str] = []
     for index, stage in enumerate(vit.stages):
         if not isinstance(stage.downsample, nn.Identity):
             blocks.append(f"stages.{index}.downsample")
         blocks += [f"stages.{index}.blocks.{block}" for block in range(len(stage.blocks))]
-    return Layout(blocks=tuple(blocks), head=head_paths(vit), norm=(), lora_targets=LEVIT_LORA_TARGETS)
+    return PartPaths(blocks=tuple(blocks), head=head_paths(vit), norm=(), lora_targets=LEVIT_LORA_TARGETS)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vitfleet.config.registry import NoParams, register_model
 from vitfleet.models.families.request import ModelRequest, check_patch_size, refuse_hub_weights
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
-from vitfleet.models.parts import Layout, default_layout, is_instance_of, register_layout
+from vitfleet.models.parts import PartPaths, default_part_paths, is_instance_of, register_part_paths
 
 INIT_STD = 0.02
 CLASS_TOKEN_STD = 1e-6
@@ -247,15 +247,15 @@ def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
     return PlainViT(embed, request.classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
 
 
-@register_layout(TIMM_VIT)
-@register_layout(PlainViT)
-def vit_layout(vit: Any) -> Layout:
+@register_part_paths(TIMM_VIT)
+@register_part_paths(PlainViT)
+def vit_part_paths(vit: Any) -> PartPaths:
     """Return where a plain ViT keeps its parts. Patches that do not overlap can be dropped before standard blocks."""
-    layout = default_layout(vit)
+    part_paths = default_part_paths(vit)
     if not is_plain_vit(vit):
-        return layout
+        return part_paths
     forward_pass = getattr(vit, FORWARD_PASS, FunctionalViT)
-    return replace(layout, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
+    return replace(part_paths, num_patches=vit.patch_embed.num_patches, functional=forward_pass)
 
 
 def is_plain_vit(vit: Any) -> bool:

@@ -21,7 +21,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.families.vit import is_plain_vit
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.forward.stacked_ops import linear
-from vitfleet.models.parts import Anatomy, Selection
+from vitfleet.models.parts import ModelParts, Selection
 
 _STD = 0.02
 
@@ -60,9 +60,9 @@ def add_external_keys(vit: Any) -> None:
     setattr(vit, FORWARD_PASS, ExternalKeyViT)
 
 
-def external_keys(anatomy: Anatomy) -> Selection:
+def external_keys(parts: ModelParts) -> Selection:
     """Return the external keys and their biases."""
-    return anatomy.select(name for name in anatomy.shapes if name.split(".")[-1] in ("key", "key_bias"))
+    return parts.select(name for name in parts.shapes if name.split(".")[-1] in ("key", "key_bias"))
 
 
 class ExternalKeyViT(FunctionalViT):
