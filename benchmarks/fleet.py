@@ -34,7 +34,7 @@ from vitfleet.flower.commands import CONNECTION, ServerSettings, client_command,
 from vitfleet.flower.flwr_cli import run_flwr, start_run
 from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
-from vitfleet.run.folder import create_run_folder
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import RoundRecord, read_records
 
 MIB = 2**20

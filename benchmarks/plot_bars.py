@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from plot_curves import COLOURS
 from vitfleet.config.registry import method_label
-from vitfleet.run.compare import read_members
+from vitfleet.run.comparison.manifest import read_members
 
 TITLES = {"average_accuracy": "Average accuracy after the last task", "forgetting": "Forgetting"}
 

@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from vitfleet.run.compare import MANIFEST, read_members
+from vitfleet.run.comparison.manifest import MANIFEST, read_members
 from vitfleet.run.records import read_records
 
 COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]

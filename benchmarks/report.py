@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from vitfleet.config.load import validate
-from vitfleet.report.write import write_report
+from vitfleet.report.html.write import write_report
+from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
-from vitfleet.run.summary import write_summary
 
 METHODS = (
     "standalone",

@@ -29,10 +29,10 @@ from vitfleet.data.shared_images import shared_images
 from vitfleet.data.sources import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.compare import ComparedRun
+from vitfleet.run.comparison.jobs import start_job, stop_jobs
+from vitfleet.run.comparison.manifest import ComparedRun
 from vitfleet.run.context import RunContext
-from vitfleet.run.folder import create_run_folder
-from vitfleet.run.jobs import start_job, stop_jobs
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plot_curves import add_rename_option, comparison_folder, new_names
-from vitfleet.run.compare import read_members
+from vitfleet.run.comparison.manifest import read_members
 from vitfleet.run.records import read_records
 
 

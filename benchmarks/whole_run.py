@@ -35,7 +35,7 @@ from vitfleet.fleet import inline
 from vitfleet.methods.base import ClientJob
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from vitfleet.config.load import validate
+from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, MetricValues, RoundRecord, TaskRecord
-from vitfleet.run.summary import write_summary
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6

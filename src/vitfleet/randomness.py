@@ -40,7 +40,7 @@ class Purpose(StrEnum):
     REPLAY_AUGMENT = "replay-augment"
     REPLAY_MASK = "replay-mask"
     HARDWARE_PROFILES = "devices"
-    UNSEEN_CLIENTS = "unseen-clients"
+    HELD_OUT_CLIENTS = "unseen-clients"  # the text is part of the address: another one would draw other clients
     METRIC_CLIENTS = "metric-clients"
 
 

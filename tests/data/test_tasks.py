@@ -10,8 +10,9 @@ import pytest
 from vitfleet.config.schema import TasksConfig
 from vitfleet.data.client_indices import Ints
 from vitfleet.data.tasks import NO_TASK, TaskStreams, make_task_streams
-from vitfleet.data.tasks_io import ARRAYS_FILE, load_task_streams, save_task_streams
+from vitfleet.data.tasks_io import load_task_streams, save_task_streams
 from vitfleet.errors import ConfigError, DataError
+from vitfleet.files import TASKS_ARRAYS
 
 CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8
 TRAIN_LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), TRAIN))
@@ -121,7 +122,7 @@ def test_saved_task_streams_are_loaded_unchanged_or_rejected(tmp_path: Path) -> 
     assert np.array_equal(samples_of(again, 3, 2)[0], samples_of(streams, 3, 2)[0])
     with pytest.raises(DataError, match="made for other images"):
         load_task_streams(tmp_path, TRAIN_LABELS[::-1], TEST_LABELS)
-    file = tmp_path / ARRAYS_FILE
+    file = tmp_path / TASKS_ARRAYS
     data = bytearray(file.read_bytes())
     data[-1] ^= 0xFF  # in the counts' last number
     data[-9000] ^= 0xFF

@@ -10,10 +10,10 @@ from test_flower_fleet import flower, run_on_grid
 
 from conftest import TINY, MakeConfig
 from vitfleet.config import load_config
+from vitfleet.run.clients import unseen_clients
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.run.unseen import unseen_clients
 
 METRICS = "metrics={local_accuracy={every=1, share=0.7}, unseen_clients={}, per_class={}, confusion={every=2}}"
 

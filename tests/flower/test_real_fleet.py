@@ -24,8 +24,8 @@ from vitfleet.flower.flwr_cli import start_run
 from vitfleet.flower.processes import running_server, stop_process_group
 from vitfleet.flower.server import follow
 from vitfleet.inference.stored_models import load_model_file
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.setup import open_run
 
 NAMES = ("garden", "kitchen")

@@ -13,8 +13,8 @@ from vitfleet.flower.commands import ServerSettings, environment, flower_config,
 from vitfleet.flower.flwr_cli import start_run
 from vitfleet.flower.processes import stop_process_group, wait_for_superlink
 from vitfleet.flower.server import follow
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.setup import open_run
 
 OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0", "method.name=transfl", "method.k=1")

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from made_runs import MakeRun
-from vitfleet.report.curves import comparison_figures
-from vitfleet.report.figure_types import LineChart, to_json
+from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.types import LineChart, to_json
 from vitfleet.report.runs import RunGroup, read_groups
 
 

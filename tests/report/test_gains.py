@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfleet.report.gains import gain_sentence, gain_sentences
-from vitfleet.run.compare import ComparisonRow
+from vitfleet.report.console.results import gain_sentence, gain_sentences
+from vitfleet.run.comparison.manifest import ComparisonRow
 
 
 def row(name: str, accuracy: float, up: float, gflops: float) -> ComparisonRow:

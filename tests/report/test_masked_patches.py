@@ -8,7 +8,7 @@ from PIL import Image
 from conftest import MakeConfig
 from vitfleet.data.batches import make_epoch_batches
 from vitfleet.data.epoch_draws import draw_epoch
-from vitfleet.report.masked_patches import contact_sheet, draw_masked_patches
+from vitfleet.report.figures.folder import contact_sheet, draw_masked_patches
 from vitfleet.run.setup import open_run
 
 

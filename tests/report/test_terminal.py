@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from vitfleet.costs.estimate import Available, RunEstimate
-from vitfleet.report.estimate_text import estimate_line, shortage
-from vitfleet.report.tables import comparison_tables, summary_table
-from vitfleet.report.terminal import ComparisonClock, RoundDisplay
-from vitfleet.run.compare import ComparisonResult, ComparisonRow
+from vitfleet.report.console.costs import estimate_line, shortage
+from vitfleet.report.console.progress import ComparisonClock, RoundDisplay
+from vitfleet.report.console.results import comparison_tables, summary_table
+from vitfleet.run.comparison.manifest import ComparisonResult, ComparisonRow
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
 

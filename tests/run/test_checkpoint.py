@@ -19,10 +19,9 @@ from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
-from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.in_flight import InFlight
-from vitfleet.run.manifest import read_manifest
-from vitfleet.run.state import RunState
+from vitfleet.run.checkpoints.manifest import read_manifest
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.state import InFlight, RunState
 
 
 def run_state(

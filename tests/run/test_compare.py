@@ -11,7 +11,7 @@ import pytest
 from made_runs import MakeRun
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.run.compare import (
+from vitfleet.run.comparison.manifest import (
     ComparedRun,
     cost_to_target,
     create_comparison,

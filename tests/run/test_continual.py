@@ -19,9 +19,9 @@ from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import ClientTask
 from vitfleet.methods.episodic_memory import read_memory
-from vitfleet.run.compare import ComparedRun, create_comparison, partitions_differ
+from vitfleet.run.comparison.manifest import ComparedRun, create_comparison, partitions_differ
 from vitfleet.run.context import RunContext, load_state
-from vitfleet.run.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients
+from vitfleet.run.evaluate.continual import Rows, as_array, as_matrix, compute_metrics, evaluate_clients
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round

@@ -17,7 +17,7 @@ from vitfleet import files
 from vitfleet.errors import UserError
 from vitfleet.message import State
 from vitfleet.run import checkpoint
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.state import RunState
 from vitfleet.training.evaluator import Evaluator
 

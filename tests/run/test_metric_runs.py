@@ -22,14 +22,14 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Tensors
 from vitfleet.run.callbacks import Callback, StopRun
+from vitfleet.run.clients import training_clients, unseen_clients
 from vitfleet.run.context import RunContext
+from vitfleet.run.evaluate.metric_context import with_metrics
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.measure import with_metrics
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.run.unseen import training_clients, unseen_clients
 
 
 def run(config: Config, folder: Path, *callbacks: Callback) -> tuple[RunContext, RunState, dict[str, Any]]:

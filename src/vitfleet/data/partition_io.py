@@ -18,10 +18,8 @@ from safetensors.numpy import save as to_bytes
 from vitfleet.config.base import PartitionParams
 from vitfleet.data.client_indices import ClientIndices, Ints, Partition, hash_labels
 from vitfleet.errors import ConfigError, DataError
-from vitfleet.files import parse_json, write_atomically
+from vitfleet.files import PARTITION_ARRAYS, PARTITION_FILE, parse_json, write_atomically
 
-ARRAYS_FILE = "partition.safetensors"
-SUMMARY_FILE = "partition.json"
 _ARRAY_NAMES = ("train_indices", "train_offsets", "test_indices", "test_offsets", "counts")
 
 
@@ -57,9 +55,9 @@ def save_partition(
     arrays = {name: np.ascontiguousarray(array, np.int64) for name, array in zip(_ARRAY_NAMES, values, strict=True)}
     folder.mkdir(parents=True, exist_ok=True)
     # One metadata entry: safetensors does not keep the order of several, and equal runs write equal files.
-    write_atomically(folder / ARRAYS_FILE, to_bytes(arrays, {"vitfleet": json.dumps(identity)}))
-    write_atomically(folder / SUMMARY_FILE, _format_summary(summary, partition.class_counts).encode())
-    return folder / ARRAYS_FILE
+    write_atomically(folder / PARTITION_ARRAYS, to_bytes(arrays, {"vitfleet": json.dumps(identity)}))
+    write_atomically(folder / PARTITION_FILE, _format_summary(summary, partition.class_counts).encode())
+    return folder / PARTITION_ARRAYS
 
 
 def load_partition(path: Path) -> Partition:
@@ -78,7 +76,7 @@ def load_partition_for(path: Path, num_clients: int, train_labels: Ints, test_la
     key = "data.partition.path"
     file = _arrays_file(path)
     if not file.is_file():
-        raise ConfigError(key, str(path), f"no partition there; give a run folder or its {ARRAYS_FILE}")
+        raise ConfigError(key, str(path), f"no partition there; give a run folder or its {PARTITION_ARRAYS}")
     partition, labels_sha256 = _read(file)
     if partition.num_clients != num_clients:
         raise ConfigError("fleet.clients", num_clients, f"must be {partition.num_clients}, as in the partition {path}")
@@ -95,7 +93,7 @@ def load_partition_for(path: Path, num_clients: int, train_labels: Ints, test_la
 
 
 def _arrays_file(path: Path) -> Path:
-    return path / ARRAYS_FILE if path.is_dir() else path
+    return path / PARTITION_ARRAYS if path.is_dir() else path
 
 
 def _read(file: Path) -> tuple[Partition, str]:

@@ -17,10 +17,8 @@ from vitfleet.config.schema import TasksConfig
 from vitfleet.data.client_indices import ClientIndices, Ints, hash_labels
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import DataError
-from vitfleet.files import parse_json, write_atomically
+from vitfleet.files import TASKS_ARRAYS, TASKS_FILE, parse_json, write_atomically
 
-ARRAYS_FILE = "tasks.safetensors"
-SUMMARY_FILE = "tasks.json"
 _ARRAY_NAMES = ("task_of_class", "order", "train_indices", "train_offsets", "test_indices", "test_offsets", "counts")
 
 
@@ -41,13 +39,13 @@ def save_task_streams(
     values = (*streams.arrays(), streams.class_counts)
     arrays = {name: np.ascontiguousarray(array, np.int64) for name, array in zip(_ARRAY_NAMES, values, strict=True)}
     # The summary last: its presence means that the arrays are complete.
-    write_atomically(folder / ARRAYS_FILE, to_bytes(arrays, {"vitfleet": json.dumps(identity)}))
-    write_atomically(folder / SUMMARY_FILE, json.dumps(summary).encode())
+    write_atomically(folder / TASKS_ARRAYS, to_bytes(arrays, {"vitfleet": json.dumps(identity)}))
+    write_atomically(folder / TASKS_FILE, json.dumps(summary).encode())
 
 
 def load_task_streams(folder: Path, train_labels: Ints, test_labels: Ints) -> TaskStreams:
     """Load the streams of a run and verify that they are intact and were made for these images."""
-    file = folder / ARRAYS_FILE
+    file = folder / TASKS_ARRAYS
     damaged = f"{file}: damaged, or not a saved stream of tasks; the run cannot be resumed"
     try:
         with safe_open(file, framework="numpy") as stored:

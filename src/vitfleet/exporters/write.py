@@ -25,10 +25,10 @@ from vitfleet.exporters.program_format import (
     write_torch_export,
 )
 from vitfleet.exporters.timm_format import timm_logits, write_timm
-from vitfleet.files import write_atomically
+from vitfleet.files import MODEL_FILE, write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import load_model_file
-from vitfleet.run.model_file import MODEL_FILE, write_model
+from vitfleet.run.output.model_file import write_model
 
 FORMATS = ("safetensors", "timm", "onnx", "executorch", "torch-export")
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them

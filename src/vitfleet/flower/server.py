@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vitfleet.errors import UserError
+from vitfleet.files import SUMMARY_FILE
 from vitfleet.flower.commands import ServerSettings
 from vitfleet.flower.flwr_cli import run_status, start_run
 from vitfleet.flower.log_limit import cut_log
@@ -16,7 +17,6 @@ from vitfleet.flower.progress_file import ERROR_FILE, PROGRESS_FILE, ProgressMir
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.records import RoundRecord, read_records, read_seconds
 
-SUMMARY_FILE = "summary.json"
 POLL_INTERVAL_S = 0.5  # between two reads of the run's folder
 STATUS_INTERVAL_S = 30.0  # between two queries of Flower's status, which take seconds
 

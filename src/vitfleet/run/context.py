@@ -21,9 +21,9 @@ from vitfleet.fleet.distributed import ProcessGroup
 from vitfleet.message import Message, Numbers, State, to_device
 from vitfleet.methods import Method
 from vitfleet.models.net import Net
-from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.partitions import RunPartition, train_labels
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.clients import RunPartition, train_labels
+from vitfleet.run.evaluate.accuracy import FleetEvaluator
 from vitfleet.run.records import ClientCosts, read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState

@@ -17,8 +17,8 @@ from vitfleet.message import Message, Number, State
 from vitfleet.methods.base import Aggregator, Method, RejectedUpdateError
 from vitfleet.methods.reported_numbers import parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run import continual
 from vitfleet.run.context import RunContext
+from vitfleet.run.evaluate import continual
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState

@@ -17,10 +17,8 @@ from vitfleet.errors import UserError
 from vitfleet.message import Message, State
 from vitfleet.methods.base import Method
 from vitfleet.randomness import Address, Purpose
-from vitfleet.run.in_flight import InFlight
-from vitfleet.run.state import RunState
-from vitfleet.run.unseen import training_clients
-from vitfleet.run.virtual_fleet import VirtualFleet
+from vitfleet.run.clients import VirtualFleet, training_clients
+from vitfleet.run.state import InFlight, RunState
 
 TOO_LATE = "too late"
 
@@ -168,7 +166,7 @@ def evaluation_due(config: Config, round: int) -> bool:
 
 
 def choose_clients(config: Config, round: int) -> list[int]:
-    """Draw a round's clients without replacement, never an unseen client; return them in ascending order."""
+    """Draw a round's clients without replacement, never a held-out client; return them in ascending order."""
     rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
     chosen = rng.choice(training_clients(config), config.fleet.asked, replace=False)
     return [int(client) for client in np.sort(chosen)]

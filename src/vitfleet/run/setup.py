@@ -21,7 +21,7 @@ from vitfleet.data.sources import load_dataset
 from vitfleet.data.subsets import hold_out_validation, limit_images
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.files import read_json, write_atomically
+from vitfleet.files import MACHINE_FILE, read_json, write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import Components, build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
@@ -31,15 +31,21 @@ from vitfleet.message import Message, to_device
 from vitfleet.methods import make_method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run.base_file import write_base
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.clients import (
+    RunPartition,
+    VirtualFleet,
+    empty_partition,
+    make_virtual_fleet,
+    open_partition,
+    train_labels,
+    train_shard,
+    unseen_clients,
+)
 from vitfleet.run.context import RunContext
-from vitfleet.run.data_info import write_data_info
-from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels, train_shard
+from vitfleet.run.evaluate.accuracy import FleetEvaluator
+from vitfleet.run.output.model_file import write_base, write_data_info
 from vitfleet.run.round_plan import RoundPlanner
-from vitfleet.run.unseen import unseen_clients
-from vitfleet.run.virtual_fleet import VirtualFleet, make_virtual_fleet
 from vitfleet.training.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
 from vitfleet.training.memory_budget import estimate_client_bytes
 
@@ -112,7 +118,7 @@ def _checked(config: Config, data: DataSet) -> DataSet:
 
 def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up. A resumed run computes as it began, whatever this shell or machine would choose."""
-    path = folder / "machine.json"
+    path = folder / MACHINE_FILE
     if path.exists():
         try:
             recorded = MachineConfig.model_validate(read_json(path))
