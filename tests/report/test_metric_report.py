@@ -18,7 +18,7 @@ from vitfleet.report.figures.metrics import metric_figures
 from vitfleet.report.figures.types import BarChart, Figure, HeatMap, LineChart
 from vitfleet.report.html.page import render, report_figures, summary_columns
 from vitfleet.report.runs import read_groups, read_run
-from vitfleet.run.comparison.manifest import ComparisonRow
+from vitfleet.run.comparison.results import ComparisonRow
 from vitfleet.run.records import MetricValues, RoundRecord
 
 MATRIX = [[5, 1, 0, 0], [0, 6, 0, 0], [2, 0, 4, 0], [0, 0, 0, 6]]

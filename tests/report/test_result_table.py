@@ -10,7 +10,8 @@ import pytest
 
 from made_runs import MakeRun
 from vitfleet.errors import UserError
-from vitfleet.report.result_table import COLUMNS, Cell, ResultTable, paired_t_test, result_table
+from vitfleet.report.columns import COLUMNS
+from vitfleet.report.result_table import Cell, ResultTable, paired_t_test, result_table
 
 
 def three_seeds(make_run: MakeRun, method: str) -> list[str]:

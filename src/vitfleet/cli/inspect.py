@@ -192,11 +192,12 @@ def table(
     * `vitfleet table runs/compare-001 --columns accuracy,forgetting --versus fedavg`
     * `vitfleet table runs/a runs/b --to csv --target 0.8`
     """
-    from vitfleet.report.result_table import COLUMNS, result_table
+    from vitfleet.report.columns import COLUMNS
+    from vitfleet.report.result_table import result_table
 
     if columns == "help":
         for name, column in COLUMNS.items():
-            print_text(console, f"{name}: {column.title}")
+            print_text(console, f"{name}: {column.heading}")
         return
     if not runs:
         raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")

@@ -37,8 +37,6 @@ class Column:
         Whether the highest or the lowest value is the best one; ``None``: neither.
     meaning
         In a few words; ``{split}`` stands for the images that were measured on, ``{target}`` for the target accuracy.
-    has_spread
-        Whether the standard deviation over the seeds is printed with the mean; a table for a paper always has it.
     """
 
     name: str
@@ -47,12 +45,11 @@ class Column:
     path: tuple[str, ...]
     best: Literal["highest", "lowest"] | None
     meaning: str
-    has_spread: bool = True
 
     @property
     def heading(self) -> str:
         """The heading of a column whose cells are all in its unit: ``upload, MiB``."""
-        return f"{self.title}, {self.unit.name}" if self.unit.name else self.title
+        return self.unit.heading(self.title)
 
     def described(self, split: str, target: float | None) -> Column:
         """Return the column with the images that were measured on, and the target, in its texts."""
@@ -62,9 +59,13 @@ class Column:
         return replace(self, title=title, meaning=self.meaning.format(split=split, target=goal))
 
     def mean_std(self, summaries: Iterable[Mapping[str, Any]]) -> MeanStd | None:
-        """Return the number over the seeds of a configuration, from its summaries; ``None`` if it is not known."""
+        """Return the number over the seeds of a configuration, from its summaries; ``None`` if it is not known.
+
+        Bytes, durations and operations have no standard deviation here: there is no room, and most do not vary. A table
+        for a paper has all of them.
+        """
         found = mean_std(seed_values(summaries, self.path))
-        return found if found is None or self.has_spread else MeanStd(found.mean, None)
+        return found if found is None or self.unit in (PERCENT, ROUNDS, NUMBER) else MeanStd(found.mean, None)
 
 
 _TO_TARGET = "until {target} accuracy on the common images, all clients; no value where a seed did not reach it"
@@ -85,18 +86,17 @@ _DECLARED = (
     Column("forward", "forward transfer", PERCENT, ("continual", "forward_transfer"), "highest",
            "effect of earlier tasks on later ones"),
     Column("rounds", "rounds to target", ROUNDS, ("to_target", "rounds"), "lowest", _TO_TARGET),
-    Column("traffic", "traffic to target", replace(BYTES, digits=1), ("to_target", "bytes"), "lowest", _TO_TARGET, False),
-    Column("clock", "virtual time to target", SECONDS, ("to_target", "virtual_seconds"), "lowest",
-           _TO_TARGET, False),
-    Column("upload", "upload", BYTES, ("message", "up_bytes"), "lowest", _PER_ROUND, False),
-    Column("download", "download", BYTES, ("message", "down_bytes"), "lowest", _PER_ROUND, False),
-    Column("trained", "trained parameters", COUNT, ("client", "trainable_params"), "lowest", "of a client's model",
-           False),
-    Column("gflops", "GFLOPs per sample", GFLOPS, ("client", "train_gflops"), "lowest", "forward and backward", False),
-    Column("memory", "memory", replace(BYTES, digits=0), ("client", "peak_memory_bytes"), "lowest", "peak of a client's training", False),
+    Column("traffic", "traffic to target", replace(BYTES, digits=1), ("to_target", "bytes"), "lowest", _TO_TARGET),
+    Column("clock", "virtual time to target", SECONDS, ("to_target", "virtual_seconds"), "lowest", _TO_TARGET),
+    Column("upload", "upload", BYTES, ("message", "up_bytes"), "lowest", _PER_ROUND),
+    Column("download", "download", BYTES, ("message", "down_bytes"), "lowest", _PER_ROUND),
+    Column("trained", "trained parameters", COUNT, ("client", "trainable_params"), "lowest", "of a client's model"),
+    Column("gflops", "GFLOPs per sample", GFLOPS, ("client", "train_gflops"), "lowest", "forward and backward"),
+    Column("memory", "memory", replace(BYTES, digits=0), ("client", "peak_memory_bytes"), "lowest",
+           "peak of a client's training"),
     Column("virtual", "virtual time", SECONDS, ("total", "virtual_seconds"), "lowest",
-           "of the run on the simulated devices", False),
-    Column("time", "time", SECONDS, ("total", "seconds"), "lowest", "of the run on this machine", False),
+           "of the run on the simulated devices"),
+    Column("time", "time", SECONDS, ("total", "seconds"), "lowest", "of the run on this machine"),
 )  # fmt: skip
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _DECLARED}
 

@@ -72,6 +72,10 @@ class Unit:
     significant: int = 0
     auto: Callable[[float], str] | None = None
 
+    def heading(self, title: str) -> str:
+        """Return the heading of a column, or the label of an axis, in this unit: ``upload, MiB``."""
+        return f"{title}, {self.name}" if self.name else title
+
     def text(self, value: float) -> str:
         """Return a number, with its unit only where that depends on the number."""
         return f"{self.scale * value:.{self.digits}f}" if self.auto is None else self.auto(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -86,26 +86,37 @@ def empty_partition(config: Config) -> Partition:
     return Partition(nothing, nothing, np.zeros((config.fleet.clients, 0), dtype=np.int64))
 
 
-def train_shard(
-    data: DataSet, partition: RunPartition, client: int, task_index: int, accumulate: bool = False
-) -> Shard:
-    """Return a client's training images of a task.
+@dataclass(frozen=True)
+class ClientImages:
+    """The training images of each client of a simulation.
 
-    Parameters
+    Attributes
     ----------
-    accumulate
-        Return those of all its tasks up to this one: see ``Method.accumulates_tasks``.
+    accumulates_tasks
+        Whether a client trains on the images of all its tasks so far: see ``Method.accumulates_tasks``.
     """
-    select = partition.train.up_to_task if accumulate else partition.train.for_client
-    return Shard(data.train, torch.from_numpy(select(client, task_index)).to(data.train.labels.device))
 
+    config: Config
+    data: DataSet
+    partition: RunPartition
+    accumulates_tasks: bool
 
-def train_labels(
-    data: DataSet, partition: RunPartition, client: int, task_index: int, accumulate: bool = False
-) -> NDArray[np.int64]:
-    """Return the labels of the images that :func:`train_shard` returns."""
-    labels: NDArray[np.int64] = train_shard(data, partition, client, task_index, accumulate).labels.cpu().numpy()
-    return labels
+    def shard(self, client: int, task_index: int) -> Shard:
+        """Return the images that a client trains on in a task."""
+        train = self.partition.train
+        select = train.up_to_task if self.accumulates_tasks else train.for_client
+        index = torch.from_numpy(select(client, task_index)).to(self.data.train.labels.device)
+        return Shard(self.data.train, index)
+
+    def labels(self, client: int, round: int) -> NDArray[np.int64]:
+        """Return the labels of the images that a client trains on in a round."""
+        return self.shard(client, self.config.task_index(round)).labels.cpu().numpy()
+
+    def labels_by_task(self) -> list[NDArray[np.int64]]:
+        """Return the labels of the client with most images, in each of its tasks."""
+        largest, train = int(self.partition.class_counts.sum(axis=1).argmax()), self.partition.train
+        labels = self.data.train.labels.cpu().numpy()
+        return [labels[train.for_client(largest, task)] for task in range(self.config.num_tasks)]
 
 
 @dataclass(frozen=True)
@@ -118,15 +129,13 @@ class VirtualFleet:
         The device of each client.
     memory_bytes
         Memory that a client needs to train.
-    labels
-        Returns the labels of a client's training images in a round.
     """
 
     config: FleetConfig
     devices: Sequence[DeviceName]
     memory_bytes: int
     cost_model: CostModel
-    labels: Callable[[int, int], NDArray[np.int64]]
+    images: ClientImages
 
     def seconds(
         self, round: int, task_index: int, client: int, down_bytes: int, client_metrics: Numbers | None
@@ -138,7 +147,7 @@ class VirtualFleet:
         client_metrics
             The numbers in the client's last update; ``None`` if it has not sent one yet.
         """
-        labels = self.labels(client, round)
+        labels = self.images.labels(client, round)
         dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, client_metrics)
         flops = self.cost_model.round_flops(dry_run_result, len(labels))
         workload = RoundWorkload(down_bytes, flops, self.cost_model.up_bytes(dry_run_result))

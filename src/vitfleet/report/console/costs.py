@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -10,10 +10,10 @@ from rich.table import Table
 from vitfleet.config.fleet import DeviceName
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.costs.fitting import Remedy
-from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, RESERVED_BYTES
+from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RESERVED_BYTES
 from vitfleet.costs.report import CostReport
 from vitfleet.report.console.results import plain_table
-from vitfleet.report.units import format_bytes, format_count, format_seconds
+from vitfleet.report.units import UNKNOWN, format_bytes, format_count, format_seconds
 
 MAX_DEVICE_COLUMNS = 7  # with the methods' names, as many as 80 columns hold
 TOO_LARGE = "too large"
@@ -21,23 +21,32 @@ DAY = 86_400.0  # seconds
 MANY_DAYS = 2.0
 
 
-# Heading, meaning and text of each column: of the costs of a method, and of a device in the costs of one method.
-_COSTS: Sequence[tuple[str, str, Callable[[CostReport], str]]] = (
-    ("GMACs", "multiply-adds of a forward pass, in billions, per image", lambda cost: f"{cost.forward_gmac:.3g}"),
-    ("GFLOPs", "operations of a forward and backward pass, in billions, per image", lambda cost: f"{cost.train_gflops:.3g}"),
-    ("ratio", "GFLOPs of full training on whole images, divided by these", lambda cost: f"{cost.train_ratio_to_full:.2f}"),
-    ("trained", "number of parameters that are trained", lambda cost: format_count(cost.trainable_params)),
-    ("memory", "peak of a training step with this train.batch_size", lambda cost: format_bytes(cost.peak_memory_bytes)),
-    ("upload", "what a client sends per round", lambda cost: format_bytes(cost.up_bytes)),
-    ("download", "what a client receives per round", lambda cost: format_bytes(cost.down_bytes)),
-    ("once", "what a client receives once, before its first round", lambda cost: format_bytes(cost.first_bytes)),
+# Of each column: its heading, its meaning, and its text for a method, or for a method on a device.
+_METHOD_COLUMNS: Sequence[tuple[str, str, Callable[[CostReport], str]]] = (
+    ("GMACs", "multiply-adds of a forward pass, in billions, per image", lambda of: f"{of.forward_gmac:.3g}"),
+    ("GFLOPs", "operations of forward and backward pass, in billions, per image", lambda of: f"{of.train_gflops:.3g}"),
+    ("ratio", "GFLOPs of full training on whole images, divided by these", lambda of: f"{of.train_ratio_to_full:.2f}"),
+    ("trained", "number of parameters that are trained", lambda of: format_count(of.trainable_params)),
+    ("memory", "peak of a training step with train.batch_size = {}", lambda of: format_bytes(of.peak_memory_bytes)),
+    ("upload", "what a client sends per round", lambda of: format_bytes(of.up_bytes)),
+    ("download", "what a client receives per round", lambda of: format_bytes(of.down_bytes)),
+    ("once", "what a client receives once, before its first round", lambda of: format_bytes(of.first_bytes)),
 )
+_DEVICE_LEGEND = {
+    "has": "the device's whole memory",
+    "training": f"whether it fits into this memory, with {format_bytes(RESERVED_BYTES)} for the system",
+    "per round": "time to receive, train and send, an estimate",
+    "traffic a day": "upload and download of a client that is in every round",
+}
+
+
 def print_costs(
     console: Console, reports: Sequence[CostReport], devices: Sequence[DeviceName], remedies: Sequence[Remedy]
 ) -> None:
     """Print the costs of methods, then of the first one on every device, and what would fit where it does not."""
     first = reports[0]
-    for table in (cost_table(reports), cost_legend(first), device_table(first, devices), device_legend()):
+    meanings = {heading: meaning.format(first.batch_size) for heading, meaning, _ in _METHOD_COLUMNS}
+    for table in (cost_table(reports), _legend(meanings), device_table(first, devices), _legend(_DEVICE_LEGEND)):
         console.print(table)
         console.print()
     if len(reports) > 1 and len(devices) <= MAX_DEVICE_COLUMNS:
@@ -49,68 +58,30 @@ def print_costs(
 
 def cost_table(reports: Sequence[CostReport]) -> Table:
     """Return the costs of methods for a client, one row per method."""
-    table = plain_table(None, ["GMACs", "GFLOPs", "ratio", "trained", "memory", "upload", "download", "once"])
+    table = plain_table(None, [heading for heading, _, _ in _METHOD_COLUMNS])
     for report in reports:
-        table.add_row(
-            report.method,
-            f"{report.forward_gmac:.3g}",
-            f"{report.train_gflops:.3g}",
-            f"{report.train_ratio_to_full:.2f}",
-            format_count(report.trainable_params),
-            format_bytes(report.peak_memory_bytes),
-            format_bytes(report.up_bytes),
-            format_bytes(report.down_bytes),
-            format_bytes(report.first_bytes),
-        )
+        table.add_row(report.method, *(text(report) for _, _, text in _METHOD_COLUMNS))
     return table
-
-
-def cost_legend(report: CostReport) -> Table:
-    """Return the meaning of every column of the costs."""
-    return _legend(
-        {
-            "GMACs": "multiply-adds of a forward pass, in billions, per image",
-            "GFLOPs": "operations of a forward and backward pass, in billions, per image",
-            "ratio": "GFLOPs of full training on whole images, divided by these",
-            "trained": "number of parameters that are trained",
-            "memory": f"peak of a training step with train.batch_size = {report.batch_size}",
-            "upload, download": "what a client sends and receives per round",
-            "once": "what a client receives once, before its first round",
-        }
-    )
 
 
 def device_table(report: CostReport, devices: Sequence[DeviceName]) -> Table:
     """Return the time of a client's round on each device."""
     title = f"{report.method}: a round with {report.samples:,} images, {report.round_gflops:,.3g} GFLOPs"
-    table = plain_table(None, ["device", "has", "training", "per round", "MB per day"], padding=2)
+    table = plain_table(None, ["device", *_DEVICE_LEGEND], padding=2, title=title)
     table.columns[1].justify = "left"
-    table.title, table.title_justify = title, "left"
     for name in devices:
         cost, profile = report.devices[name], HARDWARE_PROFILES[name]
-        fits = "fits" if cost["fits_memory"] else TOO_LARGE
-        per_day = f"{cost['megabytes_a_day']:,.0f}" if cost["fits_memory"] else "–"
-        seconds = format_seconds(cost["round_seconds"]) if cost["fits_memory"] else "–"
-        table.add_row(name, profile.title, format_bytes(profile.memory_bytes), fits, seconds, per_day)
+        cells = [TOO_LARGE, UNKNOWN, UNKNOWN]
+        if cost["fits_memory"]:
+            per_day = format_bytes(MEGABYTE * cost["megabytes_a_day"])
+            cells = ["fits", format_seconds(cost["round_seconds"]), per_day]
+        table.add_row(name, profile.title, format_bytes(profile.memory_bytes), *cells)
     return table
-
-
-def device_legend() -> Table:
-    """Return the meaning of every column of the devices."""
-    return _legend(
-        {
-            "has": "the device's whole memory",
-            "training": f"whether it fits into this memory, with {format_bytes(RESERVED_BYTES)} for the system",
-            "per round": "time to receive, train and send, an estimate",
-            "MB per day": "upload and download of a client that is in every round",
-        }
-    )
 
 
 def round_times_table(reports: Sequence[CostReport], devices: Sequence[DeviceName]) -> Table:
     """Return the time of a round of every method on every device."""
-    table = plain_table(None, devices)
-    table.title, table.title_justify = f"time per round ({TOO_LARGE}: for the device's memory)", "left"
+    table = plain_table(None, devices, title=f"time per round ({TOO_LARGE}: for the device's memory)")
     for report in reports:
         costs = [report.devices[name] for name in devices]
         cells = [format_seconds(cost["round_seconds"]) if cost["fits_memory"] else TOO_LARGE for cost in costs]
@@ -144,7 +115,7 @@ def _changes(remedy: Remedy, method: str, compared: bool) -> tuple[str, ...]:
     return (*changes, "a smaller model (model.name, model.depth, model.image_size)")
 
 
-def _legend(meanings: dict[str, str]) -> Table:
+def _legend(meanings: Mapping[str, str]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), style="dim")
     for name, meaning in meanings.items():
         table.add_row(name, meaning)

@@ -14,7 +14,13 @@ from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
 from vitfleet.training.execution import ExecutionSummary
 
 _TASK_COLUMNS = ("average", "forgetting", "backward", "forward")
-_HEADINGS = {"average": "accuracy", "gflops": "GFLOPs", "rounds": "rounds to {}", "traffic": "traffic", "clock": "clock"}
+_HEADINGS = {
+    "average": "accuracy",
+    "gflops": "GFLOPs",
+    "rounds": "rounds to {}",
+    "traffic": "traffic",
+    "clock": "clock",
+}
 _FEDAVG = "fedavg"  # the method that the others save something against
 _WORTH_SAYING = 0.9  # a cost above this share of the other's is not mentioned
 
@@ -108,7 +114,9 @@ def _results(rows: Sequence[ComparisonRow], names: Iterable[str], target: float 
     """Return a table of results with the meaning of its columns below."""
     split = " or ".join(sorted({summary.get("eval_split", "test") for row in rows for summary in row.summaries}))
     simulated = any(row.mean("total", "virtual_seconds") is not None for row in rows)
-    columns = [COLUMNS[name].described(split, target) for name in names if simulated or name not in ("virtual", "clock")]
+    columns = [
+        COLUMNS[name].described(split, target) for name in names if simulated or name not in ("virtual", "clock")
+    ]
     headings = [_HEADINGS.get(column.name, column.name) for column in columns]
     headings = [heading.format("" if target is None else format_target(target)) for heading in headings]
     meanings: dict[str, list[str]] = {}
@@ -168,7 +176,9 @@ def kept_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
 
 def _forgotten(row: ComparisonRow) -> str:
     share = row.mean("continual", "forgetting")
-    return "with one task there is nothing to forget" if share is None else f"forgets {max(0.0, 100 * share):.0f} points"
+    return (
+        "with one task there is nothing to forget" if share is None else f"forgets {max(0.0, 100 * share):.0f} points"
+    )
 
 
 def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
-from vitfleet.report.columns import is_fraction, metric_params, metric_title, shown_numbers
+from vitfleet.report.columns import metric_params, metric_title, metric_unit, shown_numbers
 from vitfleet.report.figures.types import AxisView, BarChart, Curve, Figure, HeatMap, LineChart, Numbers
 from vitfleet.report.runs import RunData, RunGroup
+from vitfleet.report.units import PERCENT
 from vitfleet.run.records import MetricValues
 
 MEDIAN, LOW, HIGH = "p50", "p10", "p90"  # values of a metric that is a distribution
@@ -59,7 +60,7 @@ def _distribution(metric: str, measured: dict[int, MetricValues]) -> LineChart:
         title=f"Distribution: {metric_title(metric)}",
         label=metric_title(metric),
         views=[AxisView("rounds", "round", curves)],
-        percent=is_fraction(metric, MEDIAN),
+        percent=metric_unit(metric, MEDIAN) is PERCENT,
         note="Band: from the 10th to the 90th percentile.",
     )
 
@@ -74,15 +75,15 @@ def _heat_map(run: RunData, metric: str, key: str, matrix: Sequence[Numbers]) ->
         column_label=column_axis,
         rows=_labels(run, row_axis, len(matrix)),
         columns=_labels(run, column_axis, len(matrix[0])),
-        percent=is_fraction(metric, key),
+        percent=metric_unit(metric, key) is PERCENT,
     )
 
 
 def _bars(run: RunData, metric: str, key: str, values: Numbers) -> BarChart:
     (axis,) = metric_params(metric).axes.get(key, ("index",))
-    scale, unit = (100, ", %") if is_fraction(metric, key) else (1, "")
-    scaled = [None if value is None else scale * value for value in values]
-    label = f"{key.replace('_', ' ')}{unit}"
+    unit = metric_unit(metric, key)
+    scaled = [None if value is None else unit.scale * value for value in values]
+    label = unit.heading(key.replace("_", " "))
     return BarChart(
         id=f"metric-{metric}-{key}",
         title=metric_title(metric, key).capitalize(),

@@ -83,7 +83,7 @@ def _task_matrix(run: RunData) -> HeatMap | None:
     return HeatMap(
         id="tasks",
         title=f"Local {run.eval_split} accuracy on each task after each task",
-        values=[[None if percent is None else percent / 100 for percent in row] for row in matrix],
+        values=matrix,
         row_label="after task",
         column_label="on task",
         rows=[str(task + 1) for task in range(len(matrix))],

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
 from vitfleet import __version__
 from vitfleet.config.run_title import run_title
-from vitfleet.report.columns import COMPARABLE_NOTE, comparable_rows
+from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, best_rows, comparable_rows, metric_columns
 from vitfleet.report.figures.curves import comparison_figures
 from vitfleet.report.figures.runs import configuration_figures, partition_figures
 from vitfleet.report.figures.types import Figure, to_json
-from vitfleet.report.html.page import SummaryColumn, summary_columns
 from vitfleet.report.runs import RunGroup, all_finished, eval_splits
 
 REFRESH_SECONDS = 5
 MAX_NAMES_LENGTH = 60
+# The columns of the page's table, as far as a configuration has values for them; metrics come after these.
+TABLE_COLUMNS = (
+    "accuracy", "local", "rounds", "traffic", "average", "forgetting", "upload", "download", "trained", "gflops",
+    "memory", "virtual", "time",
+)  # fmt: skip
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
 
 
@@ -69,7 +74,7 @@ def render(
         "groups": [{"label": group.label} for group in groups],
         "figures": {section: [to_json(figure) for figure in drawn] for section, drawn in figures.items()},
     }
-    assets = files("vitfleet.report")
+    assets = files("vitfleet.report.html")
     names = ", ".join(group.label for group in groups[:3]) + (" …" if len(groups) > 3 else "")
     title = run_title(groups[0].runs[0].config) if len(groups) == 1 else names
     values = {
@@ -105,6 +110,57 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class SummaryColumn:
+    """A column of the page's table: one cell per configuration.
+
+    Attributes
+    ----------
+    description
+        The tooltip of the heading.
+    best
+        Indices of the best configurations, among those comparable with them.
+    """
+
+    heading: str
+    description: str
+    cells: list[str]
+    best: frozenset[int] = frozenset()
+
+
+def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> list[SummaryColumn]:
+    """Return the columns for which at least one configuration has a value.
+
+    Unfinished runs are counted with the values of their rounds so far.
+
+    Parameters
+    ----------
+    target
+        An accuracy: adds the rounds and the traffic after which it was reached.
+    """
+    summaries = [[run.summary_until(target) for run in group.runs if run.summary or run.records] for group in groups]
+    finished = [run.summary for group in groups for run in group.runs if run.summary is not None]
+    split, comparable = eval_splits(groups), comparable_rows(groups)
+    declared = [COLUMNS[name].described(split, target) for name in TABLE_COLUMNS]
+    columns = [] if all_finished(groups) else [_rounds_column(groups)]
+    for column in (*declared, *metric_columns(finished)):
+        spreads = [column.mean_std(of_group) for of_group in summaries]
+        if any(spreads):
+            means = [found and found.mean for found in spreads]
+            best = best_rows(column.best, means, column.unit, comparable)
+            heading = column.heading if column.unit.auto is None else column.title
+            cells = [column.unit.spread(found) for found in spreads]
+            columns.append(SummaryColumn(heading, column.meaning, cells, best))
+    return columns
+
+
+def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
+    done = [sum(len(run.records) for run in group.runs) for group in groups]
+    planned = [sum(int(run.config["rounds"]) for run in group.runs) for group in groups]
+    cells = [f"{count} of {total}" for count, total in zip(done, planned, strict=True)]
+    return SummaryColumn("rounds", "finished so far, of all seeds", cells)
+
+
 def _table(groups: Sequence[RunGroup], target: float | None) -> str:
     columns = summary_columns(groups, target)
     headings = "".join(
@@ -113,7 +169,10 @@ def _table(groups: Sequence[RunGroup], target: float | None) -> str:
     )
     rows = []
     for index, group in enumerate(groups):
-        cells = "".join(_cell(column, index) for column in columns)
+        marks = [' class="best"' if index in column.best else "" for column in columns]
+        cells = "".join(
+            f"<td{mark}>{escape(column.cells[index])}</td>" for mark, column in zip(marks, columns, strict=True)
+        )
         link = f'<a href="#{section_id(index)}-runs">{escape(group.label)}</a>'
         rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
     note = f"<p><small>{COMPARABLE_NOTE}</small></p>" if len(set(comparable_rows(groups))) > 1 else ""
@@ -121,11 +180,6 @@ def _table(groups: Sequence[RunGroup], target: float | None) -> str:
         '<div class="scroll" tabindex="0" role="region" aria-label="summary"><table>'
         f"<thead><tr><th></th>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}"
     )
-
-
-def _cell(column: SummaryColumn, index: int) -> str:
-    best = ' class="best"' if index in column.best else ""
-    return f"<td{best}>{escape(column.cells[index])}</td>"
 
 
 def _section(group: RunGroup, id: str) -> str:

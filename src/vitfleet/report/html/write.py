@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitfleet.errors import UserError
-from vitfleet.files import read_json, write_atomically
+from vitfleet.files import COMPARISON_FILE, write_atomically
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.folder import can_draw
 from vitfleet.report.html.page import REFRESH_SECONDS, compared_names, render, report_figures
 from vitfleet.report.runs import all_finished, read_groups
-from vitfleet.run.comparison.manifest import MANIFEST, read_comparison, read_members
+from vitfleet.run.comparison.manifest import member_folders, read_target
+from vitfleet.run.comparison.results import read_comparison
 from vitfleet.run.output.folder import next_free_folder
+from vitfleet.run.output.summary import is_finished
 
 PAGE = "report.html"
 FIGURES = "figures"
@@ -98,12 +100,10 @@ def watch_report(
 
 def _target(paths: Sequence[Path], chosen: float | None) -> float | None:
     """Return the accuracy to reach: the chosen one, or that of a comparison; ``None``: there is none yet."""
-    if chosen is not None or len(paths) != 1 or not (paths[0] / MANIFEST).is_file():
+    if chosen is not None or len(paths) != 1 or not (paths[0] / COMPARISON_FILE).is_file():
         return chosen
-    members = read_members(paths[0])
-    finished = all((member.folder(paths[0]) / "summary.json").is_file() for member in members)
-    own: float | None = read_json(paths[0] / MANIFEST).get("target")
-    return read_comparison(paths[0]).target if finished else own
+    finished = all(is_finished(folder) for _, folder in member_folders(paths[0]))
+    return read_comparison(paths[0]).target if finished else read_target(paths[0])
 
 
 def _make_folder(folder: Path) -> Path:
