@@ -33,6 +33,8 @@ class _Totals:
 
     Attributes
     ----------
+    last
+        The last round.
     participations
         Clients that were part of a round, counted once per round.
     failures, last_failure
@@ -49,15 +51,11 @@ class _Totals:
         The last values of each metric.
     """
 
-    rounds: int = 0
+    last: RoundRecord = RoundRecord(0, 0.0, None, None, [], 0, 0)
     participations: int = 0
     failures: int = 0
     last_failure: str | None = None
-    up_bytes: int = 0
-    down_bytes: int = 0
     train_gflops: float = 0.0
-    train_loss: float | None = None
-    virtual_seconds: float | None = None
     accuracy: Accuracy | None = None
     best_accuracy: float | None = None
     local_accuracy: dict[int, float] = field(default_factory=dict)
@@ -75,13 +73,11 @@ class _Totals:
     def add(self, record: RoundRecord) -> None:
         """Add the next round."""
         failures = [client.failure for client in record.clients if client.failure is not None]
-        self.rounds = record.round
+        self.last = record
         self.participations += len(record.clients)
         self.failures += len(failures)
         self.last_failure = failures[0] if failures else self.last_failure
-        self.up_bytes, self.down_bytes = record.total_up_bytes, record.total_down_bytes
         self.train_gflops += sum(client.gflops or 0.0 for client in record.clients)
-        self.train_loss, self.virtual_seconds = record.loss, record.virtual_seconds
         self.local_accuracy |= record.local_accuracies
         self.task = record.task or self.task
         self.metrics |= record.metrics
@@ -102,8 +98,8 @@ class _Totals:
 
     def message(self) -> dict[str, float]:
         """Return the table ``message``: bytes per client and round."""
-        participations = max(1, self.participations)
-        return {"up_bytes": self.up_bytes / participations, "down_bytes": self.down_bytes / participations}
+        count = max(1, self.participations)
+        return {"up_bytes": self.last.total_up_bytes / count, "down_bytes": self.last.total_down_bytes / count}
 
 
 def write_summary(
@@ -117,22 +113,23 @@ def write_summary(
         Entries to add.
     """
     totals = _Totals.of(read_records(folder))
+    last = totals.last
     reported = (client.numbers for record in read_records(folder) for client in record.clients)
     loss = totals.accuracy.loss if totals.accuracy else None
     summary: dict[str, Any] = {
         "method": config.method.name,
         "seed": config.seed,
-        "rounds": totals.rounds,
+        "rounds": last.round,
         "eval_split": config.data.eval_split,
         "accuracy": totals.accuracies(),
-        "loss": {"train": totals.train_loss, config.data.eval_split: loss},
+        "loss": {"train": last.loss, config.data.eval_split: loss},
         "message": totals.message(),
         "total": {
-            "up_bytes": totals.up_bytes,
-            "down_bytes": totals.down_bytes,
+            "up_bytes": last.total_up_bytes,
+            "down_bytes": last.total_down_bytes,
             "seconds": read_seconds(folder),
             "warm_up_seconds": read_seconds(folder, "warm_up_seconds"),
-            "virtual_seconds": totals.virtual_seconds,
+            "virtual_seconds": last.virtual_seconds,
             "train_gflops": totals.train_gflops,
             "participations": totals.participations,
             "failures": totals.failures,
@@ -156,7 +153,7 @@ def summary_so_far(records: Iterable[RoundRecord]) -> dict[str, Any]:
         "accuracy": totals.accuracies(),
         "continual": task and {"average_accuracy": task.average_accuracy, "forgetting": task.forgetting},
         "message": totals.message(),
-        "total": {"virtual_seconds": totals.virtual_seconds},
+        "total": {"virtual_seconds": totals.last.virtual_seconds},
         "metrics": totals.metrics,
     }
 
