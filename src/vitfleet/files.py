@@ -47,6 +47,15 @@ def write_atomically(path: Path, data: Data) -> None:
     sync_folder(path.parent)
 
 
+def make_folder(folder: Path) -> Path:
+    """Create the folder that a command's ``--out`` names, and return it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+    return folder
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file that vitfleet wrote.
 

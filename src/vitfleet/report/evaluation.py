@@ -3,72 +3,64 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from rich.table import Table
 
-from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import make_folder, write_atomically
 from vitfleet.inference.evaluate import Evaluation
 from vitfleet.inference.task_matrix import TaskMatrix
+from vitfleet.report.console.results import plain_table
 from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.types import AxisView, BarChart, Curve, Figure, HeatMap, LineChart
+from vitfleet.report.units import UNKNOWN
+from vitfleet.run.output.summary import mean_std
 
 CLASSES_SHOWN = 20  # rows of the table of classes; files have all
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """Return one row per model, and their mean if there are several."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("model", style="bold", no_wrap=True)
-    for heading in ("images", "accuracy", "loss", "calibration error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain_table(["images", "accuracy", "loss", "calibration error"], names="model", padding=2)
     for evaluation in evaluations:
-        loss = "–" if evaluation.loss is None else f"{evaluation.loss:.3f}"
+        loss = UNKNOWN if evaluation.loss is None else f"{evaluation.loss:.3f}"
         error = f"{evaluation.calibration_error:.4f}"
         table.add_row(evaluation.model, f"{evaluation.images:,}", f"{evaluation.accuracy:.2%}", loss, error)
-    if len(evaluations) > 1:
-        accuracies = [evaluation.accuracy for evaluation in evaluations]
-        spread = f"{statistics.mean(accuracies):.2%} ± {statistics.stdev(accuracies):.2%}"
-        mean_error = statistics.mean(evaluation.calibration_error for evaluation in evaluations)
-        table.add_row("mean", "", spread, "", f"{mean_error:.4f}")
+    accuracy = mean_std(evaluation.accuracy for evaluation in evaluations)
+    error_mean = mean_std(evaluation.calibration_error for evaluation in evaluations)
+    if accuracy is not None and accuracy.std is not None and error_mean is not None:
+        table.add_row("mean", "", f"{accuracy.mean:.2%} ± {accuracy.std:.2%}", "", f"{error_mean.mean:.4f}")
     return table
 
 
 def class_table(evaluation: Evaluation) -> Table:
     """Return the accuracy of each class with its images, the lowest first, and what it is mistaken for most often."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("class", style="bold", no_wrap=True)
-    for heading in ("images", "accuracy", "most often mistaken for"):
-        table.add_column(heading, justify="right" if heading != "most often mistaken for" else "left", no_wrap=True)
     names = list(evaluation.class_accuracy)
-    measured = [(accuracy, index) for index, accuracy in enumerate(evaluation.class_accuracy.values())
-                if accuracy is not None]  # fmt: skip
-    for accuracy, index in sorted(measured)[:CLASSES_SHOWN]:
+    accuracies = enumerate(evaluation.class_accuracy.values())
+    measured = sorted((accuracy, index) for index, accuracy in accuracies if accuracy is not None)
+    lowest = f"the {CLASSES_SHOWN} lowest of {len(measured)} classes" if len(measured) > CLASSES_SHOWN else None
+    table = plain_table(["images", "accuracy", "most often mistaken for"], names="class", padding=2, caption=lowest)
+    table.columns[-1].justify = "left"
+    for accuracy, index in measured[:CLASSES_SHOWN]:
         row = evaluation.confusion[index]
         mistakes = {names[other]: count for other, count in enumerate(row) if other != index and count}
-        worst = max(mistakes, key=lambda name: mistakes[name], default=None)
-        text = "" if worst is None else f"{worst} ({mistakes[worst]})"
-        table.add_row(names[index], f"{sum(row):,}", f"{accuracy:.2%}", text)
-    if len(measured) > CLASSES_SHOWN:
-        table.caption, table.caption_justify = f"the {CLASSES_SHOWN} lowest of {len(measured)} classes", "left"
+        worst = max(mistakes.items(), key=itemgetter(1), default=None)
+        mistaken = "" if worst is None else f"{worst[0]} ({worst[1]})"
+        table.add_row(names[index], f"{sum(row):,}", f"{accuracy:.2%}", mistaken)
     return table
 
 
 def task_matrix_table(matrix: TaskMatrix) -> Table:
     """Return the accuracies after each task, means over clients, and the metrics that follow from them."""
-    rows = matrix.means()
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("after task", style="bold", no_wrap=True)
-    for task in range(1, len(rows) + 1):
-        table.add_column(f"on task {task}", justify="right", no_wrap=True)
-    for task, row in enumerate(rows, start=1):
-        table.add_row(str(task), *("–" if value is None else f"{value:.2%}" for value in row))
     known = {name: value for name, value in matrix.metrics._asdict().items() if value is not None}
-    table.caption = " · ".join(f"{name.replace('_', ' ')} {value:.2%}" for name, value in known.items())
-    table.caption_justify = "left"
+    caption = " · ".join(f"{name.replace('_', ' ')} {value:.2%}" for name, value in known.items())
+    rows = matrix.means()
+    headings = [f"on task {task}" for task in range(1, len(rows) + 1)]
+    table = plain_table(headings, names="after task", padding=2, caption=caption)
+    for task, row in enumerate(rows, start=1):
+        table.add_row(str(task), *(UNKNOWN if value is None else f"{value:.2%}" for value in row))
     return table
 
 
@@ -119,10 +111,7 @@ def evaluation_figures(evaluation: Evaluation) -> list[Figure]:
 
 def write_evaluations(evaluations: Sequence[Evaluation], folder: Path) -> list[Path]:
     """Write ``evaluation.json`` and the figures of each model, and return the files' paths."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+    make_folder(folder)
     written = [folder / "evaluation.json"]
     tree = [evaluation.as_json() for evaluation in evaluations]
     write_atomically(written[0], json.dumps(tree, indent=1).encode())

@@ -137,9 +137,7 @@ class VirtualFleet:
     cost_model: CostModel
     images: ClientImages
 
-    def seconds(
-        self, round: int, task_index: int, client: int, down_bytes: int, client_metrics: Numbers | None
-    ) -> float:
+    def seconds(self, round: int, client: int, down_bytes: int, client_metrics: Numbers | None) -> float:
         """Return how long a client takes to receive, train and send, computed from costs alone.
 
         Parameters
@@ -147,7 +145,7 @@ class VirtualFleet:
         client_metrics
             The numbers in the client's last update; ``None`` if it has not sent one yet.
         """
-        labels = self.images.labels(client, round)
+        labels, task_index = self.images.labels(client, round), self.images.config.task_index(round)
         dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, client_metrics)
         flops = self.cost_model.round_flops(dry_run_result, len(labels))
         workload = RoundWorkload(down_bytes, flops, self.cost_model.up_bytes(dry_run_result))

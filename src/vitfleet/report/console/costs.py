@@ -58,7 +58,7 @@ def print_costs(
 
 def cost_table(reports: Sequence[CostReport]) -> Table:
     """Return the costs of methods for a client, one row per method."""
-    table = plain_table(None, [heading for heading, _, _ in _METHOD_COLUMNS])
+    table = plain_table([heading for heading, _, _ in _METHOD_COLUMNS])
     for report in reports:
         table.add_row(report.method, *(text(report) for _, _, text in _METHOD_COLUMNS))
     return table
@@ -67,7 +67,7 @@ def cost_table(reports: Sequence[CostReport]) -> Table:
 def device_table(report: CostReport, devices: Sequence[DeviceName]) -> Table:
     """Return the time of a client's round on each device."""
     title = f"{report.method}: a round with {report.samples:,} images, {report.round_gflops:,.3g} GFLOPs"
-    table = plain_table(None, ["device", *_DEVICE_LEGEND], padding=2, title=title)
+    table = plain_table(["device", *_DEVICE_LEGEND], padding=2, title=title)
     table.columns[1].justify = "left"
     for name in devices:
         cost, profile = report.devices[name], HARDWARE_PROFILES[name]
@@ -81,7 +81,7 @@ def device_table(report: CostReport, devices: Sequence[DeviceName]) -> Table:
 
 def round_times_table(reports: Sequence[CostReport], devices: Sequence[DeviceName]) -> Table:
     """Return the time of a round of every method on every device."""
-    table = plain_table(None, devices, title=f"time per round ({TOO_LARGE}: for the device's memory)")
+    table = plain_table(devices, title=f"time per round ({TOO_LARGE}: for the device's memory)")
     for report in reports:
         costs = [report.devices[name] for name in devices]
         cells = [format_seconds(cost["round_seconds"]) if cost["fits_memory"] else TOO_LARGE for cost in costs]

@@ -123,7 +123,7 @@ def _results(rows: Sequence[ComparisonRow], names: Iterable[str], target: float 
     for column, heading in zip(columns, headings, strict=True):
         meanings.setdefault(column.meaning, []).append(heading)
     caption = " · ".join(f"{', '.join(shared)}: {meaning}" for meaning, shared in meanings.items())
-    return _filled(plain_table(caption, headings), rows, columns)
+    return _filled(plain_table(headings, caption=caption), rows, columns)
 
 
 def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
@@ -133,7 +133,7 @@ def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
         by_metric.setdefault(column.path[1], []).append(column)
     tables = []
     for metric, columns in by_metric.items():
-        table = plain_table(None, [column.name for column in columns], title=metric_title(metric))
+        table = plain_table([column.name for column in columns], title=metric_title(metric))
         tables.append(_filled(table, rows, columns))
     return tables
 
@@ -145,17 +145,13 @@ def _filled(table: Table, rows: Sequence[ComparisonRow], columns: Sequence[Colum
     return table
 
 
-def plain_table(caption: str | None, headings: Sequence[str], padding: int = 1, title: str | None = None) -> Table:
-    """Return an empty table with a first column for names."""
-    table = Table(
-        box=None,
-        padding=(0, padding, 0, 0),
-        title=title,
-        title_justify="left",
-        caption=caption,
-        caption_justify="left",
-    )
-    table.add_column("", no_wrap=True, style="bold")
+def plain_table(
+    headings: Sequence[str], *, names: str = "", padding: int = 1, title: str | None = None, caption: str | None = None
+) -> Table:
+    """Return an empty table with a first column for names, under the heading ``names``."""
+    table = Table(box=None, padding=(0, padding, 0, 0), title=title, caption=caption)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column(names, no_wrap=True, style="bold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitfleet.errors import UserError
-from vitfleet.files import COMPARISON_FILE, write_atomically
+from vitfleet.files import COMPARISON_FILE, make_folder, write_atomically
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.folder import can_draw
@@ -56,7 +55,7 @@ def write_report(
     """
     groups = read_groups(paths)
     figures = report_figures(groups)
-    folder = _make_folder(report_folder(paths, out))
+    folder = make_folder(report_folder(paths, out))
     write_atomically(folder / PAGE, render(groups, figures, target=_target(paths, target)).encode())
     files: list[Path] = []
     if figure_files and can_draw():
@@ -86,7 +85,7 @@ def watch_report(
     wait
         Called with the seconds between two updates.
     """
-    folder = _make_folder(report_folder(paths, out))
+    folder = make_folder(report_folder(paths, out))
     announced = False
     while not all_finished(groups := read_groups(paths)):
         page = render(groups, report_figures(groups), live=True, target=_target(paths, target))
@@ -104,11 +103,3 @@ def _target(paths: Sequence[Path], chosen: float | None) -> float | None:
         return chosen
     finished = all(is_finished(folder) for _, folder in member_folders(paths[0]))
     return read_comparison(paths[0]).target if finished else read_target(paths[0])
-
-
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
-    return folder

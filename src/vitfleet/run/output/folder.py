@@ -22,7 +22,7 @@ from vitfleet.config.load import read_config
 from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, SUMMARY_FILE, read_json, write_atomically
+from vitfleet.files import ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, SUMMARY_FILE, make_folder, read_json, write_atomically
 
 # Files that a process which was killed before it wrote config.json may have left.
 _TEMPORARY = {f".{name}.tmp" for name in (ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE)}
@@ -85,11 +85,7 @@ def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequenc
     entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if foreign := [name for name in entries if name not in _BEFORE_CONFIG]:
         raise UserError(f"--out {path}: is not empty ({foreign[0]} is in it); choose another --out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot be created ({error.strerror})") from None
-    folder = RunFolder(path)
+    folder = RunFolder(make_folder(path))
     write_atomically(path / ABOUT_FILE, json.dumps(_about(argv), indent=2).encode())
     used = [asdict(component) for component in used_components(config)]
     if used:

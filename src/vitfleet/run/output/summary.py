@@ -26,6 +26,8 @@ from vitfleet.run.records import (
     read_seconds,
 )
 
+_NO_ROUND = RoundRecord(0, 0.0, None, None, [], 0, 0)
+
 
 @dataclass
 class _Totals:
@@ -51,7 +53,7 @@ class _Totals:
         The last values of each metric.
     """
 
-    last: RoundRecord = RoundRecord(0, 0.0, None, None, [], 0, 0)
+    last: RoundRecord = _NO_ROUND
     participations: int = 0
     failures: int = 0
     last_failure: str | None = None
