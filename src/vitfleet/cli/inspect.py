@@ -197,7 +197,7 @@ def table(
 
     if columns == "help":
         for name, column in COLUMNS.items():
-            print_text(console, f"{name}: {column.heading}")
+            print_text(console, f"{name}: {column.heading}; {column.described('evaluation', None).meaning}")
         return
     if not runs:
         raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")

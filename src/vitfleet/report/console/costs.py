@@ -36,7 +36,7 @@ _DEVICE_LEGEND = {
     "has": "the device's whole memory",
     "training": f"whether it fits into this memory, with {format_bytes(RESERVED_BYTES)} for the system",
     "per round": "time to receive, train and send, an estimate",
-    "traffic a day": "upload and download of a client that is in every round",
+    "traffic": "upload and download in a day, of a client that is in every round",
 }
 
 

@@ -101,7 +101,7 @@ def comparison_tables(comparison: ComparisonResult) -> list[Table]:
     if others:
         tables.append(_results(others, ("accuracy", "local", *to_target), comparison.target))
     if on_tasks:
-        tables.append(_results(on_tasks, (*_TASK_COLUMNS, "upload", "download", "time")))
+        tables.append(_results(on_tasks, _TASK_COLUMNS))
     return tables
 
 
