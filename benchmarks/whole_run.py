@@ -31,6 +31,7 @@ import torch
 
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
+from vitfleet.files import TIMINGS_FILE
 from vitfleet.fleet import inline
 from vitfleet.methods.base import ClientJob
 from vitfleet.run import round as round_module
@@ -159,7 +160,7 @@ def main() -> None:
 
 def round_rows(stopwatch: Stopwatch, context: RunContext) -> list[dict[str, float]]:
     """Return the seconds of each round: in all, and of each part."""
-    lines = (context.folder / "timings.jsonl").read_text().splitlines()[-len(stopwatch.samples) :]
+    lines = (context.folder / TIMINGS_FILE).read_text().splitlines()[-len(stopwatch.samples) :]
     rows = []
     for index, line in enumerate(lines):
         total = stopwatch.moments[index + 1] - stopwatch.moments[index]

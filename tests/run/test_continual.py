@@ -171,7 +171,7 @@ def test_the_last_row_is_each_clients_model_on_its_own_test_images(fedvit: Finis
         assert state is not None
         weights = {name: state.tensors[name] for name in fedvit.context.net.anatomy.shapes}
         for task_index in (0, 3):
-            index = fedvit.context.evaluator.test_indices(client, task_index)
+            index = fedvit.context.evaluator.client_indices.for_client(client, task_index)
             correct = 0
             for image in index.tolist():
                 pixels, label = (

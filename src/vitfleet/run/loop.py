@@ -33,6 +33,47 @@ class RunResult:
     summary: dict[str, Any]
 
 
+class _RoundLog:
+    """Appends rounds to ``records.jsonl``, ``timings.jsonl`` and the trackers; used as a context manager.
+
+    Rounds after the last checkpoint are removed when it is opened: a resumed run repeats them.
+    """
+
+    def __init__(self, context: RunContext, state: RunState) -> None:
+        latest = context.checkpoints.latest
+        self._records = LineFile(context.folder / RECORDS_FILE, latest.records_length if latest else 0)
+        self._timings = LineFile(context.folder / TIMINGS_FILE, latest.timings_length if latest else 0)
+        self._trackers = Trackers(context.config, context.folder, state.round + 1)
+
+    def __enter__(self) -> _RoundLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._records.close()
+        self._timings.close()
+        self._trackers.close()
+
+    def append(self, record: RoundRecord, seconds: float, warm_up_seconds: float) -> None:
+        """Write a round, with its duration, and how much of that compiling and capturing steps took."""
+        self._records.append(record.line())
+        timing = {"round": record.round, "seconds": seconds, "warm_up_seconds": warm_up_seconds}
+        self._timings.append(json.dumps(timing))
+        self._trackers.add(scalars_of(record), record.round)
+
+    def replace_last(self, previous: RoundRecord, record: RoundRecord) -> None:
+        """Replace the last round's record by one that has more metrics."""
+        if record == previous:
+            return
+        self._records.replace_last(record.line())
+        sent = scalars_of(previous)
+        new = {name: value for name, value in scalars_of(record).items() if name not in sent}
+        self._trackers.add(new, record.round)
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the bytes of the records and of the timings."""
+        return self._records.length(), self._timings.length()
+
+
 def run_rounds(
     context: RunContext,
     state: RunState | None = None,
@@ -59,7 +100,7 @@ def run_rounds(
     warmup = context.trainer.runners.warmup
     warmup.progress = progress
     try:
-        with RoundLog(context, state) as log, _frozen_garbage():
+        with _RoundLog(context, state) as log, _frozen_garbage():
             _start_callbacks(context, state, callbacks)
             while not state.is_finished(context.config.rounds):
                 started = time.perf_counter()
@@ -84,7 +125,7 @@ def follow(context: RunContext, state: RunState | None = None) -> RunState:
     return state
 
 
-def _after_round(context: RunContext, state: RunState, stop_reason: str | None, log: RoundLog | None) -> RunState:
+def _after_round(context: RunContext, state: RunState, stop_reason: str | None, log: _RoundLog | None) -> RunState:
     """Stop the run if there is a reason, and write a checkpoint if one is due. The first process has the log."""
     reason = context.processes.broadcast((stop_reason or "").encode()).decode()
     if reason:
@@ -97,7 +138,7 @@ def _checkpoint_due(config: Config, state: RunState) -> bool:
     return kept or state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
 
 
-def _checkpoint(context: RunContext, state: RunState, log: RoundLog | None) -> RunState:
+def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> RunState:
     changed_clients = context.fleet.changed_states()
     context.processes.barrier()  # no process reads the previous checkpoint any more
     if log is not None:
@@ -167,50 +208,3 @@ def _frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class RoundLog:
-    """Appends rounds to ``records.jsonl``, ``timings.jsonl`` and the trackers; used as a context manager.
-
-    Rounds after the last checkpoint are removed when it is opened: a resumed run repeats them.
-    """
-
-    def __init__(self, context: RunContext, state: RunState) -> None:
-        latest = context.checkpoints.latest
-        self._records = LineFile(context.folder / RECORDS_FILE, latest.records_length if latest else 0)
-        self._timings = LineFile(context.folder / TIMINGS_FILE, latest.timings_length if latest else 0)
-        self._trackers = Trackers(context.config, context.folder, state.round + 1)
-
-    def __enter__(self) -> RoundLog:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._records.close()
-        self._timings.close()
-        self._trackers.close()
-
-    def append(self, record: RoundRecord, seconds: float, warm_up_seconds: float) -> None:
-        """Write a round.
-
-        Parameters
-        ----------
-        seconds, warm_up_seconds
-            Duration of the round, and how much of it compiling and capturing steps took.
-        """
-        self._records.append(record.line())
-        timing = {"round": record.round, "seconds": seconds, "warm_up_seconds": warm_up_seconds}
-        self._timings.append(json.dumps(timing))
-        self._trackers.add(scalars_of(record), record.round)
-
-    def replace_last(self, previous: RoundRecord, record: RoundRecord) -> None:
-        """Replace the last round's record by one that has more metrics."""
-        if record == previous:
-            return
-        self._records.replace_last(record.line())
-        sent = scalars_of(previous)
-        new = {name: value for name, value in scalars_of(record).items() if name not in sent}
-        self._trackers.add(new, record.round)
-
-    def lengths(self) -> tuple[int, int]:
-        """Return the bytes of the records and of the timings."""
-        return self._records.length(), self._timings.length()

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from vitfleet.progress import Advance
 from vitfleet.report.columns import metric_text, metric_title
-from vitfleet.report.units import format_bytes, format_fraction, format_seconds
+from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import UNAVAILABLE, RoundRecord
@@ -104,26 +104,18 @@ class RoundDisplay(Callback):
     """
 
     def __init__(self, console: Console, rounds: int, done: int, clock: ComparisonClock | None = None) -> None:
-        self.console = console
-        self.clock = clock
-        self.rounds = rounds
-        self.done = done
+        self.console, self.clock = console, clock
+        self.rounds, self.done = rounds, done
         self.warned: set[str] = set()  # metrics that cannot be measured
         self.recent: list[tuple[RoundRecord, float]] = []
         self.started = self.round_started = time.perf_counter()
-        self.rounds_bar = Progress(
-            TextColumn("round"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=40),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            speed_estimate_period=24 * 3600,  # rounds can be long: estimate the speed from all of them
-        )
+        left = TextColumn("left"), TimeRemainingColumn(compact=True)
+        columns = TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=40), *left
+        # Rounds can be long: the speed is estimated from all of them.
+        self.rounds_bar = Progress(*columns, console=console, speed_estimate_period=24 * 3600)
         self.rounds_task = self.rounds_bar.add_task("rounds", total=rounds, completed=done)
-        self.round_bar = Progress(
-            TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=20), console=console
-        )
+        task = TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=20)
+        self.round_bar = Progress(*task, console=console)
         self.live: Live | None = None
 
     def __enter__(self) -> RoundDisplay:
@@ -208,13 +200,13 @@ class RoundDisplay(Callback):
 
 
 def _cells(record: RoundRecord) -> list[str]:
-    """Return a round's cells under the headings, but for its time."""
+    """Return a round's cells under the headings, without the time."""
     accuracy = record.accuracy
     return [
         str(record.round),
         format_fraction(record.task.average_accuracy if record.task else accuracy.global_ if accuracy else None),
         format_fraction(accuracy.local if accuracy else None),
-        "–" if record.loss is None else f"{record.loss:.3f}",
+        UNKNOWN if record.loss is None else f"{record.loss:.3f}",
         format_bytes(sum(client.up_bytes for client in record.clients)),
         format_bytes(sum(client.down_bytes for client in record.clients)),
     ]

@@ -14,7 +14,8 @@ from vitfleet.report.figures.types import AxisView, BarChart, Figure, HeatMap, I
 # The colours of the page on white, in the same order; from the seventh curve on, dashes distinguish the curves.
 COLOURS = ("#0072b2", "#d55e00", "#00805c", "#a8457b", "#806600", "#4b5563")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2)))
-_INK = "#334155"
+INK = "#334155"
+ROTATED = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}  # long labels of ticks
 _MAX_TICKS = 24
 _MAX_MARKED_POINTS = 12
 _NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # equal runs write equal files
@@ -54,21 +55,27 @@ def _file_names(figure: Figure) -> Iterator[tuple[str, AxisView | None]]:
         yield figure.id, figure.views[0] if isinstance(figure, LineChart) else None
 
 
-def _draw(figure: Figure, view: AxisView | None) -> Any:
-    """Return a matplotlib figure."""
-    # Without pyplot: no display is needed, and no global state remains.
-    import matplotlib as mpl
+def new_canvas(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure, without pyplot: no display is needed, and no global state remains."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MatplotlibFigure
+
+    canvas = MatplotlibFigure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    return canvas
+
+
+def _draw(figure: Figure, view: AxisView | None) -> Any:
+    """Return a matplotlib figure."""
+    import matplotlib as mpl
 
     mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "vitfleet"
     mpl.rcParams["pdf.fonttype"] = 42  # TrueType: journals reject Type 3 fonts
-    canvas = MatplotlibFigure(figsize=(7, _height(figure)), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
+    canvas = new_canvas(7, _height(figure))
     axes: Any = canvas.subplots()
-    axes.set_title(figure.title, fontsize=11, color=_INK, loc="left")
-    axes.tick_params(colors=_INK, labelsize=8)
+    axes.set_title(figure.title, fontsize=11, color=INK, loc="left")
+    axes.tick_params(colors=INK, labelsize=8)
     match figure:
         case LineChart():
             assert view is not None
@@ -104,8 +111,8 @@ def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
         axes.plot(x, y, label=curve.name, linewidth=1.6, marker=marker, markersize=3.5, color=colour, linestyle=dashes)
         if curve.low:
             axes.fill_between(x, _floats(curve.low), _floats(curve.high), color=colour, alpha=0.14, linewidth=0)
-    axes.set_xlabel(view.label, color=_INK, fontsize=9)
-    axes.set_ylabel(figure.label, color=_INK, fontsize=9)
+    axes.set_xlabel(view.label, color=INK, fontsize=9)
+    axes.set_ylabel(figure.label, color=INK, fontsize=9)
     axes.grid(color="#e2e8f0", linewidth=0.7)
     if figure.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
@@ -116,7 +123,7 @@ def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
         axes.set_ylim(bottom=0)
     if len(view.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
-    _hide_spines(axes)
+    hide_spines(axes)
 
 
 def _draw_heat_map(axes: Any, figure: HeatMap) -> Any:
@@ -132,8 +139,8 @@ def _draw_heat_map(axes: Any, figure: HeatMap) -> Any:
     image = axes.imshow(values, aspect="auto", cmap=palette, norm=shade, interpolation="nearest")
     _label_ticks(axes.set_xticks, figure.columns, width, rotate=True)
     _label_ticks(axes.set_yticks, figure.rows, len(values), rotate=False)
-    axes.set_xlabel(figure.column_label, color=_INK, fontsize=9)
-    axes.set_ylabel(figure.row_label, color=_INK, fontsize=9)
+    axes.set_xlabel(figure.column_label, color=INK, fontsize=9)
+    axes.set_ylabel(figure.row_label, color=INK, fontsize=9)
     return image
 
 
@@ -144,8 +151,7 @@ def _label_ticks(set_ticks: Any, names: Sequence[str], count: int, rotate: bool)
         return
     positions = range(0, count, max(1, -(-count // _MAX_TICKS)))
     labels = [names[position] for position in positions]
-    rotated = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    set_ticks(list(positions), labels, **(rotated if rotate and max(map(len, labels)) > 4 else {}))
+    set_ticks(list(positions), labels, **(ROTATED if rotate and max(map(len, labels)) > 4 else {}))
 
 
 def _draw_bars(axes: Any, figure: BarChart) -> None:
@@ -155,10 +161,10 @@ def _draw_bars(axes: Any, figure: BarChart) -> None:
         shift = (index + 0.5) * width - 0.4
         axes.bar(positions + shift, _floats(values), width, label=name, color=COLOURS[index % len(COLOURS)])
     _label_ticks(axes.set_xticks, figure.categories, len(figure.categories), rotate=True)
-    axes.set_xlabel(figure.category_label, color=_INK, fontsize=9)
-    axes.set_ylabel(figure.label, color=_INK, fontsize=9)
+    axes.set_xlabel(figure.category_label, color=INK, fontsize=9)
+    axes.set_ylabel(figure.label, color=INK, fontsize=9)
     axes.legend(fontsize=8, frameon=False)
-    _hide_spines(axes)
+    hide_spines(axes)
 
 
 def _draw_timeline(axes: Any, figure: Timeline) -> None:
@@ -175,12 +181,13 @@ def _draw_timeline(axes: Any, figure: Timeline) -> None:
     axes.autoscale_view()
     _label_ticks(axes.set_yticks, figure.rows, len(figure.rows), rotate=False)
     axes.invert_yaxis()
-    axes.set_xlabel(figure.label, color=_INK, fontsize=9)
-    _hide_spines(axes)
+    axes.set_xlabel(figure.label, color=INK, fontsize=9)
+    hide_spines(axes)
 
 
-def _hide_spines(axes: Any) -> None:
-    for side in ("top", "right"):
+def hide_spines(axes: Any, *sides: str) -> None:
+    """Remove the lines around a drawing at the top, at the right, and at other sides."""
+    for side in ("top", "right", *sides):
         axes.spines[side].set_visible(False)
 
 

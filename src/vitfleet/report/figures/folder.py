@@ -15,7 +15,7 @@ from PIL import Image
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.files import PARTITION_FIGURE, PATCHES_FIGURE
-from vitfleet.report.figures.files import draw_files
+from vitfleet.report.figures.files import INK, ROTATED, draw_files, hide_spines, new_canvas
 from vitfleet.report.figures.methods import method_figures
 from vitfleet.report.runs import read_run
 from vitfleet.run.context import RunContext
@@ -27,7 +27,6 @@ LABELLED_CLIENTS = 60
 LABELLED_CLASSES = 30
 # A plot has fewer rows than a large fleet has clients: neighbours in the sorted order are averaged.
 _MAX_ROWS = 600
-_INK = "#334155"
 NUM_IMAGES = 8
 MIN_IMAGE_PIXELS = 84  # side of an image in the figure
 _GAP_PIXELS = 6
@@ -126,10 +125,7 @@ def draw_partition(counts: Ints, class_names: Sequence[str], path: Path) -> None
     path
         The PNG file.
     """
-    # Without pyplot: no display is needed, and no global state remains.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
     clients, classes = counts.shape
     labelled = clients <= LABELLED_CLIENTS
@@ -137,8 +133,7 @@ def draw_partition(counts: Ints, class_names: Sequence[str], path: Path) -> None
     height = float(np.clip(1.6 + 0.26 * clients, 3.2, 9.0)) if labelled else 6.5
     width = float(np.clip(3.6 + 0.42 * classes, 6.0, 10.5))
 
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_canvas(width, height)
     table, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     # An exponent below 1, so that one large count does not bleach the others.
     shade = PowerNorm(0.6, vmin=0, vmax=max(float(rows.max()), 1.0))
@@ -150,13 +145,13 @@ def draw_partition(counts: Ints, class_names: Sequence[str], path: Path) -> None
         image, ax=[table, bars], location="bottom", shrink=0.5, aspect=40, pad=0.02, ticks=_whole_numbers()
     )
     averaged = len(rows) < clients
-    scale.set_label("images, mean of neighbouring clients" if averaged else "images", fontsize=8, color=_INK)
-    scale.ax.tick_params(labelsize=7, colors=_INK, length=2)
+    scale.set_label("images, mean of neighbouring clients" if averaged else "images", fontsize=8, color=INK)
+    scale.ax.tick_params(labelsize=7, colors=INK, length=2)
     scale.ax.xaxis.set_major_formatter("{x:,.0f}")
     scale.outline.set_visible(False)
     empty = int(np.count_nonzero(counts.sum(axis=1) == 0))
     note = f", {empty:,} without images" if empty else ""
-    figure.suptitle(f"{int(counts.sum()):,} images on {clients:,} clients{note}", fontsize=11, color=_INK)
+    figure.suptitle(f"{int(counts.sum()):,} images on {clients:,} clients{note}", fontsize=11, color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
@@ -186,24 +181,23 @@ def average_neighbours(counts: Ints, rows: int) -> NDArray[np.float64]:
 def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: bool) -> None:
     for spine in axes.spines.values():
         spine.set_color("#cbd5e1")
-    axes.tick_params(length=0, labelsize=8, colors=_INK)
+    axes.tick_params(length=0, labelsize=8, colors=INK)
     classes = len(class_names)
-    axes.set_xlabel("class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=_INK, fontsize=9)
+    axes.set_xlabel("class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=INK, fontsize=9)
     if classes <= LABELLED_CLASSES:
         long = max(len(name) for name in class_names) > 4
-        rotated = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if long else {}
-        axes.set_xticks(range(classes), [_shorten(name) for name in class_names], **rotated)
+        axes.set_xticks(range(classes), [_shorten(name) for name in class_names], **(ROTATED if long else {}))
     else:
         axes.set_xticks([])
     if labelled:
-        axes.set_ylabel("client", color=_INK, fontsize=9)
+        axes.set_ylabel("client", color=INK, fontsize=9)
         axes.set_yticks(range(clients), [str(client) for client in range(clients)])
         axes.set_yticks(np.arange(clients + 1) - 0.5, minor=True)
         axes.set_xticks(np.arange(classes + 1) - 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=1.0 if classes <= LABELLED_CLASSES else 0.3)
         axes.tick_params(which="minor", length=0)
     else:
-        axes.set_ylabel("clients, by dominant class", color=_INK, fontsize=9)
+        axes.set_ylabel("clients, by dominant class", color=INK, fontsize=9)
         axes.set_yticks([])
 
 
@@ -211,13 +205,12 @@ def _draw_sizes(axes: Any, sizes: NDArray[np.float64]) -> None:
     # No gaps in a large fleet: between hundreds of thin bars they cause moiré patterns.
     axes.barh(range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b")
     axes.set_xlim(0, max(float(sizes.max()), 1.0) * 1.05)
-    axes.set_xlabel("images\nper client", color=_INK, fontsize=8)
+    axes.set_xlabel("images\nper client", color=INK, fontsize=8)
     axes.xaxis.set_major_locator(_whole_numbers(2))
-    axes.tick_params(axis="x", labelsize=7, colors=_INK, length=2)
+    axes.tick_params(axis="x", labelsize=7, colors=INK, length=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="y", which="both", length=0, labelleft=False)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    hide_spines(axes, "left")
     axes.spines["bottom"].set_color("#cbd5e1")
 
 

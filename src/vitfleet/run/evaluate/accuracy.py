@@ -114,17 +114,13 @@ class FleetEvaluator:
 
     def evaluate_clients(self, weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
         """Evaluate one model on the test images of clients' tasks, each image once, in large batches."""
-        indices = [self.test_indices(client, task_index) for client, task_index in tasks]
+        indices = [self.client_indices.for_client(client, task_index) for client, task_index in tasks]
         distinct, inverse = np.unique(np.concatenate(indices), return_inverse=True)
         if not len(distinct):
             return [EvalResult(0, 0)] * len(tasks)
         correct = self.evaluate(weights, distinct)[0].cpu().numpy()[inverse]
         by_task = np.split(correct, np.cumsum([len(index) for index in indices])[:-1])
         return [EvalResult(int(part.sum()), len(part)) for part in by_task]
-
-    def test_indices(self, client: int, task_index: int) -> NDArray[np.int64]:
-        """Return the indices of a client's test images of a task."""
-        return self.client_indices.for_client(client, task_index)
 
     def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
         """Return, for each test image, whether it is predicted correctly (0 or 1), and its cross-entropy."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -206,17 +206,10 @@ def write_run_model(path: Path, context: RunContext, weights: Tensors, rounds: i
     write_model(path, context.net, weights, info)
 
 
-class ServerModel(NamedTuple):
-    """A whole model, and the number of clients of whose parts it contains the mean (0: the server has a whole one)."""
-
-    weights: Tensors
-    averaged_clients: int
-
-
 def server_model(
     method: Method[Any], server: State, base_weights: Tensors, client_states: Iterable[State]
-) -> ServerModel:
-    """Return the server's model.
+) -> tuple[Tensors, int]:
+    """Return the server's model, and of how many clients' parts it contains the mean (0: the server has a whole one).
 
     Where the server has only a part of the model (EFTViT's global module, the body of methods with local heads), the
     rest is the unweighted mean over the clients that have trained. Where none has, it is the initial one.
@@ -228,7 +221,7 @@ def server_model(
     """
     weights = dict(method.model_weights(server, base_weights, None))
     if method.has_global_model:
-        return ServerModel(weights, 0)
+        return weights, 0
     missing = [name for name in method.anatomy.shapes if name not in server.tensors]
     sums: dict[str, Tensor] = {}
     count = 0
@@ -240,7 +233,7 @@ def server_model(
             sums[name] = sums[name] + value if name in sums else value
     means = {name: (total / count).to(weights[name].dtype) for name, total in sums.items()}
     own = {name: tensor for name, tensor in server.tensors.items() if name in method.anatomy.shapes}
-    return ServerModel({**weights, **means, **own}, count)
+    return {**weights, **means, **own}, count
 
 
 def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:
@@ -252,17 +245,17 @@ def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:
     method = context.method
     if context.has_remote_clients and not method.has_global_model:
         return {}
-    model = server_model(method, state.server, context.base.tensors, _client_states(context))
-    write_run_model(context.folder / MODEL_FILE, context, model.weights, state.round, model.averaged_clients)
+    weights, averaged_clients = server_model(method, state.server, context.base.tensors, _client_states(context))
+    write_run_model(context.folder / MODEL_FILE, context, weights, state.round, averaged_clients)
     if method.has_global_model or context.config.data.tasks is not None:
         return {}
-    correct, losses = context.evaluator.evaluate(model.weights)
+    correct, losses = context.evaluator.evaluate(weights)
     loss = float(losses.mean())
     return {
         "server_model": {
             "accuracy": float(correct.mean()),
             "loss": loss if math.isfinite(loss) else None,
-            "averaged_clients": model.averaged_clients,
+            "averaged_clients": averaged_clients,
         }
     }
 
