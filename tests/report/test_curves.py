@@ -46,6 +46,7 @@ def test_curve_of_unfinished_runs_ends_with_the_shortest(make_run: MakeRun) -> N
 
 def test_traffic_per_round_is_the_sum_over_clients(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a")])
+    assert chart(groups, "upload").label == chart(groups, "download").label == "MiB"
     assert chart(groups, "upload").views[0].curves[0].y == pytest.approx([3000 / 2**20] * 5)
     assert chart(groups, "download").views[0].curves[0].y == pytest.approx([6000 / 2**20] * 5)
 
