@@ -28,8 +28,8 @@ from vitfleet.costs.hardware_profiles import (
     workload_seconds,
 )
 from vitfleet.costs.virtual_clock import close_round
-from vitfleet.report.figure_types import AxisView, Curve, LineChart
-from vitfleet.report.plotting import draw_files
+from vitfleet.report.figures.files import draw_files
+from vitfleet.report.figures.types import AxisView, Curve, LineChart
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records

@@ -29,6 +29,7 @@ from vitfleet.config.schema import Config
 from vitfleet.data.export import export_clients
 from vitfleet.data.partitions.assign import assign_images
 from vitfleet.data.sources.load import load_dataset
+from vitfleet.files import CONFIG_FILE
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.flower.certificates import make_certs
 from vitfleet.flower.device.supernode import SUPERNODE_LOG
@@ -206,7 +207,7 @@ class FleetProcesses:
         """Start the server with a new run, or resume the existing one."""
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--certs", str(self.out / "fleet")]
         run = self.out / "run"
-        if (run / "config.json").exists():
+        if (run / CONFIG_FILE).exists():
             return self._start("server", self.vitfleet("server", run, *address))
         overrides = [*self._overrides(), f"fleet.deadline_s={self.plan.deadline:g}", "fleet.join_s=60"]
         options = [argument for override in overrides for argument in ("-o", override)]
@@ -337,7 +338,7 @@ def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
     assert plan.faults <= set(failures), f"used in spite of a fault: {plan.faults - set(failures)}"
     for key, fault in plan.false_updates.items():
         assert any(part in failures[key] for part in (*REJECTED[fault], *LATE)), (key, failures[key])
-    run_without_replies(read_config(run / "config.json"), inline, set(failures))
+    run_without_replies(read_config(run / CONFIG_FILE), inline, set(failures))
     for record, expected in zip(records, read_records(inline), strict=True):
         assert used_part(record) == used_part(expected), f"the records of round {record.round} differ"
         assert_same_evaluations(record.task, expected.task)

@@ -34,7 +34,7 @@ from vitfleet.flower.device.supernode import client_command
 from vitfleet.flower.processes import environment, free_port, stop_process_group
 from vitfleet.flower.server.processes import CONNECTION, ServerSettings, run_flwr, running_server, start_run
 from vitfleet.flower.server.serve import follow
-from vitfleet.run.folder import create_run_folder
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import RoundRecord, read_records
 
 MIB = 2**20

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from vitfleet.config.fleet import DeviceName
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
+from vitfleet.files import TIMINGS_FILE
 from vitfleet.flower.processes import stop_process_group
 from vitfleet.run.records import read_records
 
@@ -230,7 +231,7 @@ def follow(
     """Limit the bandwidth of every second round, and yield each round after its end."""
     first_sample = 0
     for number in range(1, rounds + 1):
-        while count_lines(run / "timings.jsonl") < number:
+        while count_lines(run / TIMINGS_FILE) < number:
             if server.poll() is not None:
                 raise SystemExit(f"the server ended: see {run.parent / SERVER}.log")
             time.sleep(SAMPLE_INTERVAL_S)
@@ -241,7 +242,7 @@ def follow(
         (client,) = record.clients
         if client.failure:
             raise SystemExit(f"round {number}: {client.failure}")
-        seconds = json.loads((run / "timings.jsonl").read_text().splitlines()[number - 1])["seconds"]
+        seconds = json.loads((run / TIMINGS_FILE).read_text().splitlines()[number - 1])["seconds"]
         predicted = workload_seconds(
             HARDWARE_PROFILES[PROFILE], RoundWorkload(client.down_bytes, 0, client.up_bytes), bandwidth
         )

@@ -47,7 +47,7 @@ from vitfleet.data.batches import draw_epoch  # noqa: E402
 from vitfleet.data.partitions.assign import partition_dataset  # noqa: E402
 from vitfleet.data.sources.load import load_dataset  # noqa: E402
 from vitfleet.models.zoo import build_model  # noqa: E402
-from vitfleet.run.folder import processor_name  # noqa: E402
+from vitfleet.run.output.folder import processor_name  # noqa: E402
 from vitfleet.run.round_plan import choose_clients  # noqa: E402
 
 SCRIPTS = {"ours": "ours.py", "eager": "eager.py", "pfl": "pfl_research.py", "flower": "flower.py"}

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import math
 import statistics
 from collections import Counter
@@ -28,7 +27,8 @@ from matplotlib.figure import Figure
 
 from plot_curves import COLOURS
 from vitfleet.config.registry import method_label
-from vitfleet.run.compare import read_members
+from vitfleet.run.comparison.manifest import read_members
+from vitfleet.run.output.summary import is_finished, read_summary
 
 TITLES = {"average_accuracy": "Average accuracy after the last task", "forgetting": "Forgetting"}
 
@@ -47,17 +47,18 @@ def read(comparison: Path, key: str) -> list[Result]:
     """Return the results of the finished runs of a comparison."""
     results = []
     for member in read_members(comparison):
-        summary = member.folder(comparison) / "summary.json"
-        if not summary.exists():
+        folder = member.folder(comparison)
+        if not is_finished(folder):
             continue
         group: Any = member.config.model_dump(mode="json")
         for part in key.split("."):
             group = group.get(part) if isinstance(group, dict) else None
-        continual = json.loads(summary.read_text()).get("continual")
+        continual = read_summary(folder).get("continual")
         if group is None or continual is None:
             raise SystemExit(f"{member.name}: has no {key}" if continual else f"{member.name}: is not a run on tasks")
         learned = statistics.mean(row[task] for task, row in enumerate(continual["matrix"]))
-        values = {name: continual[name] for name in TITLES} | {"just_learned": learned}
+        fractions = {name: continual[name] for name in TITLES} | {"just_learned": learned}
+        values = {name: 100 * fraction for name, fraction in fractions.items()}
         results.append(Result(str(group), method_label(member.config.method.name), member.config.seed, values))
     bars = Counter((result.group, result.method, result.seed) for result in results)
     if repeated := [bar for bar, count in bars.items() if count > 1]:

@@ -22,7 +22,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from vitfleet.run.compare import MANIFEST, read_members
+from vitfleet.files import COMPARISON_FILE
+from vitfleet.run.comparison.manifest import read_members
 from vitfleet.run.records import read_records
 
 COLOURS = ["#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#be123c", "#64748b"]
@@ -45,7 +46,7 @@ def read(comparison: Path, tasks: bool) -> Iterator[Point]:
     """Yield the measurements of every run of a comparison, finished or not."""
     for member in read_members(comparison):
         folder = member.folder(comparison)
-        for record in read_records(folder) if (folder / "records.jsonl").exists() else ():
+        for record in read_records(folder):
             if tasks and record.task is not None:
                 values = {kind: getattr(record.task, kind) for kind in TASK_TITLES}
                 yield Point(member.name, member.config.seed, record.task.task, values)
@@ -57,8 +58,8 @@ def read(comparison: Path, tasks: bool) -> Iterator[Point]:
 def comparison_folder(text: str) -> Path:
     """Return the path of a comparison's folder, for argparse."""
     path = Path(text)
-    if not (path / MANIFEST).is_file():
-        raise argparse.ArgumentTypeError(f"{path} is not the folder of a comparison: it has no {MANIFEST}")
+    if not (path / COMPARISON_FILE).is_file():
+        raise argparse.ArgumentTypeError(f"{path} is not the folder of a comparison: it has no {COMPARISON_FILE}")
     return path
 
 

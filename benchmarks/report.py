@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from vitfleet.config.load import validate
-from vitfleet.report.write import write_report
+from vitfleet.files import CONFIG_FILE, DEVICES_FILE, PARTITION_FILE, RECORDS_FILE
+from vitfleet.report.html.write import write_report
+from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
-from vitfleet.run.summary import write_summary
 
 METHODS = (
     "standalone",
@@ -42,12 +43,12 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
     final_accuracy = 0.4 + 0.05 * METHODS.index(method)
     fleet = {"clients": CLIENTS, "per_round": PER_ROUND}
     config = validate({"method": {"name": method}, "seed": seed, "rounds": rounds, "fleet": fleet})
-    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / CONFIG_FILE).write_text(config.model_dump_json())
     counts = rng.integers(0, 30, (CLIENTS, CLASSES)).tolist()
     partition = {"sha256": str(seed), "classes": [str(i) for i in range(CLASSES)], "counts": counts}
-    (folder / "partition.json").write_text(json.dumps(partition))
-    (folder / "devices.json").write_text(json.dumps({"clients": ["nano"] * CLIENTS}))
-    with (folder / "records.jsonl").open("w") as file:
+    (folder / PARTITION_FILE).write_text(json.dumps(partition))
+    (folder / DEVICES_FILE).write_text(json.dumps({"clients": ["nano"] * CLIENTS}))
+    with (folder / RECORDS_FILE).open("w") as file:
         for round in range(1, rounds + 1):
             clients = []
             for client in rng.choice(CLIENTS, PER_ROUND, replace=False).tolist():

@@ -28,19 +28,18 @@ from vitfleet.config import Config, load_config
 from vitfleet.data.image_cache import shared_images
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
+from vitfleet.files import ABOUT_FILE, CONFIG_FILE, OUTPUT_FILE, PLUGINS_FILE, SUMMARY_FILE
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.compare import ComparedRun
+from vitfleet.run.comparison.jobs import start_job, stop_jobs
+from vitfleet.run.comparison.manifest import ComparedRun
 from vitfleet.run.context import RunContext
-from vitfleet.run.folder import create_run_folder
-from vitfleet.run.jobs import start_job, stop_jobs
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE
 
 # Everything else in a run's folder is what it has trained so far.
-OWN_FILES = frozenset(
-    {"about.json", "config.json", "plugins.json", ".lock", "output.txt", "summary.json", "tensorboard"}
-)
+OWN_FILES = frozenset({ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, ".lock", OUTPUT_FILE, SUMMARY_FILE, "tensorboard"})
 
 
 @dataclass

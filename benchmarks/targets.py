@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plot_curves import add_rename_option, comparison_folder, new_names
-from vitfleet.run.compare import read_members
+from vitfleet.run.comparison.manifest import read_members
 from vitfleet.run.records import read_records
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     runs: dict[str, list[list[Point]]] = defaultdict(list)
     for member in read_members(args.comparison):
         folder = member.folder(args.comparison)
-        if (folder / "records.jsonl").exists() and (points := read_run(folder)):
+        if points := read_run(folder):
             runs[member.name].append(points)
     names = new_names(runs, args.rename)
     references = [name for name in runs if name.startswith(args.reference)]

@@ -31,11 +31,12 @@ import torch
 
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
+from vitfleet.files import TIMINGS_FILE
 from vitfleet.fleet import inline
 from vitfleet.methods.base import ClientJob
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.context import RunContext
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
@@ -159,7 +160,7 @@ def main() -> None:
 
 def round_rows(stopwatch: Stopwatch, context: RunContext) -> list[dict[str, float]]:
     """Return the seconds of each round: in all, and of each part."""
-    lines = (context.folder / "timings.jsonl").read_text().splitlines()[-len(stopwatch.samples) :]
+    lines = (context.folder / TIMINGS_FILE).read_text().splitlines()[-len(stopwatch.samples) :]
     rows = []
     for index, line in enumerate(lines):
         total = stopwatch.moments[index + 1] - stopwatch.moments[index]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from vitfleet.config.load import validate
+from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, MetricValues, RoundRecord, TaskRecord
-from vitfleet.run.summary import write_summary
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6
@@ -64,7 +64,7 @@ def make_run(tmp_path: Path) -> MakeRun:
                 task = TASK_RECORDS[round // 2 - 1] if round // 2 <= tasks and round % 2 == 0 else None
                 file.write(replace(record, task=task, metrics=metrics(round)).line() + "\n")
         if finished_rounds == rounds:
-            continual = {"matrix": [[90.0, 10.0], [70.0, 80.0]], "average_accuracy": 75.0, "forgetting": 20.0}
+            continual = {"matrix": [[0.9, 0.1], [0.7, 0.8]], "average_accuracy": 0.75, "forgetting": 0.2}
             write_summary(folder, config, ClientCosts(100, 50, 1.0, 3.0), {"continual": continual} if tasks else None)
         return folder
 

@@ -19,7 +19,7 @@ import pytest
 
 from conftest import Command, MakeConfig
 from vitfleet.config import load_config, presets
-from vitfleet.run.folder import create_run_folder
+from vitfleet.run.output.folder import create_run_folder
 
 # Overrides that make any preset on digits a run of seconds.
 SMALL = ("data.limit=200", "train.epochs=1", "model.dim=16", "model.patch_size=4")

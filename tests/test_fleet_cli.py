@@ -54,7 +54,7 @@ def test_run_rejects_a_flower_fleet(vitfleet: Command, tmp_path: Path) -> None:
 
 def test_run_rejects_invalid_fleet_keys(vitfleet: Command, tmp_path: Path) -> None:
     for override, reason in {
-        "fleet.spare=1": "needs fleet.kind = flower",
+        "fleet.over_provision=1": "needs fleet.kind = flower",
         "fleet.min_replies=6": "must be between 1 and fleet.per_round = 5",
         'fleet.names=["a"]': "needs fleet.kind = flower",
     }.items():

@@ -98,7 +98,7 @@ def test_the_reader_of_imports_reads_them_all() -> None:
     seen = {(path.relative_to(ROOT).as_posix(), ".".join(target)) for path in MODULES for _, target in imported(path)}
     assert ("wire.py", "message") in seen
     assert ("cli/train.py", "run.loop") in seen  # inside a function
-    assert ("cli/train.py", "run.folder") in seen  # under TYPE_CHECKING
+    assert ("cli/train.py", "run.output.folder") in seen  # under TYPE_CHECKING
     assert ("data/batches.py", "config.schema") in seen
 
 

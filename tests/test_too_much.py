@@ -15,7 +15,7 @@ from vitfleet.cli.estimate import confirm_run
 from vitfleet.config import load_config
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.errors import UserError
-from vitfleet.report.estimate_text import too_much
+from vitfleet.report.console.costs import too_much
 
 GIB = 2**30
 DAY = 86_400

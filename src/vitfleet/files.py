@@ -1,4 +1,4 @@
-"""Writing files that survives a crash: a file is complete, or does not exist. Reading what may have been damaged."""
+"""Files: their names in the folder of a run, writing that survives a crash, reading what may have been damaged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from typing import Any, TypeAlias
 from vitfleet.errors import UserError
 
 Data: TypeAlias = bytes | Iterable[bytes | memoryview]
+
+# The folder of a run.
+CONFIG_FILE = "config.json"  # the resolved configuration; a folder that has one can be resumed
+ABOUT_FILE = "about.json"  # the command, the versions, the processor
+PLUGINS_FILE = "plugins.json"  # origin and hash of every component that is not part of vitfleet
+MACHINE_FILE = "machine.json"  # device, precision and threads as the run began
+DATA_FILE = "data.json"  # names of the classes and form of the images
+DEVICES_FILE = "devices.json"  # the simulated device of each client
+PARTITION_FILE, PARTITION_ARRAYS = "partition.json", "partition.safetensors"  # the images of each client
+TASKS_FILE, TASKS_ARRAYS = "tasks.json", "tasks.safetensors"  # those of each task
+PARTITION_FIGURE, PATCHES_FIGURE = "partition.png", "patches.png"
+RECORDS_FILE = "records.jsonl"  # a line per round; equal runs write equal bytes
+TIMINGS_FILE = "timings.jsonl"  # how long each round took
+BASE_FILE = "base.safetensors"  # what every client received once
+MODEL_FILE, BEST_MODEL_FILE = "model.safetensors", "best.safetensors"
+SUMMARY_FILE = "summary.json"  # is written last: a run that has one is finished
+OUTPUT_FILE = "output.txt"  # what a run printed that had a process of its own
+# The folder of a comparison.
+COMPARISON_FILE = "compare.json"
+COMPARISON_TABLE = "compare.csv"
 
 
 def write_atomically(path: Path, data: Data) -> None:
@@ -25,6 +45,15 @@ def write_atomically(path: Path, data: Data) -> None:
     write_durably(temporary, data)
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def make_folder(folder: Path) -> Path:
+    """Create the folder that a command's ``--out`` names, and return it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+    return folder
 
 
 def read_json(path: Path) -> Any:

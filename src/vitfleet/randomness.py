@@ -37,7 +37,7 @@ class Purpose(StrEnum):
     MEMORY_MASK = "memory-mask"
     FISHER_LABELS = "fisher-labels"
     HARDWARE_PROFILES = "devices"
-    UNSEEN_CLIENTS = "unseen-clients"
+    HELD_OUT_CLIENTS = "unseen-clients"  # the text is part of the address: another one would draw other clients
     METRIC_CLIENTS = "metric-clients"
 
 

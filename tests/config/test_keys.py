@@ -22,8 +22,8 @@ def test_every_listed_key_exists_and_every_key_says_what_it_means() -> None:
         if key.name.startswith("data.tasks."):  # with this table the rounds are others
             assert key.name.removeprefix("data.tasks.") in TasksConfig.model_fields
             continue
-        unseen = ["fleet.unseen=0.2"] if key.name.startswith("metrics.unseen_clients.") else []
-        load_config("digits", [f"{key.name}={key.default}", *unseen])
+        held_out = ["fleet.held_out=0.2"] if key.name.startswith("metrics.held_out_clients.") else []
+        load_config("digits", [f"{key.name}={key.default}", *held_out])
 
 
 def test_the_documentation_is_up_to_date() -> None:

@@ -13,7 +13,7 @@ from vitfleet.costs.fitting import find_remedies, largest_batch
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
 from vitfleet.costs.report import cost_reports, training_bytes
 from vitfleet.errors import UserError
-from vitfleet.report.cost_tables import MAX_DEVICE_COLUMNS, print_costs
+from vitfleet.report.console.costs import MAX_DEVICE_COLUMNS, print_costs
 
 BIG_VIT = ["model.dim=512", "model.depth=2", "model.image_size=128", "model.patch_size=8", "train.batch_size=96"]
 

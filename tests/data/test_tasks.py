@@ -9,9 +9,10 @@ import pytest
 
 from vitfleet.config.schema import TasksConfig
 from vitfleet.data.partitions.client_indices import Ints
-from vitfleet.data.partitions.saved import TASKS_ARRAYS, load_task_streams, save_task_streams
+from vitfleet.data.partitions.saved import load_task_streams, save_task_streams
 from vitfleet.data.tasks import NO_TASK, TaskStreams, make_task_streams
 from vitfleet.errors import ConfigError, DataError
+from vitfleet.files import TASKS_ARRAYS
 
 CLASSES, TRAIN, TEST, CLIENTS = 30, 200, 40, 8
 TRAIN_LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(CLASSES), TRAIN))

@@ -13,8 +13,8 @@ from conftest import Command, InterruptAfter, MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config
 from vitfleet.fleet.distributed import assign_ranks
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 

@@ -11,7 +11,7 @@ from conftest import MakeConfig
 from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State
 from vitfleet.run import setup
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 

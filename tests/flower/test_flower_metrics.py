@@ -10,27 +10,27 @@ from test_flower_fleet import flower, run_on_grid
 
 from conftest import TINY, MakeConfig
 from vitfleet.config import load_config
+from vitfleet.run.clients import held_out_clients
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.run.unseen import unseen_clients
 
-METRICS = "metrics={local_accuracy={every=1, share=0.7}, unseen_clients={}, per_class={}, confusion={every=2}}"
+METRICS = "metrics={local_accuracy={every=1, share=0.7}, held_out_clients={}, per_class={}, confusion={every=2}}"
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_metrics_on_flower_equal_those_of_one_process(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    config = tiny_config(f"method.name={method}", "fleet.unseen=0.3", METRICS, "eval.clients=0")
+    config = tiny_config(f"method.name={method}", "fleet.held_out=0.3", METRICS, "eval.clients=0")
     export_images(config, tmp_path / "data")
     run_rounds(open_run(config, tmp_path / "inline"))
     run_on_grid(flower(config), tmp_path / "flower")
     inline, remote = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("inline", "flower"))
     assert inline == remote
     records = list(read_records(tmp_path / "flower"))
-    assert set(records[-1].metrics) == {"local_accuracy", "unseen_clients", "per_class", "confusion"}
-    assert records[-1].metrics["unseen_clients"]["clients"] == 2
+    assert set(records[-1].metrics) == {"local_accuracy", "held_out_clients", "per_class", "confusion"}
+    assert records[-1].metrics["held_out_clients"]["clients"] == 2
     trained = {client.client for record in records for client in record.clients}
-    assert not trained & set(unseen_clients(config))
+    assert not trained & set(held_out_clients(config))
 
 
 PLUGIN = """

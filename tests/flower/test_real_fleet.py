@@ -24,8 +24,8 @@ from vitfleet.flower.processes import environment, free_port, stop_process_group
 from vitfleet.flower.server.processes import ServerSettings, running_server, start_run
 from vitfleet.flower.server.serve import follow
 from vitfleet.inference.stored_models import load_model_file
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.setup import open_run
 
 NAMES = ("garden", "kitchen")

@@ -12,8 +12,8 @@ from conftest import MakeConfig
 from vitfleet.flower.processes import environment, free_port, stop_process_group
 from vitfleet.flower.server.processes import ServerSettings, flower_config, start_run, wait_for_superlink
 from vitfleet.flower.server.serve import follow
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.setup import open_run
 
 OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0", "method.name=transfl", "method.k=1")

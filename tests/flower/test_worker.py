@@ -24,8 +24,8 @@ from vitfleet.config.schema import Config
 from vitfleet.flower.device.client_app import train
 from vitfleet.flower.device.worker import WorkerError, call_worker
 from vitfleet.flower.server.fleet import fleet_factory
-from vitfleet.run.folder import create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 

@@ -18,9 +18,9 @@ from conftest import InterruptAfter, RecordProperty
 from vitfleet.api import load_run
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.run.checkpoint import StoredStates
-from vitfleet.run.folder import create_run_folder, open_run_folder
+from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import create_run_folder, open_run_folder
 from vitfleet.run.setup import open_run
 
 SETTINGS: tuple[str, ...] = (

@@ -24,8 +24,7 @@ from vitfleet.exporters.write import write_export
 from vitfleet.fleet.build import build_net
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.zoo import build_model
-from vitfleet.run.data_info import DataInfo
-from vitfleet.run.model_file import model_info
+from vitfleet.run.output.model_file import DataInfo, model_info
 
 needs_onnx = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "onnxscript")),

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from made_runs import MakeRun
-from vitfleet.report.curves import comparison_figures
-from vitfleet.report.figure_types import LineChart, to_json
+from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.types import LineChart, to_json
 from vitfleet.report.runs import RunGroup, read_groups
 
 
@@ -30,7 +30,7 @@ def test_curve_is_mean_over_seeds_with_standard_deviation_as_band(make_run: Make
 def test_axes_are_rounds_traffic_and_virtual_time_if_known(make_run: MakeRun) -> None:
     with_devices = chart(read_groups([make_run("a")]), "accuracy")
     assert [view.name for view in with_devices.views] == ["rounds", "traffic", "virtual time"]
-    assert with_devices.views[1].curves[0].x == pytest.approx([0.009 * round for round in range(1, 6)])
+    assert with_devices.views[1].curves[0].x == pytest.approx([9000 * round / 2**20 for round in range(1, 6)])
     assert with_devices.views[2].curves[0].x == pytest.approx([1, 2, 3, 4, 5])
     assert with_devices.views[2].label == "virtual hours"
     without = chart(read_groups([make_run("b", devices=False)]), "accuracy")
@@ -46,8 +46,9 @@ def test_curve_of_unfinished_runs_ends_with_the_shortest(make_run: MakeRun) -> N
 
 def test_traffic_per_round_is_the_sum_over_clients(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a")])
-    assert chart(groups, "upload").views[0].curves[0].y == pytest.approx([0.003] * 5)
-    assert chart(groups, "download").views[0].curves[0].y == pytest.approx([0.006] * 5)
+    assert chart(groups, "upload").label == chart(groups, "download").label == "MiB"
+    assert chart(groups, "upload").views[0].curves[0].y == pytest.approx([3000 / 2**20] * 5)
+    assert chart(groups, "download").views[0].curves[0].y == pytest.approx([6000 / 2**20] * 5)
 
 
 def test_task_accuracy_is_a_curve_over_rounds(make_run: MakeRun) -> None:

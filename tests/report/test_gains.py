@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitfleet.report.gains import gain_sentence, gain_sentences
-from vitfleet.run.compare import ComparisonRow
+from vitfleet.report.console.results import gain_sentence, gain_sentences
+from vitfleet.run.comparison.results import ComparisonRow
 
 
 def row(name: str, accuracy: float, up: float, gflops: float) -> ComparisonRow:
@@ -38,7 +38,7 @@ def test_rows_with_tasks_are_compared_with_the_first_of_them() -> None:
     def on_tasks(name: str, accuracy: float, forgetting: float) -> ComparisonRow:
         return ComparisonRow(name, [{"continual": {"average_accuracy": accuracy, "forgetting": forgetting}}])
 
-    rows = [row("fedavg", 0.95, 200, 5), on_tasks("fedavg tasks=3", 36.9, 93.5), on_tasks("fedvit", 82.4, 8.7)]
+    rows = [row("fedavg", 0.95, 200, 5), on_tasks("fedavg tasks=3", 0.369, 0.935), on_tasks("fedvit", 0.824, 0.087)]
     assert gain_sentences(rows) == [
         "FedAvg: 95.0% accuracy; every client sends the whole model.",
         "FedAvg tasks=3: 36.9% accuracy over all tasks after the last one; forgets 94 points.",

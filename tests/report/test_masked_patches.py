@@ -7,7 +7,7 @@ from PIL import Image
 
 from conftest import MakeConfig
 from vitfleet.data.batches import draw_epoch, make_epoch_batches
-from vitfleet.report.masked_patches import contact_sheet, draw_masked_patches
+from vitfleet.report.figures.folder import contact_sheet, draw_masked_patches
 from vitfleet.run.setup import open_run
 
 

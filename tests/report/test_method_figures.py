@@ -11,9 +11,9 @@ from PIL import Image
 
 from made_runs import MakeRun
 from vitfleet.config.registry import METHODS
-from vitfleet.report.figure_types import BarChart, HeatMap
-from vitfleet.report.method_figures import BUILDERS, head_gradients, method_figures, sent_layers
-from vitfleet.report.run_plots import draw_results
+from vitfleet.report.figures.folder import draw_results
+from vitfleet.report.figures.methods import BUILDERS, head_gradients, method_figures, sent_layers
+from vitfleet.report.figures.types import BarChart, HeatMap
 from vitfleet.report.runs import RunData, read_run
 from vitfleet.run.records import ClientRecord, RoundRecord
 

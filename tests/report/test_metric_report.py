@@ -11,15 +11,14 @@ import pytest
 from rich.console import Console, RenderableType
 
 from made_runs import CLASSES, MakeRun
-from vitfleet.report.curves import comparison_figures
-from vitfleet.report.figure_types import BarChart, Figure, HeatMap, LineChart
-from vitfleet.report.metric_figures import metric_figures
-from vitfleet.report.page import render, report_figures
-from vitfleet.report.page_table import summary_columns
+from vitfleet.report.console.progress import RoundDisplay
+from vitfleet.report.console.results import comparison_metrics_tables, summary_table
+from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.metrics import metric_figures
+from vitfleet.report.figures.types import BarChart, Figure, HeatMap, LineChart
+from vitfleet.report.html.page import render, report_figures, summary_columns
 from vitfleet.report.runs import read_groups, read_run
-from vitfleet.report.tables import comparison_metrics_tables, summary_table
-from vitfleet.report.terminal import RoundDisplay
-from vitfleet.run.compare import ComparisonRow
+from vitfleet.run.comparison.results import ComparisonRow
 from vitfleet.run.records import MetricValues, RoundRecord
 
 MATRIX = [[5, 1, 0, 0], [0, 6, 0, 0], [2, 0, 4, 0], [0, 0, 0, 6]]

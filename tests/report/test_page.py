@@ -8,9 +8,9 @@ import pytest
 
 from browser import CHROMIUM, chromium
 from made_runs import MakeRun
-from vitfleet.report.page import render, report_figures
+from vitfleet.report.html.page import render, report_figures
+from vitfleet.report.html.write import report_folder, watch_report, write_report
 from vitfleet.report.runs import read_groups
-from vitfleet.report.write import report_folder, watch_report, write_report
 
 WIDTHS = (390, 1440)
 

@@ -12,10 +12,9 @@ import pytest
 
 from browser import CHROMIUM, Browser, chromium
 from made_runs import MakeRun
-from vitfleet.report.curves import comparison_figures
-from vitfleet.report.page import compared_names, render, report_figures
-from vitfleet.report.page_table import summary_columns
-from vitfleet.report.plotting import draw_files
+from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.files import draw_files
+from vitfleet.report.html.page import compared_names, render, report_figures, summary_columns
 from vitfleet.report.runs import read_groups
 from vitfleet.run.records import read_records
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.report.partition_plot import by_dominant_class, draw_partition
+from vitfleet.report.figures.folder import by_dominant_class, draw_partition
 
 pytest.importorskip("matplotlib")
 
@@ -61,5 +61,5 @@ def test_by_dominant_class_spreads_ties_over_classes() -> None:
 
 
 def test_import_does_not_load_matplotlib() -> None:
-    code = "import sys, vitfleet.report.partition_plot; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, vitfleet.report.figures.folder; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

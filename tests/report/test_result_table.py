@@ -10,8 +10,13 @@ import pytest
 
 from made_runs import MakeRun
 from vitfleet.errors import UserError
-from vitfleet.report.result_table import COLUMNS, Cell, ResultTable, result_table
-from vitfleet.report.significance import paired_t_test
+from vitfleet.report.columns import COLUMNS
+from vitfleet.report.console.results import comparison_tables
+from vitfleet.report.html.page import summary_columns
+from vitfleet.report.result_table import Cell, ResultTable, paired_t_test, result_table
+from vitfleet.report.runs import read_groups
+from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
+from vitfleet.run.output.summary import read_summary
 
 
 def three_seeds(make_run: MakeRun, method: str) -> list[str]:
@@ -147,3 +152,18 @@ def test_wrong_options_are_named(options: dict[str, object], message: str, make_
 def test_unfinished_run_is_named(make_run: MakeRun) -> None:
     with pytest.raises(UserError, match="the run is not finished"):
         result_table([make_run("a", finished_rounds=2)])
+
+
+def test_terminal_page_and_paper_print_the_same_numbers(make_run: MakeRun) -> None:
+    """Fractions in the summary, percent and MiB wherever they are shown."""
+    run = make_run("tasks", tasks=2)
+    summary = read_summary(run)
+    assert summary["continual"]["forgetting"] == 0.2
+    assert summary["message"]["up_bytes"] == 1000
+    (terminal,) = comparison_tables(ComparisonResult([ComparisonRow("fedavg", [summary])], None))
+    assert [next(iter(column.cells)) for column in terminal.columns][1:3] == ["75.0 %", "20.0 %"]
+    page = {column.heading: column.cells for column in summary_columns(read_groups([run]))}
+    assert (page["average accuracy, %"], page["forgetting, %"], page["upload"]) == (["75.0"], ["20.0"], ["1000 B"])
+    header, _, row = result_table([run], ["average", "forgetting", "upload"]).to_markdown().splitlines()[:3]
+    assert header == "|  | average accuracy, % | forgetting, % | upload, MiB |"
+    assert row == "| FedAvg | 75.0 | 20.0 | 0.00095 |"

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 from made_runs import MakeRun
 from vitfleet.errors import UserError
-from vitfleet.report.curves import comparison_figures
-from vitfleet.report.figure_types import HeatMap, LineChart, Timeline
-from vitfleet.report.plotting import draw_files
-from vitfleet.report.run_figures import configuration_figures, partition_figures
+from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.files import draw_files
+from vitfleet.report.figures.runs import configuration_figures, partition_figures
+from vitfleet.report.figures.types import HeatMap, LineChart, Timeline
 from vitfleet.report.runs import find_runs, read_groups
 
 

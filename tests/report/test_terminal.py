@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from vitfleet.costs.estimate import Available, RunEstimate
-from vitfleet.report.estimate_text import estimate_line, shortage
-from vitfleet.report.tables import comparison_tables, summary_table
-from vitfleet.report.terminal import ComparisonClock, RoundDisplay
-from vitfleet.run.compare import ComparisonResult, ComparisonRow
+from vitfleet.report.console.costs import estimate_line, shortage
+from vitfleet.report.console.progress import ComparisonClock, RoundDisplay
+from vitfleet.report.console.results import comparison_tables, summary_table
+from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
 from vitfleet.run.records import Accuracy, RoundRecord, TaskRecord
 
 
@@ -25,7 +25,7 @@ def render(table: RenderableType) -> str:
 
 
 def summary(accuracy: float, **client_metrics: int) -> dict[str, Any]:
-    figures = {"forgetting": 4.25, "backward_transfer": -3.5, "forward_transfer": None}
+    figures = {"forgetting": 0.0425, "backward_transfer": -0.035, "forward_transfer": None}
     return {
         "method": "fedvit",
         "rounds": 10,
@@ -39,7 +39,7 @@ def summary(accuracy: float, **client_metrics: int) -> dict[str, Any]:
 
 
 def test_summary_table_shows_accuracy_and_forgetting_of_tasks() -> None:
-    text = render(summary_table(summary(61.239, integrated=40, rotated=30, degenerate=0, tuning_degenerate=0), ""))
+    text = render(summary_table(summary(0.61239, integrated=40, rotated=30, degenerate=0, tuning_degenerate=0), ""))
     assert "61.24 %" in text
     assert "4.25 %" in text
     assert re.search(r"steps with reference gradients\W+40\W", text)
@@ -49,7 +49,7 @@ def test_summary_table_shows_accuracy_and_forgetting_of_tasks() -> None:
 
 
 def test_summary_table_shows_the_warnings_among_the_client_metrics() -> None:
-    warned = summary(60.0, integrated=40, rotated=30, degenerate=0, tuning_degenerate=1, unsolved=4)
+    warned = summary(0.6, integrated=40, rotated=30, degenerate=0, tuning_degenerate=1, unsolved=4)
     text = render(summary_table(warned, ""))
     assert "4 (warning)" in text
     assert "1 (warning)" in text
@@ -57,7 +57,7 @@ def test_summary_table_shows_the_warnings_among_the_client_metrics() -> None:
 
 
 def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
-    rows = [ComparisonRow("mine", [summary(60.0), summary(64.0)]), ComparisonRow("other", [summary(50.0)])]
+    rows = [ComparisonRow("mine", [summary(0.6), summary(0.64)]), ComparisonRow("other", [summary(0.5)])]
     (table,) = comparison_tables(ComparisonResult(rows, None))
     text = render(table)
     assert "62.0 ± 2.8 %" in text
@@ -68,7 +68,7 @@ def test_comparison_table_of_tasks_shows_accuracy_and_forgetting() -> None:
 def test_rows_with_tasks_have_a_table_of_their_own() -> None:
     plain = {key: value for key, value in summary(0.0).items() if key != "continual"}
     plain |= {"accuracy": {"global": 0.875, "local": 0.5}, "to_target": {"rounds": 3, "bytes": 10}}
-    rows = [ComparisonRow("fedavg", [plain]), ComparisonRow("fedvit", [summary(60.0)])]
+    rows = [ComparisonRow("fedavg", [plain]), ComparisonRow("fedvit", [summary(0.6)])]
     first, second = (render(table) for table in comparison_tables(ComparisonResult(rows, 0.5)))
     assert "FedAvg" in first
     assert "87.5 %" in first

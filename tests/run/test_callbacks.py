@@ -15,10 +15,18 @@ from safetensors.torch import load_file
 from conftest import Command, InterruptAfter, MakeConfig
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.run.callbacks import BestModel, BestModelParams, Callback, EarlyStopping, EarlyStoppingParams, StopRun
+from vitfleet.run.callbacks import (
+    Best,
+    BestModel,
+    BestModelParams,
+    Callback,
+    EarlyStopping,
+    EarlyStoppingParams,
+    StopRun,
+    monitored_value,
+)
 from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.loop import RunResult, run_rounds
-from vitfleet.run.monitor import Best, monitored_value
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord, TaskRecord, read_records
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState

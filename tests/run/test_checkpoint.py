@@ -18,11 +18,10 @@ from vitfleet import files
 from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import State
-from vitfleet.run import checkpoint
-from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.in_flight import InFlight
-from vitfleet.run.manifest import read_manifest
-from vitfleet.run.state import RunState
+from vitfleet.run.checkpoints import store
+from vitfleet.run.checkpoints.manifest import read_manifest
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.state import InFlight, RunState
 
 
 def run_state(
@@ -256,7 +255,7 @@ def test_a_half_written_file_is_never_part_of_a_checkpoint(
             patch.setattr(os, "fsync", stop)
             write_durably(path, data)
 
-    for module in (checkpoint, files):
+    for module in (store, files):
         monkeypatch.setattr(module, "write_durably", half)
     with pytest.raises(Crash):
         commit_second(checkpoints)
@@ -285,7 +284,7 @@ def test_client_states_are_read_from_memory_until_the_commit_is_complete(
         assert released.wait(60)
         files.write_durably(path, data)
 
-    monkeypatch.setattr(checkpoint, "write_durably", delayed)
+    monkeypatch.setattr(store, "write_durably", delayed)
     checkpoints.commit(run_state(2, {}), {0: None, 3: state(23)}, (0, 0))
     assert_first(checkpoints)
     assert checkpoints.client(0) is None
@@ -311,7 +310,7 @@ def test_an_error_in_the_background_write_is_raised_by_the_next_commit(
     def full(path: Path, data: files.Data) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_durably", full)
+    monkeypatch.setattr(store, "write_durably", full)
     checkpoints.commit(run_state(2, {}), {}, (0, 0))
     with pytest.raises(OSError, match="No space left"):
         commit_second(checkpoints)

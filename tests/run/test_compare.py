@@ -11,19 +11,14 @@ import pytest
 from made_runs import MakeRun
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.run.compare import (
-    ComparedRun,
-    cost_to_target,
-    create_comparison,
-    default_target,
-    read_command,
-    read_comparison,
-    read_members,
-)
+from vitfleet.run.comparison.manifest import ComparedRun, create_comparison, read_command, read_members
+from vitfleet.run.comparison.results import default_target, read_comparison
+from vitfleet.run.output.summary import cost_to_target
+from vitfleet.run.records import read_records
 
 
 def test_cost_to_target_is_that_of_the_first_round_that_reached_it(make_run: MakeRun) -> None:
-    run = make_run("a")  # per round 0.1 more accuracy, 9000 bytes and an hour
+    run = list(read_records(make_run("a")))  # per round 0.1 more accuracy, 9000 bytes and an hour
     assert cost_to_target(run, 0.25) == {"rounds": 3, "bytes": 27_000, "virtual_seconds": 3 * 3600.0}
     assert cost_to_target(run, 0.99) == {"rounds": None, "bytes": None, "virtual_seconds": None}
     assert cost_to_target(run, None)["rounds"] is None
@@ -63,8 +58,7 @@ def test_read_comparison_without_a_target_uses_the_accuracy_that_all_reached(mak
     assert comparison.target == 0.4
     one, two = comparison.rows
     assert (one.mean("to_target", "rounds"), two.mean("to_target", "rounds")) == (4, 4)
-    assert one.mean("accuracy", "global") == pytest.approx(0.505)
-    assert one.spread("accuracy", "global") == pytest.approx(0.00707, rel=0.01)
+    assert one.mean_std("accuracy", "global") == pytest.approx((0.505, 0.00707), rel=0.01)
     assert read_command(path) == "vitfleet compare one two"
     assert [member.name for member in read_members(path)] == ["one", "one", "two", "two"]
 

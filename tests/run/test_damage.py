@@ -16,8 +16,8 @@ from conftest import Command
 from vitfleet import files
 from vitfleet.errors import UserError
 from vitfleet.message import State
-from vitfleet.run import checkpoint
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints import store
+from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.state import RunState
 from vitfleet.training.evaluator import Evaluator
 
@@ -129,7 +129,7 @@ def test_a_disk_that_refuses_ends_the_run_with_one_sentence_and_a_sound_checkpoi
 
     options = [part for override in tiny_overrides for part in ("-o", override)]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_durably", refusing)
+        patch.setattr(store, "write_durably", refusing)
         result = vitfleet(tmp_path, "run", "digits", *options, "--out", "run")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1

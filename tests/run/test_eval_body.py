@@ -36,7 +36,7 @@ def model_by_hand(context: RunContext, state: RunState, client: int) -> Tensors:
 def accuracy_by_hand(context: RunContext, weights: Tensors, client: int, task_index: int) -> float:
     evaluator, correct = context.evaluator, 0
     assert evaluator.class_tasks is not None
-    indices = evaluator.test_indices(client, task_index).tolist()
+    indices = evaluator.client_indices.for_client(client, task_index).tolist()
     for image in indices:
         pixels, label = context.data.test.images[image : image + 1], int(context.data.test.labels[image])
         logits = context.net(weights, context.trainer.preprocess(pixels))[0]

@@ -27,7 +27,7 @@ from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.run.evaluation import FleetEvaluator, GlobalEvaluation
+from vitfleet.run.evaluate.accuracy import FleetEvaluator, GlobalEvaluation
 from vitfleet.training.evaluator import MAX_STACKED_MODELS, STACKED_BATCHES, Evaluator
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import preprocess_for

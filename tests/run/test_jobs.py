@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from conftest import MakeConfig
-from vitfleet.run.folder import create_run_folder
+from vitfleet.run.output.folder import create_run_folder
 
 TIMEOUT = 30.0
 SCRIPT = """
 import sys
 from pathlib import Path
-from vitfleet.run.jobs import run_jobs
+from vitfleet.run.comparison.jobs import run_jobs
 
 for result in run_jobs([Path(folder) for folder in sys.argv[1:]], 2):
     print(result)

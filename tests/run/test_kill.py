@@ -32,7 +32,14 @@ from vitfleet.run.setup import open_run
 # Every run is a process of its own, forked from one that has done the imports, which take seconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["pytest", "sklearn.datasets", "tensorboard", "vitfleet.cli", "vitfleet.report.run_plots", "vitfleet.run.setup"]
+    [
+        "pytest",
+        "sklearn.datasets",
+        "tensorboard",
+        "vitfleet.cli",
+        "vitfleet.report.figures.folder",
+        "vitfleet.run.setup",
+    ]
 )
 
 Moment: TypeAlias = Callable[[], bool]

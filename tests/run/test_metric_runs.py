@@ -1,4 +1,4 @@
-"""Metrics of whole tiny runs: values against an independent evaluation, unseen clients, plug-ins, resume."""
+"""Metrics of whole tiny runs: values against an independent evaluation, held-out clients, plug-ins, resume."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Tensors
 from vitfleet.run.callbacks import Callback, StopRun
+from vitfleet.run.clients import held_out_clients, training_clients
 from vitfleet.run.context import RunContext
+from vitfleet.run.evaluate.metric_context import with_metrics
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.measure import with_metrics
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.run.unseen import training_clients, unseen_clients
 
 
 def run(config: Config, folder: Path, *callbacks: Callback) -> tuple[RunContext, RunState, dict[str, Any]]:
@@ -166,57 +166,57 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_unseen_clients_never_train(schedule: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_held_out_clients_never_train(schedule: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(
-        "rounds=8", "fleet.unseen=0.3", "metrics.unseen_clients={}", *SCHEDULES[schedule], "method.name=fedper"
+        "rounds=8", "fleet.held_out=0.3", "metrics.held_out_clients={}", *SCHEDULES[schedule], "method.name=fedper"
     )
     _, state, _ = run(config, tmp_path)
-    unseen = set(unseen_clients(config))
+    held_out = set(held_out_clients(config))
     trained = {client.client for record in read_records(tmp_path) for client in record.clients}
-    assert len(unseen) == 2
-    assert trained == set(training_clients(config)) == set(range(6)) - unseen
+    assert len(held_out) == 2
+    assert trained == set(training_clients(config)) == set(range(6)) - held_out
     assert set(state.last_seen) <= trained
-    assert measured(tmp_path)[-1]["unseen_clients"]["clients"] == 2
+    assert measured(tmp_path)[-1]["held_out_clients"]["clients"] == 2
 
 
-def test_unseen_clients_are_evaluated_with_the_global_model(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    config = tiny_config("fleet.unseen=0.5", "metrics.unseen_clients={}", "train.epochs=3")
+def test_held_out_clients_are_evaluated_with_the_global_model(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    config = tiny_config("fleet.held_out=0.5", "metrics.held_out_clients={}", "train.epochs=3")
     context, state, _ = run(config, tmp_path)
     labels, predicted = context.data.test.labels.numpy(), predict(context, state.server.tensors)
-    index = [context.partition.test.for_client(client) for client in unseen_clients(config)]
+    index = [context.partition.test.for_client(client) for client in held_out_clients(config)]
     accuracies = [np.mean(predicted[own] == labels[own]) for own in index if len(own)]
-    assert measured(tmp_path)[-1]["unseen_clients"]["mean"] == pytest.approx(np.mean(accuracies))
+    assert measured(tmp_path)[-1]["held_out_clients"]["mean"] == pytest.approx(np.mean(accuracies))
 
 
-def test_unseen_clients_depend_on_the_seed_alone(tiny_config: MakeConfig) -> None:
+def test_held_out_clients_depend_on_the_seed_alone(tiny_config: MakeConfig) -> None:
     chosen = {
-        seed: tuple(unseen_clients(tiny_config("fleet.clients=40", "fleet.unseen=0.25", f"seed={seed}")))
+        seed: tuple(held_out_clients(tiny_config("fleet.clients=40", "fleet.held_out=0.25", f"seed={seed}")))
         for seed in range(5)
     }
     assert all(len(set(clients)) == 10 for clients in chosen.values())
     assert len(set(chosen.values())) == 5
-    config = tiny_config("fleet.clients=40", "fleet.unseen=0.25", "seed=3", "method.name=standalone", "rounds=9")
-    assert tuple(unseen_clients(config)) == chosen[3]
-    assert unseen_clients(tiny_config("fleet.unseen=0.01")) != []
-    assert unseen_clients(tiny_config()) == []
+    config = tiny_config("fleet.clients=40", "fleet.held_out=0.25", "seed=3", "method.name=standalone", "rounds=9")
+    assert tuple(held_out_clients(config)) == chosen[3]
+    assert held_out_clients(tiny_config("fleet.held_out=0.01")) != []
+    assert held_out_clients(tiny_config()) == []
 
 
-def test_without_unseen_clients_the_choice_of_clients_is_what_it_was(tiny_config: MakeConfig) -> None:
+def test_without_held_out_clients_the_choice_of_clients_is_what_it_was(tiny_config: MakeConfig) -> None:
     config = tiny_config("fleet.clients=30", "fleet.per_round=4", "seed=7")
     assert [choose_clients(config, round) for round in (1, 2)] == [[6, 20, 22, 26], [1, 6, 9, 12]]
 
 
-def test_a_run_of_tasks_leaves_unseen_clients_out_of_its_metrics(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_of_tasks_leaves_held_out_clients_out_of_its_metrics(tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(
         "data.tasks.count=2", "data.tasks.classes=2", "data.tasks.per_client=[1,2]", "data.tasks.rounds_per_task=1",
         "rounds=2",
-        "fleet.unseen=0.3", "metrics={unseen_clients={every=1}, local_accuracy={every=1}}",
+        "fleet.held_out=0.3", "metrics={held_out_clients={every=1}, local_accuracy={every=1}}",
     )  # fmt: skip
     run(config, tmp_path)
     for record in read_records(tmp_path):
         assert record.task is not None
         rows = record.task.matrix
-        assert all(set(rows[client]) == {None} for client in unseen_clients(config))
+        assert all(set(rows[client]) == {None} for client in held_out_clients(config))
         accuracies = [
             [value for value in rows[client][: record.round] if value is not None]
             for client in training_clients(config)
@@ -224,15 +224,18 @@ def test_a_run_of_tasks_leaves_unseen_clients_out_of_its_metrics(tiny_config: Ma
         if record.round == 1:
             expected = np.mean([values[0] for values in accuracies if values])
             assert record.metrics["local_accuracy"]["mean"] == pytest.approx(expected)
-        assert record.metrics["unseen_clients"]["clients"] == 2
+        assert record.metrics["held_out_clients"]["clients"] == 2
 
 
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["metrics.unseen_clients={}"], r"fleet\.unseen = 0\.0: metrics\.unseen_clients needs a share"),
-        (["fleet.unseen=0.6"], r"fleet\.unseen = 0\.6: leaves 2 of fleet\.clients = 6 to train, and a round needs 3"),
-        (["fleet.unseen=1"], r"fleet\.unseen = 1: must be less than 1"),
+        (["metrics.held_out_clients={}"], r"fleet\.held_out = 0\.0: metrics\.held_out_clients needs a share"),
+        (
+            ["fleet.held_out=0.6"],
+            r"fleet\.held_out = 0\.6: leaves 2 of fleet\.clients = 6 to train, and a round needs 3",
+        ),
+        (["fleet.held_out=1"], r"fleet\.held_out = 1: must be less than 1"),
         (["metrics.local_accuracy.every=0"], r"metrics\.local_accuracy\.every = 0: must be a number of rounds"),
         (["metrics.local_accuracy.every=never"], r"every = 'never': must be a number of rounds, at least 1, or end"),
         (["metrics.local_accuracy.share=0"], r"metrics\.local_accuracy\.share = 0: must be greater than 0"),
@@ -245,9 +248,9 @@ def test_wrong_keys_of_metrics_are_explained(overrides: list[str], text: str, ti
 
 
 def test_buffered_schedule_needs_enough_training_clients(tiny_config: MakeConfig) -> None:
-    with pytest.raises(UserError, match=r"fleet\.unseen = 0\.3: leaves 4 of fleet\.clients = 6 to train.*needs 5"):
+    with pytest.raises(UserError, match=r"fleet\.held_out = 0\.3: leaves 4 of fleet\.clients = 6 to train.*needs 5"):
         tiny_config(
-            "fleet.unseen=0.3", "fleet.schedule={kind='buffered', concurrency=2}", "fleet.devices={agx=2,nano=4}"
+            "fleet.held_out=0.3", "fleet.schedule={kind='buffered', concurrency=2}", "fleet.devices={agx=2,nano=4}"
         )
 
 
@@ -314,7 +317,7 @@ def test_a_metric_that_returns_no_mapping_is_named(tiny_config: MakeConfig, tmp_
             with_metrics(context, state, record, True)
 
 
-def test_config_error_of_unseen_clients_names_its_key(tiny_config: MakeConfig) -> None:
+def test_config_error_of_held_out_clients_names_its_key(tiny_config: MakeConfig) -> None:
     with pytest.raises(ConfigError) as caught:
-        tiny_config("metrics.unseen_clients={}")
-    assert caught.value.key == "fleet.unseen"
+        tiny_config("metrics.held_out_clients={}")
+    assert caught.value.key == "fleet.held_out"

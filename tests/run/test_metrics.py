@@ -11,9 +11,8 @@ from sklearn.metrics import confusion_matrix as sklearn_confusion_matrix
 
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import EvalResult
-from vitfleet.run.measure import plain_value
-from vitfleet.run.metric_context import Predictions
-from vitfleet.run.metrics import accuracy_distribution, confusion_matrix, most_confused
+from vitfleet.run.evaluate.metric_context import Predictions, plain_value
+from vitfleet.run.evaluate.metrics import accuracy_distribution, confusion_matrix, most_confused
 from vitfleet.run.records import MetricValues, metric_scalars
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeConfig
+from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import (
     Accuracy,
     ClientCosts,
@@ -19,7 +20,6 @@ from vitfleet.run.records import (
     read_records,
     read_seconds,
 )
-from vitfleet.run.summary import write_summary
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 counts = st.integers(0, 2**60)

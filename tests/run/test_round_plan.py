@@ -15,11 +15,11 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.virtual_clock import ClientInFlight
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
-from vitfleet.run.in_flight import InFlight
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import ClientPlan, apply_staleness
 from vitfleet.run.setup import open_run
+from vitfleet.run.state import InFlight
 
 MIX = "fleet.devices={agx=1, nx=2, nano=2, pi4-2gb=1}"
 BUFFERED = ("fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3", "fleet.clients=8", "fleet.per_round=3")

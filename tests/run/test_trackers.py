@@ -11,11 +11,11 @@ import pytest
 
 from conftest import MakeConfig
 from vitfleet.errors import ConfigError
-from vitfleet.run.folder import run_id
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import run_id
+from vitfleet.run.output.trackers import Trackers, scalars_of
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.setup import open_run
-from vitfleet.run.trackers import Trackers, scalars_of
 
 
 def test_scalars_of_a_record() -> None:

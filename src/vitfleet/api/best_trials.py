@@ -12,8 +12,9 @@ from typing import Any
 
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import read_json
-from vitfleet.run.compare import MANIFEST, ComparedRun, read_members
+from vitfleet.files import COMPARISON_FILE
+from vitfleet.run.comparison.manifest import ComparedRun, read_members
+from vitfleet.run.output.summary import is_finished, read_summary
 from vitfleet.run.records import read_records
 
 MIN_RANGE = 3  # numbers that must have been tried for the smallest and the largest of them to be the edges of a range
@@ -76,8 +77,8 @@ def best_trials(path: str | Path) -> list[BestTrial]:
         images: a setting that was chosen on them makes the final accuracy too good.
     """
     path = Path(path)
-    if not (path / MANIFEST).is_file():
-        raise UserError(f"{path}: contains no comparison (there is no {MANIFEST} in it)")
+    if not (path / COMPARISON_FILE).is_file():
+        raise UserError(f"{path}: contains no comparison (there is no {COMPARISON_FILE} in it)")
     groups: dict[str, dict[str, _Trial]] = {}
     for member in read_members(path):
         _check(path, member)
@@ -97,16 +98,16 @@ def _check(path: Path, member: ComparedRun) -> None:
             f"{path}: its accuracies are those of the test images, on which nothing may be chosen; repeat it with "
             "-o data.validation=0.1"
         )
-    if not (member.folder(path) / "summary.json").is_file():
+    if not is_finished(member.folder(path)):
         raise UserError(f"{path}: {member.name} is not finished; `vitfleet resume {path}` resumes the comparison")
 
 
 def _accuracy(path: Path, member: ComparedRun) -> float:
     """Return the accuracy of a run that tells which trial is better; −∞ if its training diverged."""
-    summary = read_json(member.folder(path) / "summary.json")
+    summary = read_summary(member.folder(path))
     accuracy, continual = summary["accuracy"], summary.get("continual")
     if continual:
-        found = continual["average_accuracy"] / 100
+        found = continual["average_accuracy"]
     else:
         found = accuracy["local"] if accuracy["global"] is None else accuracy["global"]
     if found is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from vitfleet.api.best_trials import BestTrial, best_trials
 from vitfleet.api.comparison_members import final_members, members_of
 from vitfleet.api.configuration import ConfigSource, as_data_set
 from vitfleet.api.consent import check_estimate
-from vitfleet.api.frames import Row, as_frame, flatten
+from vitfleet.api.frames import Row, as_frame
 from vitfleet.api.run import Run
 from vitfleet.api.training import discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
@@ -24,21 +23,21 @@ from vitfleet.data.image_cache import shared_images
 from vitfleet.data.images import DataSet
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
+from vitfleet.files import COMPARISON_FILE, CONFIG_FILE, OUTPUT_FILE
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.compare import (
-    MANIFEST,
+from vitfleet.run.comparison.jobs import JobResult, run_jobs
+from vitfleet.run.comparison.manifest import (
     ComparedRun,
-    ComparisonResult,
     create_comparison,
     discard_comparison,
     read_best_of,
     read_command,
-    read_comparison,
     read_members,
 )
-from vitfleet.run.folder import RunFolder, create_run_folder, open_run_folder
-from vitfleet.run.jobs import OUTPUT, JobResult, run_jobs
+from vitfleet.run.comparison.results import ComparisonResult, read_comparison
+from vitfleet.run.output.folder import RunFolder, create_run_folder, open_run_folder
+from vitfleet.run.output.summary import flatten, is_finished, mean_std
 
 MAX_ESTIMATED = 8  # configurations of a comparison that are estimated
 
@@ -54,8 +53,8 @@ class Comparison:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not (self.path / MANIFEST).is_file():
-            raise UserError(f"{self.path}: holds no comparison (there is no {MANIFEST} in it)")
+        if not (self.path / COMPARISON_FILE).is_file():
+            raise UserError(f"{self.path}: holds no comparison (there is no {COMPARISON_FILE} in it)")
 
     def __repr__(self) -> str:
         names = list(dict.fromkeys(member.name for member in read_members(self.path)))
@@ -70,7 +69,7 @@ class Comparison:
     def runs(self) -> list[Run]:
         """The runs that were started, in the order of the comparison."""
         folders = [member.folder(self.path) for member in self.members]
-        return [Run(folder) for folder in folders if (folder / "config.json").is_file()]
+        return [Run(folder) for folder in folders if (folder / CONFIG_FILE).is_file()]
 
     @property
     def result(self) -> ComparisonResult:
@@ -125,7 +124,7 @@ class Comparison:
     @property
     def left(self) -> list[ComparedRun]:
         """The runs that are not finished."""
-        return [member for member in self.members if not (member.folder(self.path) / "summary.json").exists()]
+        return [member for member in self.members if not is_finished(member.folder(self.path))]
 
     def estimate(self, data: Any = None) -> list[RunEstimate] | None:
         """Estimate each run that is left, see :func:`vitfleet.costs.estimate.estimate_run`.
@@ -178,18 +177,18 @@ class Comparison:
                 if on_job_end is not None:
                     on_job_end(job)
         if failed:
-            first = failed[0].folder / OUTPUT
+            first = failed[0].folder / OUTPUT_FILE
             raise UserError(f"{len(failed)} of {len(members)} runs failed; {first} has the reason of the first")
 
     def _open(self, member: ComparedRun) -> RunFolder:
         folder = member.folder(self.path)
-        if (folder / "config.json").exists():
+        if (folder / CONFIG_FILE).exists():
             return open_run_folder(folder)
         return create_run_folder(member.config, folder, member.name, shlex.split(read_command(self.path)))
 
     def report(self, progress: Progress = NO_PROGRESS, figure_files: bool = True) -> Path:
         """Write the comparison's report, an HTML page, and its figures as files too; return the page's path."""
-        from vitfleet.report.write import write_report
+        from vitfleet.report.html.write import write_report
 
         return write_report([self.path], progress=progress, figure_files=figure_files).page
 
@@ -303,8 +302,8 @@ def _mean_row(name: str, summaries: Sequence[dict[str, Any]]) -> Row:
         values = [values[key] for values in flat if isinstance(values.get(key), int | float)]
         if key in {"seed"} or len(values) < len(flat) or any(isinstance(value, bool) for value in values):
             continue
-        row[f"{key}.mean"] = statistics.fmean(values)
-        row[f"{key}.std"] = statistics.stdev(values) if len(values) > 1 else None
+        if (spread := mean_std(values)) is not None:
+            row[f"{key}.mean"], row[f"{key}.std"] = spread
     return row
 
 

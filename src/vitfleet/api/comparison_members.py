@@ -13,7 +13,7 @@ from vitfleet.api.configuration import ConfigSource, make_config, source_name
 from vitfleet.config.load import parse_overrides
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.run.compare import ComparedRun
+from vitfleet.run.comparison.manifest import ComparedRun
 
 
 def members_of(

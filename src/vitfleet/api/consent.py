@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitfleet.costs.estimate import RunEstimate, available
 from vitfleet.errors import UserError
-from vitfleet.report.estimate_text import estimate_line, too_much
+from vitfleet.report.console.costs import estimate_line, too_much
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from vitfleet.api.run import Run
 from vitfleet.config.registry import method_label
 from vitfleet.demo.predictions import NamedModel
 from vitfleet.demo.server import DemoServer
-from vitfleet.run.checkpoint import StoredStates
+from vitfleet.run.checkpoints.store import StoredStates
 
 SHOWN_CLIENTS = 2
 

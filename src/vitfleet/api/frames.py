@@ -16,14 +16,3 @@ def as_frame(rows: Iterable[Row]) -> Any:
     except ImportError:
         return listed
     return pd.DataFrame(listed)
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Row:
-    """Return nested tables as one row with dotted names."""
-    row: Row = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            row |= flatten(value, f"{prefix}{key}.")
-        else:
-            row[f"{prefix}{key}"] = value
-    return row

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.api.configuration import as_data_set
-from vitfleet.api.frames import as_frame, flatten
+from vitfleet.api.frames import as_frame
 from vitfleet.api.training import run_in
-from vitfleet.config.load import read_config
 from vitfleet.config.schema import Config
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.files import read_json
+from vitfleet.files import CONFIG_FILE
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
 from vitfleet.inference.task_matrix import TaskMatrix, recompute_matrix
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.folder import add_rounds, check_plugins, open_run_folder
+from vitfleet.run.output.folder import add_rounds, open_run_folder, read_run_config
+from vitfleet.run.output.summary import flatten, is_finished, read_summary
 from vitfleet.run.records import ClientRecord, RoundRecord, read_records
 
 
@@ -36,8 +36,8 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not (self.path / "config.json").is_file():
-            raise UserError(f"{self.path}: holds no run (there is no config.json in it)")
+        if not (self.path / CONFIG_FILE).is_file():
+            raise UserError(f"{self.path}: holds no run (there is no {CONFIG_FILE} in it)")
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else f"{len(list(read_records(self.path)))} rounds so far"
@@ -46,14 +46,12 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The run's resolved configuration."""
-        config = read_config(self.path / "config.json")
-        check_plugins(config, self.path)
-        return config
+        return read_run_config(self.path)
 
     @property
     def finished(self) -> bool:
         """Whether the run has no rounds left."""
-        return (self.path / "summary.json").is_file()
+        return is_finished(self.path)
 
     @property
     def records(self) -> Any:
@@ -78,11 +76,7 @@ class Run:
         UserError
             The run is not finished.
         """
-        path = self.path / "summary.json"
-        if not path.is_file():
-            raise UserError(f"{self.path}: the run is not finished; resume it with `vitfleet resume {self.path}`")
-        summary: dict[str, Any] = read_json(path)
-        return summary
+        return read_summary(self.path)
 
     def model(self, client: int | None = None) -> Classifier:
         """Return the trained model as a ``torch.nn.Module`` ready for inference.
@@ -139,7 +133,7 @@ class Run:
 
     def report(self) -> Path:
         """Write the run's report, an HTML page with its figures, and return its path."""
-        from vitfleet.report.write import write_report
+        from vitfleet.report.html.write import write_report
 
         return write_report([self.path]).page
 

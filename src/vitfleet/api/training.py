@@ -17,12 +17,13 @@ from vitfleet.costs.dataset_size import DatasetSize
 from vitfleet.costs.estimate import estimate_run
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
+from vitfleet.files import CONFIG_FILE
 from vitfleet.fleet.distributed import join_process_group
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.report.run_plots import draw_results, draw_setup
+from vitfleet.report.figures.folder import draw_results, draw_setup
 from vitfleet.run.callbacks import Callback
-from vitfleet.run.folder import RunFolder, create_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import RunFolder, create_run_folder
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
@@ -168,7 +169,7 @@ def full_memory_as_sentence(folder: Path) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        config = read_config(folder / "config.json")
+        config = read_config(folder / CONFIG_FILE)
         remedy = "run fewer at a time (--jobs)" if GPU_SHARE_VARIABLE in os.environ else "end what else uses it"
         resumable = (folder / "checkpoint" / "checkpoint.json").exists() and config.data.fingerprint is None
         command = f", then resume with vitfleet resume {shlex.quote(str(folder))}" if resumable else ""

@@ -30,13 +30,12 @@ from vitfleet.cli.estimate import Yes, require_consent, show_estimate
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
-from vitfleet.files import read_json
 
 if TYPE_CHECKING:
     from vitfleet.api import Comparison
-    from vitfleet.report.terminal import ComparisonClock
-    from vitfleet.run.compare import ComparedRun
-    from vitfleet.run.jobs import JobResult
+    from vitfleet.report.console.progress import ComparisonClock
+    from vitfleet.run.comparison.jobs import JobResult
+    from vitfleet.run.comparison.manifest import ComparedRun
 
 
 Sweep = Annotated[
@@ -124,7 +123,7 @@ def run_new_comparison(
     comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1, figure_files: bool = True
 ) -> None:
     """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
-    from vitfleet.run.compare import discard_comparison
+    from vitfleet.run.comparison.manifest import discard_comparison
 
     try:
         clock = _show_plan(comparison, jobs, yes)
@@ -177,8 +176,8 @@ def _run_and_show(
         Whether the report's figures are written as files too.
     """
     from vitfleet.cli.display import TerminalRun
-    from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_tables
-    from vitfleet.run.compare import partitions_differ
+    from vitfleet.report.console.results import comparison_costs_table, comparison_metrics_tables, comparison_tables
+    from vitfleet.run.comparison.results import partitions_differ
 
     path = comparison.path
     display = TerminalRun(clock)
@@ -210,7 +209,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
         They take too much, and nobody consented: see :func:`vitfleet.cli.estimate.require_consent`.
     """
     from vitfleet.costs.estimate import combine
-    from vitfleet.report.terminal import ComparisonClock
+    from vitfleet.report.console.progress import ComparisonClock
 
     left = comparison.left
     if not left:
@@ -240,15 +239,17 @@ class _JobLines:
 
     def __call__(self, job: JobResult) -> None:
         """Print how a run ended."""
+        from vitfleet.run.output.summary import read_summary
+
         self._ended += 1
         member = self._members[job.folder]
         which = f"run {self._ended} of {len(self._members)}: {method_label(member.name)}, seed {member.config.seed}"
         if job.code:
             print_text(error_console, f"{which}: failed: {job.last_line}")
             return
-        summary = read_json(job.folder / "summary.json")
+        summary = read_summary(job.folder)
         accuracy, continual = summary["accuracy"]["global"], summary.get("continual")
-        reached = continual["average_accuracy"] / 100 if continual else accuracy
+        reached = continual["average_accuracy"] if continual else accuracy
         shown = "" if reached is None else f", {reached:.1%} accuracy{' over all tasks' if continual else ''}"
         print_text(console, f"{which}: finished after {job.seconds:.0f} s{shown}")
 

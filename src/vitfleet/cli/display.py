@@ -9,7 +9,7 @@ from typing import Any
 from vitfleet.cli.base import console, error_console, print_text
 from vitfleet.config.registry import method_label
 from vitfleet.progress import Advance
-from vitfleet.report.terminal import ComparisonClock, RoundDisplay, TerminalProgress
+from vitfleet.report.console.progress import ComparisonClock, RoundDisplay, TerminalProgress
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext
 from vitfleet.run.records import RoundRecord

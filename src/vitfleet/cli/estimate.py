@@ -37,7 +37,7 @@ def confirm_run(config: Config, folder: Path, yes: bool) -> None:
 
 def show_estimate(heading: str, estimate: RunEstimate) -> None:
     """Print what runs will take, and what would change it."""
-    from vitfleet.report.estimate_text import estimate_line
+    from vitfleet.report.console.costs import estimate_line
 
     print_text(console, f"{heading}: {estimate_line(estimate)}")
     if estimate.remark:
@@ -60,7 +60,7 @@ def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
         The runs would take days or do not fit, and nobody consented.
     """
     from vitfleet.costs.estimate import available
-    from vitfleet.report.estimate_text import too_much
+    from vitfleet.report.console.costs import too_much
 
     problem = too_much(estimate, available(estimate.device, folder))
     if problem is None or yes:

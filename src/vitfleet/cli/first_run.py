@@ -27,7 +27,7 @@ def first_run(
 ) -> None:
     """Compare the methods, and FedViT with FedAvg on a sequence of tasks, and say what each gained."""
     from vitfleet.api.comparison import create
-    from vitfleet.report.gains import gain_sentences
+    from vitfleet.report.console.results import gain_sentences
 
     check_single_process()
     reserve_stdout(as_json)

@@ -26,11 +26,11 @@ from vitfleet.cli.base import (
 )
 from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError
-from vitfleet.files import read_json
+from vitfleet.files import CONFIG_FILE, RECORDS_FILE
 
 if TYPE_CHECKING:
     from vitfleet.flower.server.processes import ServerSettings
-    from vitfleet.run.folder import RunFolder
+    from vitfleet.run.output.folder import RunFolder
 
 PORT = 9092
 LOCK_TIMEOUT_S = 30.0  # the processes of a killed server release the run's folder within this time
@@ -125,14 +125,14 @@ def server(
     _require("flower", "cryptography", "flwr")
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.server.processes import ServerSettings
-    from vitfleet.run.folder import create_run_folder, open_run_folder
+    from vitfleet.run.output.folder import create_run_folder, open_run_folder
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
         _warn_insecure()
     else:
         fleet_certs.check_server()
-    if (Path(source) / "config.json").exists():
+    if (Path(source) / CONFIG_FILE).exists():
         run_folder = open_run_folder(Path(source), LOCK_TIMEOUT_S)
     else:
         client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
@@ -213,9 +213,10 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     """Run all remaining rounds on a fleet and show them."""
     from vitfleet.config.run_title import run_title
     from vitfleet.flower.server.serve import serve
-    from vitfleet.report.run_plots import draw_results
-    from vitfleet.report.tables import summary_table
-    from vitfleet.report.terminal import RoundDisplay
+    from vitfleet.report.console.progress import RoundDisplay
+    from vitfleet.report.console.results import summary_table
+    from vitfleet.report.figures.folder import draw_results
+    from vitfleet.run.output.summary import read_summary
     from vitfleet.run.records import read_records
 
     signal.signal(signal.SIGTERM, raise_interrupt)
@@ -236,11 +237,11 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
         print_text(error_console, f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     draw_results(folder)
-    summary = read_json(folder / "summary.json")
+    summary = read_summary(folder)
     console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
     print_text(console, f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
-        raise UserError(f"no client's reply could be used; see {folder / 'records.jsonl'}")
+        raise UserError(f"no client's reply could be used; see {folder / RECORDS_FILE}")
 
 
 def _split_names(text: str) -> list[str]:

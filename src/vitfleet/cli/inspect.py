@@ -63,8 +63,8 @@ def cost(
     from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
     from vitfleet.costs.report import cost_reports
     from vitfleet.progress import NO_PROGRESS
-    from vitfleet.report.cost_tables import print_costs
-    from vitfleet.report.terminal import TerminalProgress
+    from vitfleet.report.console.costs import print_costs
+    from vitfleet.report.console.progress import TerminalProgress
 
     devices = select_devices(device or list(HARDWARE_PROFILES))
     config = configure(source, override, None, None, plugins=plugin)
@@ -99,8 +99,8 @@ def report(
     * `vitfleet report runs/a runs/b --out runs/both`
     * `vitfleet report --watch runs/a`, while `vitfleet run` is running in another terminal
     """
-    from vitfleet.report.terminal import TerminalProgress
-    from vitfleet.report.write import watch_report, write_report
+    from vitfleet.report.console.progress import TerminalProgress
+    from vitfleet.report.html.write import watch_report, write_report
 
     if not watch:
         print_text(console, f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
@@ -192,11 +192,12 @@ def table(
     * `vitfleet table runs/compare-001 --columns accuracy,forgetting --versus fedavg`
     * `vitfleet table runs/a runs/b --to csv --target 0.8`
     """
-    from vitfleet.report.result_table import COLUMNS, result_table
+    from vitfleet.report.columns import COLUMNS
+    from vitfleet.report.result_table import result_table
 
     if columns == "help":
         for name, column in COLUMNS.items():
-            print_text(console, f"{name}: {column.title}")
+            print_text(console, f"{name}: {column.heading}; {column.described('evaluation', None).meaning}")
         return
     if not runs:
         raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")

@@ -104,7 +104,7 @@ def evaluate(
     * `vitfleet evaluate runs/first --data photos --client all --out evaluation`
     """
     from vitfleet.api import evaluate as evaluate_model
-    from vitfleet.report.evaluation_report import class_table, evaluation_table, write_evaluations
+    from vitfleet.report.evaluation import class_table, evaluation_table, write_evaluations
 
     _prepare(plugin, as_json)
     if after_tasks:
@@ -209,7 +209,7 @@ def demo(
 
 def _show_task_matrix(path: Path, as_json: bool) -> None:
     from vitfleet.api import load_run
-    from vitfleet.report.evaluation_report import task_matrix_table
+    from vitfleet.report.evaluation import task_matrix_table
 
     matrix = load_run(path).task_matrix(progress=_progress())
     console.print(task_matrix_table(matrix))
@@ -226,7 +226,7 @@ def _prepare(plugins: Sequence[Path], reserved: bool) -> None:
 
 def _progress() -> Progress:
     """Return a progress bar on standard error: standard output may be a file."""
-    from vitfleet.report.terminal import TerminalProgress
+    from vitfleet.report.console.progress import TerminalProgress
 
     return TerminalProgress(error_console)
 

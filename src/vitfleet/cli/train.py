@@ -31,10 +31,11 @@ from vitfleet.cli.base import (
 )
 from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError, describe_os_error
+from vitfleet.files import COMPARISON_FILE, CONFIG_FILE
 
 if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
-    from vitfleet.run.folder import RunFolder
+    from vitfleet.run.output.folder import RunFolder
 
 
 @app.command()
@@ -100,10 +101,9 @@ def resume(
     * `vitfleet resume runs/digits-fedavg-001`
     * `vitfleet resume runs/digits-fedavg-001 --rounds 50`
     """
-    from vitfleet.run.compare import MANIFEST
-    from vitfleet.run.folder import add_rounds, open_run_folder
+    from vitfleet.run.output.folder import add_rounds, open_run_folder
 
-    if (folder / MANIFEST).exists():
+    if (folder / COMPARISON_FILE).exists():
         if rounds is not None:
             raise UserError(f"--rounds {rounds}: is for one run; name the folder of a run in {folder}")
         from vitfleet.api.comparison import Comparison
@@ -165,7 +165,7 @@ def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
 
 def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:
     from vitfleet.config.run_title import run_title
-    from vitfleet.report.tables import summary_table
+    from vitfleet.report.console.results import summary_table
 
     console.print(summary_table(summary, run_title(run_folder.config().model_dump(mode="json"))))
     print_text(console, f"run folder: {run_folder.path}")
@@ -191,6 +191,6 @@ def _follow() -> None:
         with join_process_group() as processes:
             folder = Path(processes.broadcast(b"").decode())
             with full_memory_as_sentence(folder):
-                follow(open_run(read_config(folder / "config.json"), folder, processes=processes))
+                follow(open_run(read_config(folder / CONFIG_FILE), folder, processes=processes))
     except KeyboardInterrupt:  # the first process prints how to resume
         raise typer.Exit(130) from None

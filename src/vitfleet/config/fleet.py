@@ -56,7 +56,9 @@ class RemoteClients(Table):
     names: tuple[str, ...] = Field(
         (), strict=False, description="flower: names of the clients, client 0 first; default: 0, 1, 2, …"
     )
-    spare: int = Field(0, ge=0, description="flower: clients asked beyond per_round; the slowest are not waited for")
+    over_provision: int = Field(
+        0, ge=0, description="flower: clients asked beyond per_round; the slowest are not waited for"
+    )
     deadline_s: float = Field(600.0, gt=0, description="flower: seconds that a round waits for its replies")
     rejoin_s: float = Field(
         60.0, ge=0, description="flower: seconds that a round waits for a client that was lost; back, it is asked again"
@@ -73,7 +75,7 @@ class FleetConfig(RemoteClients):
     )
     clients: int = Field(10, ge=1, le=10**6, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
-    unseen: float = Field(0.0, ge=0, lt=1, description="share of the clients that never train")
+    held_out: float = Field(0.0, ge=0, lt=1, description="share of the clients that never train")
     min_replies: int = Field(1, ge=1, description="with fewer usable replies a round changes nothing")
     devices: dict[DeviceName, Annotated[int, Field(ge=1)]] = Field(
         {}, description="hardware mix, as {agx = 2, tx2 = 2, nx = 8, nano = 8}; empty: no virtual clock"
@@ -89,9 +91,12 @@ class FleetConfig(RemoteClients):
             raise ValueError(
                 f"fleet.per_round = {self.per_round}: must be between 1 and fleet.clients = {self.clients}"
             )
-        if self.per_round + self.spare > self.clients:
+        if self.per_round + self.over_provision > self.clients:
             most = self.clients - self.per_round
-            raise ValueError(f"fleet.spare = {self.spare}: must be between 0 and {most}, the clients not asked anyway")
+            raise ValueError(
+                f"fleet.over_provision = {self.over_provision}: must be between 0 and {most}, the clients not asked "
+                "anyway"
+            )
         if self.min_replies > self.per_round:
             raise ValueError(
                 f"fleet.min_replies = {self.min_replies}: must be between 1 and fleet.per_round = {self.per_round}"
@@ -100,9 +105,9 @@ class FleetConfig(RemoteClients):
 
     @model_validator(mode="after")
     def _names_fit(self) -> FleetConfig:
-        if self.kind == "inline" and (self.spare or self.names):
-            key, value = ("spare", self.spare) if self.spare else ("names", list(self.names))
-            raise ValueError(f"fleet.{key} = {value}: needs fleet.kind = flower")
+        for key, value in (("over_provision", self.over_provision), ("names", list(self.names))):
+            if self.kind == "inline" and value:
+                raise ValueError(f"fleet.{key} = {value}: needs fleet.kind = flower")
         if self.names and (len(self.names) != self.clients or len(set(self.names)) != self.clients):
             raise ValueError(
                 f"fleet.names = {list(self.names)}: must be fleet.clients = {self.clients} different names"
@@ -115,7 +120,7 @@ class FleetConfig(RemoteClients):
         if schedule.kind != "synchronous" and self.kind == "flower":
             raise ValueError(
                 f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = inline; "
-                "on Flower see fleet.deadline_s and fleet.spare"
+                "on Flower see fleet.deadline_s and fleet.over_provision"
             )
         if schedule.kind != "synchronous" and not self.devices:
             raise ValueError(f"fleet.schedule.kind = {schedule.kind!r}: needs hardware profiles; set fleet.devices")
@@ -135,24 +140,24 @@ class FleetConfig(RemoteClients):
     @model_validator(mode="after")
     def _enough_clients_train(self) -> FleetConfig:
         needed = self.asked + (self.schedule.concurrency if self.schedule.kind == "buffered" else 0)
-        left = self.clients - self.num_unseen
-        if self.unseen and needed > left:
+        left = self.clients - self.num_held_out
+        if self.held_out and needed > left:
             raise ValueError(
-                f"fleet.unseen = {self.unseen}: leaves {left} of fleet.clients = {self.clients} to train, and a round "
-                f"needs {needed}; lower it or fleet.per_round = {self.per_round}"
+                f"fleet.held_out = {self.held_out}: leaves {left} of fleet.clients = {self.clients} to train, and a "
+                f"round needs {needed}; lower it or fleet.per_round = {self.per_round}"
             )
         return self
 
     @property
-    def num_unseen(self) -> int:
+    def num_held_out(self) -> int:
         """Clients that never train: the nearest number to their share, but at least one where there is a share."""
-        return max(1, round(self.unseen * self.clients)) if self.unseen else 0
+        return max(1, round(self.held_out * self.clients)) if self.held_out else 0
 
     @property
     def asked(self) -> int:
         """Clients asked per round."""
         extra = self.schedule.share if self.schedule.kind == "over-selection" else 0.0
-        return ceil(self.per_round * (1 + extra)) + self.spare
+        return ceil(self.per_round * (1 + extra)) + self.over_provision
 
     def name_of(self, client: int) -> str:
         """Return the name of a client."""

@@ -301,8 +301,8 @@ SERVER_OPTIMIZERS: Registry[Any] = Registry(
 )
 DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.sources.named",), tagged=False)
 MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), tagged=False)
-METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.metrics",), tagged=False)
-TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.trackers",), tagged=False)
+METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.evaluate.metrics",), tagged=False)
+TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.output.trackers",), tagged=False)
 CALLBACKS: Registry[Any] = Registry("callback", "callbacks", ("vitfleet.run.callbacks",), tagged=False)
 
 register_method = METHODS.register

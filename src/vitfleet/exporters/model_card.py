@@ -144,7 +144,7 @@ def _accuracy(export: Export, summary: Mapping[str, Any] | None) -> str:
         if accuracy["local"] is not None:
             lines.append(f"- clients' own models on their own {split} images: {accuracy['local']:.2%}")
         if (continual := summary.get("continual")) and continual["average_accuracy"] is not None:
-            lines.append(f"- average over all tasks: {continual['average_accuracy']:.2f} %")
+            lines.append(f"- average over all tasks: {continual['average_accuracy']:.2%}")
     if export.quantised is not None:
         lines.append(f"- eight-bit weights: {quantised_text(export)}")
     return "## Accuracy\n\n" + ("\n".join(lines) or "Not measured.")
@@ -170,9 +170,9 @@ def _costs(summary: Mapping[str, Any] | None) -> str:
         return ""
     message, total, client = summary["message"], summary["total"], summary["client"]
     return (
-        f"## Costs\n\nPer client and round: {message['up_bytes'] / 1e6:.2f} MB up, "
-        f"{message['down_bytes'] / 1e6:.2f} MB down. "
-        f"All clients: {total['up_bytes'] / 1e6:.1f} MB up, {total['down_bytes'] / 1e6:.1f} MB down, "
+        f"## Costs\n\nPer client and round: {message['up_bytes'] / 2**20:.2f} MiB up, "
+        f"{message['down_bytes'] / 2**20:.2f} MiB down. "
+        f"All clients: {total['up_bytes'] / 2**20:.1f} MiB up, {total['down_bytes'] / 2**20:.1f} MiB down, "
         f"{total['train_gflops']:.4g} GFLOPs of training. {client['trainable_params']:,} of {client['params']:,} "
         f"parameters are trained."
     )

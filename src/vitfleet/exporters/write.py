@@ -25,10 +25,10 @@ from vitfleet.exporters.program_format import (
     write_torch_export,
 )
 from vitfleet.exporters.timm_format import timm_logits, write_timm
-from vitfleet.files import write_atomically
+from vitfleet.files import MODEL_FILE, make_folder, write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import load_model_file
-from vitfleet.run.model_file import MODEL_FILE, write_model
+from vitfleet.run.output.model_file import write_model
 
 FORMATS = ("safetensors", "timm", "onnx", "executorch", "torch-export")
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
@@ -102,10 +102,7 @@ def write_export(
         raise UserError(f"--to {format}: must be one of {', '.join(FORMATS)}")
     if int8 and format != "onnx":
         raise UserError(f"--int8: eight-bit weights are written for --to onnx only, not for {format}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be created ({error.strerror})") from None
+    make_folder(folder)
     model = model.cpu()
     graph = ExportGraph(model)
     images = graph.example(COMPARED_IMAGES) if labelled is None else graph.prepare(labelled.images[:COMPARED_IMAGES])

@@ -17,7 +17,7 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.run.model_file import ModelInfo
+from vitfleet.run.output.model_file import ModelInfo
 
 
 @dataclass(frozen=True)

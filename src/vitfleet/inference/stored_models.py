@@ -26,11 +26,8 @@ from vitfleet.message import Tensors
 from vitfleet.methods import Method, adapt_model
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.run.base_file import read_base
-from vitfleet.run.checkpoint import StoredStates
-from vitfleet.run.data_info import DataInfo, read_data_info
-from vitfleet.run.model_file import model_info, read_model
-from vitfleet.run.server_model import server_model
+from vitfleet.run.checkpoints.store import StoredStates
+from vitfleet.run.output.model_file import DataInfo, model_info, read_base, read_data_info, read_model, server_model
 from vitfleet.training.machine import Machine
 
 CPU = Machine(torch.device("cpu"), bf16=False)

@@ -11,15 +11,15 @@ import torch
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
+from vitfleet.files import MACHINE_FILE
 from vitfleet.fleet.base import ClientTask
 from vitfleet.inference.stored_models import StoredModels
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run.checkpoint import StoredStates
-from vitfleet.run.continual import ContinualMetrics, Rows, as_array, as_matrix, compute_metrics
-from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.kept_states import kept_folder
-from vitfleet.run.partitions import open_partition
-from vitfleet.run.unseen import training_clients
+from vitfleet.run.checkpoints.manifest import kept_folder
+from vitfleet.run.checkpoints.store import StoredStates
+from vitfleet.run.clients import open_partition, training_clients
+from vitfleet.run.evaluate.accuracy import FleetEvaluator
+from vitfleet.run.evaluate.continual import ContinualMetrics, Rows, as_array, as_matrix, compute_metrics
 from vitfleet.training.machine import Machine
 from vitfleet.training.trainer import preprocess_for
 
@@ -99,5 +99,5 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
 
 def _machine(folder: Path) -> Machine:
     """Return a CPU that computes in the precision of a run that was evaluated on a CPU; else in float32."""
-    machine_config = MachineConfig.model_validate_json((folder / "machine.json").read_text())
+    machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
     return Machine(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")

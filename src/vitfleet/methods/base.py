@@ -235,7 +235,7 @@ class Method(ABC, Generic[Params]):
     has_task_models: ClassVar[bool] = False
     #: The numbers that its clients report, besides ``samples`` and ``loss``.
     client_metrics: ClassVar[tuple[ClientMetric, ...]] = ()
-    #: Names of the figures that a report shows for this method: see ``vitfleet.report.method_figures``.
+    #: Names of the figures that a report shows for this method: see ``vitfleet.report.figures.methods``.
     figures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Params, context: MethodContext) -> None:

@@ -1,4 +1,4 @@
-"""A table of results for a paper: mean ± standard deviation over seeds, as LaTeX, Markdown or CSV."""
+"""A table of results for a paper: mean ± standard deviation over seeds, a paired test, as LaTeX, Markdown or CSV."""
 
 from __future__ import annotations
 
@@ -6,96 +6,65 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
-from vitfleet.report.comparable import COMPARABLE_NOTE, best_rows, comparable_rows
-from vitfleet.report.runs import RunData, RunGroup, eval_splits, read_groups
-from vitfleet.report.significance import PairedTest, paired_t_test
-from vitfleet.report.units import format_target
-from vitfleet.run.compare import cost_to_target
+from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, Column, best_rows, comparable_rows
+from vitfleet.report.runs import RunGroup, eval_splits, read_groups
+from vitfleet.report.units import UNKNOWN, Unit, format_target
+from vitfleet.run.output.summary import MeanStd, mean_std, seed_values
 
-MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table.
-
-    Attributes
-    ----------
-    read
-        The value of a finished run, or ``None``; the second argument is the target accuracy.
-    digits
-        Digits after the decimal point.
-    best
-        Whether the highest or the lowest value is the best one.
-    significant
-        Costs of small models are far below one: more digits are shown until the smallest mean has this many.
-    """
-
-    title: str
-    read: Callable[[RunData, float | None], float | None]
-    digits: int
-    best: Literal["highest", "lowest"]
-    significant: int = 0
-
-
-def _summary(*path: str, scale: float = 1.0) -> Callable[[RunData, float | None], float | None]:
-    def read(run: RunData, target: float | None) -> float | None:
-        value: Any = run.summary
-        for key in path:
-            value = (value or {}).get(key)
-        return None if value is None else scale * float(value)
-
-    return read
-
-
-def _to_target(key: str, scale: float = 1.0) -> Callable[[RunData, float | None], float | None]:
-    def read(run: RunData, target: float | None) -> float | None:
-        value = cost_to_target(run.path, target)[key]
-        return None if value is None else scale * float(value)
-
-    return read
-
-
-COLUMNS: Mapping[str, Column] = {
-    "accuracy": Column("accuracy, %", _summary("accuracy", "global", scale=100), 1, "highest"),
-    "local": Column("local accuracy, %", _summary("accuracy", "local", scale=100), 1, "highest"),
-    "best": Column("best accuracy, %", _summary("accuracy", "best", scale=100), 1, "highest"),
-    "average": Column("average accuracy, %", _summary("continual", "average_accuracy"), 1, "highest"),
-    "forgetting": Column("forgetting, points", _summary("continual", "forgetting"), 1, "lowest"),
-    "rounds": Column("rounds to target", _to_target("rounds"), 0, "lowest"),
-    "traffic": Column("MiB to target", _to_target("bytes", scale=1 / MEBIBYTE), 1, "lowest"),
-    "upload": Column("upload, MiB", _summary("message", "up_bytes", scale=1 / MEBIBYTE), 2, "lowest", 2),
-    "download": Column("download, MiB", _summary("message", "down_bytes", scale=1 / MEBIBYTE), 2, "lowest", 2),
-    "gflops": Column("GFLOPs per sample", _summary("client", "train_gflops"), 2, "lowest", 2),
-    "memory": Column("memory, MiB", _summary("client", "peak_memory_bytes", scale=1 / MEBIBYTE), 0, "lowest", 2),
-    "trained": Column("trained, M", _summary("client", "trainable_params", scale=1e-6), 2, "lowest", 2),
-}
 _CONTINUAL = ("average", "forgetting", "upload", "gflops")
 _USUAL = ("accuracy", "local", "upload", "gflops")
+_TO_TARGET = ("rounds", "traffic")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The values of one column for the runs of one row, by seed."""
+    """The values of one column for the runs of one row, by seed, in the column's unit."""
 
     values: Mapping[int, float]
 
     @property
+    def spread(self) -> MeanStd | None:
+        """The mean and the standard deviation; ``None`` without values."""
+        return mean_std(self.values.values())
+
+    @property
     def mean(self) -> float | None:
         """The mean over the seeds; ``None`` without values."""
-        return statistics.fmean(self.values.values()) if self.values else None
+        return self.spread and self.spread.mean
 
     @property
     def deviation(self) -> float | None:
         """The sample standard deviation (divided by n − 1); ``None`` for a single seed."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+        return self.spread and self.spread.std
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """A two-sided paired t-test.
+
+    It assumes that the differences between the two methods, seed by seed, are normally distributed. Runs of the same
+    seed share the partition and the initial weights, so they are pairs.
+
+    Attributes
+    ----------
+    pairs
+        Number of seeds that both methods have.
+    difference
+        Mean difference.
+    t, p
+        Student's t with ``pairs − 1`` degrees of freedom, and its two-sided p-value.
+    """
+
+    pairs: int
+    difference: float
+    t: float
+    p: float
 
 
 @dataclass(frozen=True)
@@ -122,8 +91,7 @@ class ResultTable:
 
     def to_latex(self) -> str:
         """Return a ``tabular`` with rules of the package booktabs; the best mean of each column is bold."""
-        body = [[_tex(cell) for cell in row] for row in self._texts(r"\textbf{%s}", r" $\pm$ ")]
-        header, *rows = body
+        header, *rows = ([_tex(cell) for cell in row] for row in self._texts(r"\textbf{%s}", r" $\pm$ "))
         lines = [
             r"% \usepackage{booktabs}",
             rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
@@ -147,7 +115,7 @@ class ResultTable:
         """Return one line per row, with mean, standard deviation and n of every column, not rounded."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        parts = [f"{column.title}: {part}" for column in self.columns for part in ("mean", "standard deviation", "n")]
+        parts = [f"{column.heading}: {part}" for column in self.columns for part in ("mean", "standard deviation", "n")]
         writer.writerow(["name", *parts, *(["p"] if self.tests else [])])
         for name, cells in self.cells.items():
             values = [value for cell in cells for value in (cell.mean, cell.deviation, len(cell.values))]
@@ -164,25 +132,20 @@ class ResultTable:
 
     def _texts(self, bold: str, plus_minus: str) -> list[list[str]]:
         """Return the header and the rows as texts."""
-        means = [[row[i].mean for row in self.cells.values()] for i in range(len(self.columns))]
-        columns = [_with_digits(column, values) for column, values in zip(self.columns, means, strict=True)]
-        best = [self._best(column, values) for column, values in zip(columns, means, strict=True)]
-        texts = [["", *(column.title for column in self.columns), *(["p"] if self.tests else [])]]
-        for index, (name, row) in enumerate(self.cells.items()):
-            line = [name]
-            for column, cell, winners in zip(columns, row, best, strict=True):
-                text = _number(cell, column, plus_minus)
-                line.append(bold % text if index in winners else text)
-            if self.tests:
-                test = self.tests.get(name)
-                line.append("–" if test is None else f"{test.p:.3f}")
-            texts.append(line)
+        texts = [["", *(column.heading for column in self.columns)], *([name] for name in self.cells)]
+        for index, column in enumerate(self.columns):
+            spreads = [row[index].spread for row in self.cells.values()]
+            means = [found and found.mean for found in spreads]
+            unit = _printed_in(column.unit, means)
+            best = best_rows(column.best, means, unit, self.comparable)
+            for row, found in enumerate(spreads):
+                text = unit.spread(found).replace(" ± ", plus_minus)
+                texts[row + 1].append(bold % text if row in best else text)
+        if self.tests:
+            tests = [self.tests.get(name) for name in self.cells]
+            p_values = ["p", *(UNKNOWN if test is None else f"{test.p:.3f}" for test in tests)]
+            texts = [[*line, p] for line, p in zip(texts, p_values, strict=True)]
         return texts
-
-    def _best(self, column: Column, means: Sequence[float | None]) -> frozenset[int]:
-        """Return the rows with a best mean as it is printed: values that print the same are equal."""
-        printed = [None if mean is None else float(_rounded(mean, column)) for mean in means]
-        return best_rows(printed, self.comparable, highest=column.best == "highest")
 
 
 def result_table(
@@ -207,7 +170,7 @@ def result_table(
     if unfinished := [str(run.path) for group in groups for run in group.runs if run.summary is None]:
         raise UserError(f"{unfinished[0]}: the run is not finished; resume it with `vitfleet resume {unfinished[0]}`")
     chosen = _choose_columns(groups, columns, target)
-    cells = {group.label: [_cell(group, column, target) for column in chosen] for group in groups}
+    cells = {group.label: _cells(group, chosen, target) for group in groups}
     reference = None if versus is None else _row(cells, versus)
     comparable = comparable_rows(groups)
     tests = {} if reference is None else _tests(cells, reference, dict(zip(cells, comparable, strict=True)))
@@ -226,18 +189,35 @@ def _choose_columns(groups: Sequence[RunGroup], names: Sequence[str], target: fl
     if unknown := [name for name in names if name not in COLUMNS]:
         raise UserError(f"columns {unknown[0]}: there is no such column; there are {', '.join(COLUMNS)}")
     continual = all("continual" in (run.summary or {}) for group in groups for run in group.runs)
-    usual = _CONTINUAL if continual else _USUAL if target is None else (*_USUAL, "rounds", "traffic")
-    chosen = list(names) or list(usual)
-    if target is None and (needing := [name for name in chosen if name in ("rounds", "traffic")]):
+    usual = _CONTINUAL if continual else _USUAL if target is None else (*_USUAL, *_TO_TARGET)
+    chosen = [COLUMNS[name] for name in names or usual]
+    if target is None and (needing := [column.name for column in chosen if column.path[0] == "to_target"]):
         raise UserError(f"columns {needing[0]}: needs a target accuracy, such as --target 0.8")
-    return [COLUMNS[name] for name in chosen]
+    return chosen
 
 
-def _cell(group: RunGroup, column: Column, target: float | None) -> Cell:
-    values = {run.seed: column.read(run, target) for run in group.runs}
-    known = {seed: value for seed, value in values.items() if value is not None}
-    # A mean over only the seeds that reached a target would flatter the method.
-    return Cell(known if len(known) == len(group.runs) else {})
+def _cells(group: RunGroup, columns: Sequence[Column], target: float | None) -> list[Cell]:
+    seeds = [run.seed for run in group.runs]
+    summaries = [run.summary_until(target) for run in group.runs]
+    rows = ([column.unit.scale * value for value in seed_values(summaries, column.path)] for column in columns)
+    return [Cell(dict(zip(seeds, values, strict=False))) for values in rows]  # no values, or one for each seed
+
+
+def paired_t_test(first: Mapping[int, float], second: Mapping[int, float]) -> PairedTest | None:
+    """Test two methods by their values per seed; ``None`` with fewer than two seeds in common."""
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return None
+    differences = [first[seed] - second[seed] for seed in seeds]
+    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
+    if deviation == 0:
+        return PairedTest(len(seeds), mean, math.copysign(math.inf, mean) if mean else 0.0, 0.0 if mean else 1.0)
+    try:
+        from scipy.stats import t as student
+    except ImportError:
+        raise UserError("a significance test needs SciPy; install it with `pip install vitfleet[sim]`") from None
+    t = mean / (deviation / math.sqrt(len(seeds)))
+    return PairedTest(len(seeds), mean, t, float(2 * student.sf(abs(t), len(seeds) - 1)))
 
 
 def _tests(
@@ -259,32 +239,21 @@ def _note(groups: Sequence[RunGroup], columns: Sequence[Column], target: float |
     if target is not None:
         lines.append(f"Target: {format_target(target)} accuracy; without an entry where a seed did not reach it.")
     if versus is not None:
-        measured = columns[0].title.split(",")[0]
         lines.append(
-            f"p: two-sided paired t-test of {measured} against {versus} over the seeds that both have; it assumes "
-            "normally distributed differences and is not corrected for several comparisons."
+            f"p: two-sided paired t-test of {columns[0].title} against {versus} over the seeds that both have; it "
+            "assumes normally distributed differences and is not corrected for several comparisons."
         )
     return "\n".join(lines)
 
 
-def _with_digits(column: Column, means: Sequence[float | None]) -> Column:
-    """Return the column with as many digits as its smallest mean needs."""
-    if not column.significant:
-        return column
+def _printed_in(unit: Unit, means: Sequence[float | None]) -> Unit:
+    """Return how the cells of a column are printed: in its unit, with as many digits as the smallest mean needs."""
     smallest = min((abs(mean) for mean in means if mean), default=1.0)
-    return replace(column, digits=max(column.digits, column.significant - 1 - math.floor(math.log10(smallest))))
-
-
-def _rounded(value: float | None, column: Column) -> str:
-    return "–" if value is None else f"{value:.{column.digits}f}"
-
-
-def _number(cell: Cell, column: Column, plus_minus: str) -> str:
-    text = _rounded(cell.mean, column)
-    return text if cell.deviation is None else f"{text}{plus_minus}{_rounded(cell.deviation, column)}"
+    digits = unit.significant - 1 - math.floor(math.log10(smallest)) if unit.significant else 0
+    return replace(unit, scale=1.0, auto=None, digits=max(unit.digits, digits))
 
 
 def _tex(text: str) -> str:
     for character in "%_&#":
         text = text.replace(character, "\\" + character)
-    return text.replace("–", "--")
+    return text.replace(UNKNOWN, "--")

@@ -15,11 +15,21 @@ from safetensors import safe_open
 
 from vitfleet.config.data import EvalSplit
 from vitfleet.config.registry import method_label
-from vitfleet.data.partitions.saved import PARTITION_FILE, TASKS_ARRAYS, TASKS_FILE
 from vitfleet.errors import UserError
-from vitfleet.files import read_json
-from vitfleet.run.compare import MANIFEST
-from vitfleet.run.data_info import DATA_FILE
+from vitfleet.files import (
+    ABOUT_FILE,
+    COMPARISON_FILE,
+    CONFIG_FILE,
+    DATA_FILE,
+    DEVICES_FILE,
+    PARTITION_FILE,
+    PATCHES_FIGURE,
+    TASKS_ARRAYS,
+    TASKS_FILE,
+    read_json,
+)
+from vitfleet.run.comparison.manifest import member_folders
+from vitfleet.run.output.summary import cost_to_target, is_finished, read_summary, summary_so_far
 from vitfleet.run.records import RoundRecord, read_records
 
 
@@ -59,13 +69,18 @@ class RunData:
 
     @property
     def seed(self) -> int:
-        """Return the run's seed."""
+        """The run's seed."""
         return int(self.config["seed"])
 
     @property
     def eval_split(self) -> EvalSplit:
         """The images that every accuracy is measured on."""
         return "validation" if self.config["data"].get("validation") else "test"
+
+    def summary_until(self, target: float | None) -> dict[str, Any]:
+        """Return the summary, or that of the rounds so far, with what it took to reach a target (``to_target``)."""
+        summary = summary_so_far(self.records) if self.summary is None else self.summary
+        return {**summary, "to_target": cost_to_target(self.records, target)}
 
 
 @dataclass(frozen=True)
@@ -85,15 +100,13 @@ def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
     """Return the run folders at these paths, each with the name that its comparison gave it, if any."""
     folders: list[tuple[Path, str | None]] = []
     for path in paths:
-        if (path / MANIFEST).is_file():
-            for member in read_json(path / MANIFEST)["members"]:
-                folder = path / f"{member['name']}-s{member['config']['seed']}"
-                if (folder / "config.json").is_file():
-                    folders.append((folder, member["name"]))
-        elif (path / "config.json").is_file():
+        if (path / COMPARISON_FILE).is_file():
+            folders += [(folder, name) for name, folder in member_folders(path) if (folder / CONFIG_FILE).is_file()]
+        elif (path / CONFIG_FILE).is_file():
             folders.append((path, None))
         else:
-            raise UserError(f"{path}: contains neither a run nor a comparison (no config.json and no {MANIFEST})")
+            missing = f"no {CONFIG_FILE} and no {COMPARISON_FILE}"
+            raise UserError(f"{path}: contains neither a run nor a comparison ({missing})")
     if not folders:
         raise UserError(f"{paths[0]}: none of its runs has started yet")
     return folders
@@ -130,18 +143,18 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     name
         The run's name in a comparison; default: the method's name.
     """
-    config = read_json(path / "config.json")
-    patches = path / "patches.png"
-    devices = _read_json(path / "devices.json")
+    config = read_json(path / CONFIG_FILE)
+    patches = path / PATCHES_FIGURE
+    devices = _read_json(path / DEVICES_FILE)
     partition = _read_partition(path)
     data = _read_json(path / DATA_FILE) or partition or {}
     return RunData(
         path=path,
         label=method_label(name or config["method"]["name"]),
         config=config,
-        about=_read_json(path / "about.json") or {},
+        about=_read_json(path / ABOUT_FILE) or {},
         records=list(read_records(path)),
-        summary=_read_json(path / "summary.json"),
+        summary=read_summary(path) if is_finished(path) else None,
         partition=partition,
         patches=base64.b64encode(patches.read_bytes()).decode() if patches.exists() else None,
         devices=devices["clients"] if devices else None,
@@ -166,12 +179,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _read_partition(path: Path) -> dict[str, Any] | None:
     if (partition := _read_json(path / PARTITION_FILE)) is not None:
         return partition
-    if (summary := _read_json(path / TASKS_FILE)) is None:
+    if (tasks := _read_json(path / TASKS_FILE)) is None:
         return None
     with safe_open(path / TASKS_ARRAYS, "numpy") as file:
         counts = file.get_tensor("counts")
     classes = [str(label) for label in range(counts.shape[1])]
-    return {"sha256": summary["sha256"], "counts": counts.tolist(), "classes": classes}
+    return {"sha256": tasks["sha256"], "counts": counts.tolist(), "classes": classes}
 
 
 def _identity(run: RunData) -> str:

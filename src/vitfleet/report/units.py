@@ -1,6 +1,17 @@
-"""Numbers with units, for terminal and page."""
+"""Numbers as text: how each kind of number is printed, in the terminal, on the page, in tables and figures.
+
+Bytes are printed in units of 1024 (KiB, MiB, GiB) everywhere, accuracies in percent.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vitfleet.run.output.summary import MeanStd
+
+MEBIBYTE = 2**20
+UNKNOWN = "–"
 
 
 def format_bytes(count: float) -> str:
@@ -34,4 +45,53 @@ def format_target(target: float) -> str:
 
 def format_fraction(fraction: float | None) -> str:
     """Return a fraction as a percentage: ``57.1%``; a dash where it is unknown."""
-    return "–" if fraction is None else f"{fraction:.1%}"
+    return UNKNOWN if fraction is None else f"{fraction:.1%}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How the numbers of a column are printed.
+
+    Attributes
+    ----------
+    name
+        Stands in the heading of a column whose cells are all in this unit.
+    scale
+        Factor from a summary's number to this unit.
+    digits
+        After the decimal point.
+    significant
+        Costs of small models are far below one: more digits are printed until the smallest mean has this many.
+    auto
+        Prints a number in the unit that suits it, such as ``18.2 MiB``. ``None``: it is printed in this unit always.
+    """
+
+    name: str = ""
+    scale: float = 1.0
+    digits: int = 1
+    significant: int = 0
+    auto: Callable[[float], str] | None = None
+
+    def heading(self, title: str) -> str:
+        """Return the heading of a column, or the label of an axis, in this unit: ``upload, MiB``."""
+        return f"{title}, {self.name}" if self.name else title
+
+    def text(self, value: float) -> str:
+        """Return a number, with its unit only where that depends on the number."""
+        return f"{self.scale * value:.{self.digits}f}" if self.auto is None else self.auto(value)
+
+    def spread(self, found: MeanStd | None, with_name: bool = False) -> str:
+        """Return a mean ± its standard deviation: ``57.1 ± 0.7``, or ``57.1 ± 0.7 %``; a dash if there is none."""
+        if found is None:
+            return UNKNOWN
+        text = self.text(found.mean) + ("" if found.std is None else f" ± {self.text(found.std)}")
+        return f"{text} {self.name}" if with_name and self.name and self.auto is None else text
+
+
+PERCENT = Unit("%", 100)
+BYTES = Unit("MiB", 1 / MEBIBYTE, 2, 2, format_bytes)
+SECONDS = Unit("s", auto=format_seconds)
+COUNT = Unit("M", 1e-6, 2, 2, format_count)
+GFLOPS = Unit("", 1, 2, 2, "{:.3g}".format)
+NUMBER = Unit(auto="{:.4g}".format)
+ROUNDS = Unit()

@@ -12,15 +12,15 @@ from pydantic import Field
 from vitfleet.config.base import CallbackParams
 from vitfleet.config.registry import CALLBACKS, register_callback
 from vitfleet.config.schema import Config
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
+from vitfleet.files import BEST_MODEL_FILE
 from vitfleet.run.context import RunContext
-from vitfleet.run.data_info import describe_data
-from vitfleet.run.model_file import model_info, model_round, write_model
-from vitfleet.run.monitor import Best, monitored_value
+from vitfleet.run.output.model_file import model_round, write_run_model
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
 
-BEST_MODEL = "best.safetensors"
+# Values of a round's record that can be watched, for messages.
+_EXAMPLES = "accuracy.global, accuracy.local, accuracy.loss, loss, task.average_accuracy, metrics.local_accuracy.mean"
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class StopRun:
 
 
 class Callback:
-    """Base class of callbacks. Every method does nothing by default.
+    """Base class of callbacks; a subclass overrides the methods that it needs.
 
-    A registered callback is constructed as ``MyCallback(params, run_folder)``. A resumed run must end like one that was
+    A registered callback is constructed as ``MyCallback(params)``. A resumed run must end like one that was
     never interrupted, so a callback with state of its own recomputes it from the records in :meth:`restore`.
     """
 
@@ -64,6 +64,51 @@ class Callback:
 def make_callbacks(config: Config) -> list[Callback]:
     """Return the callbacks of the configuration's table ``callbacks``."""
     return [CALLBACKS[name].target(params) for name, params in config.callbacks.items()]
+
+
+def monitored_value(record: RoundRecord, name: str) -> float | None:
+    """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round.
+
+    Raises
+    ------
+    UserError
+        No record has a number of this name.
+    """
+    value: Any = record
+    for part in name.split("."):
+        value = _child(value, part, name)
+        if value is None:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"monitor = {name!r}: is not a number of a round's record; such are {_EXAMPLES}")
+    return float(value)
+
+
+def _child(parent: Any, part: str, name: str) -> Any:
+    if isinstance(parent, Mapping):
+        return parent.get(part)
+    for attribute in (part, f"{part}_"):  # `global` is a keyword: its field is `global_`
+        if attribute in getattr(parent, "__dataclass_fields__", {}):
+            return getattr(parent, attribute)
+    raise UserError(f"monitor = {name!r}: a round's record has no {part!r}; it has {_EXAMPLES}, for example")
+
+
+@dataclass
+class Best:
+    """The best value so far and its round; both ``None`` before the first."""
+
+    mode: Literal["max", "min"]
+    min_delta: float = 0.0
+    value: float | None = None
+    round: int | None = None
+
+    def update(self, value: float, round: int) -> bool:
+        """Take in a round's value; return whether it is an improvement."""
+        sign = 1 if self.mode == "max" else -1
+        if self.value is not None and sign * (value - self.value) <= self.min_delta:
+            return False
+        self.value, self.round = value, round
+        return True
 
 
 class EarlyStoppingParams(CallbackParams):
@@ -139,7 +184,7 @@ class BestModel(Callback):
         for record in records:
             self._update(record)
             last_round = record.round
-        path = run_folder / BEST_MODEL
+        path = run_folder / BEST_MODEL_FILE
         if path.exists() and model_round(path) > last_round:
             # That round is repeated, on a real fleet perhaps with another result: the next measurement replaces it.
             self._best = Best(self.params.mode)
@@ -154,8 +199,10 @@ class BestModel(Callback):
     def on_round_end(self, state: RunState, record: RoundRecord) -> None:
         """Write the model if the value improved."""
         if self._update(record):
-            assert self._context is not None
-            _write_model(self._context, state)
+            context = self._context
+            assert context is not None
+            weights = context.method.model_weights(state.server, context.base.tensors, None)
+            write_run_model(context.folder / BEST_MODEL_FILE, context, weights, state.round)
 
     def summary_entries(self) -> Mapping[str, Any]:
         """Return the best round and its value."""
@@ -167,10 +214,3 @@ class BestModel(Callback):
     def _update(self, record: RoundRecord) -> bool:
         value = monitored_value(record, self.params.monitor)
         return value is not None and self._best.update(value, record.round)
-
-
-def _write_model(context: RunContext, state: RunState) -> None:
-    data = describe_data(context.data, context.config.data.eval_split)
-    weights = context.method.model_weights(state.server, context.base.tensors, None)
-    info = model_info(context.config, data, context.net, state.round)
-    write_model(context.folder / BEST_MODEL, context.net, weights, info)

@@ -21,9 +21,9 @@ from vitfleet.fleet.distributed import ProcessGroup
 from vitfleet.message import Message, Numbers, State, to_device
 from vitfleet.methods import Method
 from vitfleet.models.net import Net
-from vitfleet.run.checkpoint import Checkpoints
-from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.partitions import RunPartition, train_labels
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.clients import ClientImages, RunPartition
+from vitfleet.run.evaluate.accuracy import FleetEvaluator
 from vitfleet.run.records import ClientCosts, read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState
@@ -37,7 +37,7 @@ class RunContext:
 
     Attributes
     ----------
-    partition
+    images
         The images of each client; empty if the clients have their own.
     components
         The model, the method and the trainer.
@@ -49,8 +49,7 @@ class RunContext:
 
     config: Config
     folder: Path
-    data: DataSet
-    partition: RunPartition
+    images: ClientImages
     components: Components
     base: Message
     fleet: Fleet
@@ -59,6 +58,16 @@ class RunContext:
     cost_model: CostModel
     planner: RoundPlanner
     processes: ProcessGroup
+
+    @property
+    def data(self) -> DataSet:
+        """The data set."""
+        return self.images.data
+
+    @property
+    def partition(self) -> RunPartition:
+        """Which images each client has."""
+        return self.images.partition
 
     @property
     def net(self) -> Net:
@@ -100,8 +109,7 @@ class RunContext:
 
     def labels(self, client: int, round: int) -> NDArray[np.int64]:
         """Return the labels of the images that a client trains on in a round."""
-        task_index, accumulate = self.config.task_index(round), self.method.accumulates_tasks
-        return train_labels(self.data, self.partition, client, task_index, accumulate)
+        return self.images.labels(client, round)
 
     def initial_server_state(self) -> State:
         """Return the server state before the first round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,18 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vitfleet.config.schema import Config
-from vitfleet.files import read_json
+from vitfleet.files import RECORDS_FILE, SUMMARY_FILE, TIMINGS_FILE, read_json
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run import continual
 from vitfleet.run.callbacks import Callback, make_callbacks
 from vitfleet.run.context import RunContext, load_state
-from vitfleet.run.measure import with_metrics
-from vitfleet.run.records import RoundRecord, read_records
+from vitfleet.run.evaluate import continual
+from vitfleet.run.evaluate.metric_context import with_metrics
+from vitfleet.run.output.model_file import save_server_model
+from vitfleet.run.output.summary import write_summary
+from vitfleet.run.output.trackers import Trackers, scalars_of
+from vitfleet.run.records import LineFile, RoundRecord, read_records
 from vitfleet.run.round import run_round
-from vitfleet.run.round_log import RoundLog
-from vitfleet.run.server_model import save_server_model
 from vitfleet.run.state import RunState
-from vitfleet.run.summary import write_summary
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,47 @@ class RunResult:
 
     state: RunState
     summary: dict[str, Any]
+
+
+class _RoundLog:
+    """Appends rounds to ``records.jsonl``, ``timings.jsonl`` and the trackers; used as a context manager.
+
+    Rounds after the last checkpoint are removed when it is opened: a resumed run repeats them.
+    """
+
+    def __init__(self, context: RunContext, state: RunState) -> None:
+        latest = context.checkpoints.latest
+        self._records = LineFile(context.folder / RECORDS_FILE, latest.records_length if latest else 0)
+        self._timings = LineFile(context.folder / TIMINGS_FILE, latest.timings_length if latest else 0)
+        self._trackers = Trackers(context.config, context.folder, state.round + 1)
+
+    def __enter__(self) -> _RoundLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._records.close()
+        self._timings.close()
+        self._trackers.close()
+
+    def append(self, record: RoundRecord, seconds: float, warm_up_seconds: float) -> None:
+        """Write a round, with its duration, and how much of that compiling and capturing steps took."""
+        self._records.append(record.line())
+        timing = {"round": record.round, "seconds": seconds, "warm_up_seconds": warm_up_seconds}
+        self._timings.append(json.dumps(timing))
+        self._trackers.add(scalars_of(record), record.round)
+
+    def replace_last(self, previous: RoundRecord, record: RoundRecord) -> None:
+        """Replace the last round's record by one that has more metrics."""
+        if record == previous:
+            return
+        self._records.replace_last(record.line())
+        sent = scalars_of(previous)
+        new = {name: value for name, value in scalars_of(record).items() if name not in sent}
+        self._trackers.add(new, record.round)
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the bytes of the records and of the timings."""
+        return self._records.length(), self._timings.length()
 
 
 def run_rounds(
@@ -58,7 +100,7 @@ def run_rounds(
     warmup = context.trainer.runners.warmup
     warmup.progress = progress
     try:
-        with RoundLog(context, state) as log, _frozen_garbage():
+        with _RoundLog(context, state) as log, _frozen_garbage():
             _start_callbacks(context, state, callbacks)
             while not state.is_finished(context.config.rounds):
                 started = time.perf_counter()
@@ -83,7 +125,7 @@ def follow(context: RunContext, state: RunState | None = None) -> RunState:
     return state
 
 
-def _after_round(context: RunContext, state: RunState, stop_reason: str | None, log: RoundLog | None) -> RunState:
+def _after_round(context: RunContext, state: RunState, stop_reason: str | None, log: _RoundLog | None) -> RunState:
     """Stop the run if there is a reason, and write a checkpoint if one is due. The first process has the log."""
     reason = context.processes.broadcast((stop_reason or "").encode()).decode()
     if reason:
@@ -96,7 +138,7 @@ def _checkpoint_due(config: Config, state: RunState) -> bool:
     return kept or state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
 
 
-def _checkpoint(context: RunContext, state: RunState, log: RoundLog | None) -> RunState:
+def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> RunState:
     changed_clients = context.fleet.changed_states()
     context.processes.barrier()  # no process reads the previous checkpoint any more
     if log is not None:
@@ -127,8 +169,8 @@ def _stop_reason(callbacks: Sequence[Callback], state: RunState, record: RoundRe
 def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> RunResult:
     """Write the model and the summary."""
     more: dict[str, Any] = {**save_server_model(context, state), "execution": _execution(context)}
-    if (continual_summary := continual.summary(context.folder, context.config)) is not None:
-        more["continual"] = continual_summary
+    if (tasks := context.config.data.tasks) is not None:
+        more["continual"] = continual.summary(state.task_records, tasks.count)
     if state.stop_reason is not None:
         more["stopped"] = {"round": state.round, "reason": state.stop_reason}
     for callback in callbacks:
@@ -143,7 +185,7 @@ def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback])
 def _execution(context: RunContext) -> dict[str, Any]:
     """Return how steps were executed in this session; of a run that was finished already, in its last session."""
     execution = asdict(context.trainer.execution_summary())
-    written = context.folder / "summary.json"
+    written = context.folder / SUMMARY_FILE
     if execution["clients"] == "none" and written.exists():
         return {**execution, **read_json(written).get("execution", {})}
     return execution

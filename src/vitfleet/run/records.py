@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vitfleet.errors import UserError
-from vitfleet.files import parse_json
+from vitfleet.files import RECORDS_FILE, TIMINGS_FILE, parse_json
 from vitfleet.message import Number
 
 #: A number, a text, or a list (of lists) of numbers or texts; ``None`` stands for what could not be measured.
@@ -102,7 +102,7 @@ class TaskRecord:
     initial
         The same for the untrained model and all tasks; in the record of the first task only.
     average_accuracy, forgetting, backward_transfer, forward_transfer
-        Means over clients: see :mod:`vitfleet.run.continual`. After one task there is only the first.
+        Means over clients: see :mod:`vitfleet.run.evaluate.continual`. After one task there is only the first.
     failures
         Why clients failed to evaluate.
     """
@@ -152,6 +152,11 @@ class RoundRecord:
     virtual_seconds: float | None = None
     metrics: Mapping[str, MetricValues] = field(default_factory=dict)
 
+    @property
+    def local_accuracies(self) -> dict[int, float]:
+        """Local test accuracy of each client of the round for which it was measured."""
+        return {client.client: client.accuracy for client in self.clients if client.accuracy is not None}
+
     def line(self) -> str:
         """Return the record as one line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
@@ -171,10 +176,10 @@ class RoundRecord:
         )
 
 
-def metric_scalars(metrics: Mapping[str, MetricValues], separator: str = "/") -> dict[str, float]:
+def metric_scalars(metrics: Mapping[str, MetricValues]) -> dict[str, float]:
     """Return the numbers among the values of metrics, by ``metric/value``."""
     return {
-        f"{name}{separator}{key}": value
+        f"{name}/{key}": value
         for name, values in metrics.items()
         for key, value in values.items()
         if isinstance(value, int | float)
@@ -219,7 +224,7 @@ class LineFile:
 
 def read_records(folder: Path) -> Iterator[RoundRecord]:
     """Yield a run's records, one at a time; a last line that a crash cut short is skipped."""
-    path = folder / "records.jsonl"
+    path = folder / RECORDS_FILE
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -240,7 +245,7 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
     which
         ``seconds``, or ``warm_up_seconds``: the part in which steps were compiled or captured.
     """
-    path = folder / "timings.jsonl"
+    path = folder / TIMINGS_FILE
     if not path.exists():
         return 0.0
     with path.open("rb") as file:

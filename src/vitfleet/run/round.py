@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
 from vitfleet.config.fleet import BufferedSchedule
-from vitfleet.config.schema import Config
 from vitfleet.costs.dry_run import message_size
 from vitfleet.data.images import Shard
 from vitfleet.errors import printable
-from vitfleet.fleet.base import EvalResult, Reply, Request, in_request_order
-from vitfleet.message import Message, Number, State
+from vitfleet.fleet.base import Reply, Request, in_request_order
+from vitfleet.message import State
 from vitfleet.methods.aggregation.server_optimizers import apply_server_optimizer
 from vitfleet.methods.base import Aggregator, Method
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run import continual
 from vitfleet.run.context import RunContext
+from vitfleet.run.evaluate import continual
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
@@ -27,6 +27,8 @@ from vitfleet.training.driver import run_update
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.stack_inputs import SERVER_CLIENT, RngContext
 from vitfleet.wire import encode
+
+Known = TypeVar("Known")
 
 
 def run_round(
@@ -44,17 +46,19 @@ def run_round(
     entries = sorted(
         (_reject(entry, rejected.get(entry.client)) for entry in collected.entries), key=lambda entry: entry.client
     )
+    reported = {entry.client: entry.numbers for entry in entries if entry.client in used}
     state = replace(
-        _without_clients(state, collected.lost_state),
+        state,
         server=server,
         moments=moments,
         round=round,
         total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
         total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
+        last_seen={**_without(state.last_seen, collected.lost_state), **dict.fromkeys(reported, round)},
+        client_metrics={**_without(state.client_metrics, collected.lost_state), **reported},
         in_flight=in_flight,
         update_sizes=tuple(size for client, size in aggregator.sizes.items() if client in used) or state.update_sizes,
     )
-    state = _with_updates(state, [entry for entry in entries if entry.client in used])
     accuracy = task = None
     if context.processes.is_first:
         accuracy = _evaluate(context, state, entries, progress) if evaluation_due(config, round) else None
@@ -73,24 +77,9 @@ def run_round(
     return (state if task is None else replace(state, task_records=(*state.task_records, task))), record
 
 
-def _without_clients(state: RunState, clients: Sequence[int]) -> RunState:
-    """Return the state in which these clients count as new."""
-    if not clients:
-        return state
-    return replace(
-        state,
-        last_seen={client: last for client, last in state.last_seen.items() if client not in clients},
-        client_metrics={client: numbers for client, numbers in state.client_metrics.items() if client not in clients},
-    )
-
-
-def _with_updates(state: RunState, entries: Sequence[ClientRecord]) -> RunState:
-    """Return the state in which the server has used these clients' updates in its last round."""
-    return replace(
-        state,
-        last_seen={**state.last_seen, **{entry.client: state.round for entry in entries}},
-        client_metrics={**state.client_metrics, **{entry.client: entry.numbers for entry in entries}},
-    )
+def _without(known: Mapping[int, Known], lost: Sequence[int]) -> dict[int, Known]:
+    """Return what is known of clients, but for those that lost their state: they count as new."""
+    return {client: value for client, value in known.items() if client not in lost}
 
 
 @dataclass(frozen=True)
@@ -146,22 +135,22 @@ def _take_reply(
     context: RunContext, state: RunState, round: int, plan: ClientPlan, reply: Reply, aggregator: Aggregator
 ) -> ClientRecord:
     """Add a client's update to the aggregator and return the client's record."""
+    schedule = context.config.fleet.schedule
     if reply.message is None:
         return _entry(plan if reply.sent else replace(plan, down_bytes=0), failure=reply.failure or "no reply")
     up_bytes = message_size(reply.message)
     try:
         numbers = parse_numbers(reply.message.numbers, context.method)
-        aggregator.add(plan.client, _up_to_date(context.config, state.server, reply.message, plan))
+        update = reply.message
+        if isinstance(schedule, BufferedSchedule):
+            update = apply_staleness(update, plan, state.server, schedule)
+        aggregator.add(plan.client, update)
     except RejectedUpdateError as error:
         return _entry(plan, up_bytes, failure=printable(str(error)))  # it may name what the client sent
     previous = None if reply.state_lost else state.client_metrics.get(plan.client)
     gflops = context.client_gflops(round, plan.client, numbers, previous)
-    return _entry(plan, up_bytes, numbers, evaluation=reply.evaluation, gflops=gflops)
-
-
-def _up_to_date(config: Config, server: State, up: Message, plan: ClientPlan) -> Message:
-    schedule = config.fleet.schedule
-    return apply_staleness(up, plan, server, schedule) if isinstance(schedule, BufferedSchedule) else up
+    counts = {} if reply.evaluation is None else asdict(reply.evaluation)
+    return _entry(plan, up_bytes, numbers=numbers, gflops=gflops, **counts)
 
 
 def _aggregate(
@@ -213,17 +202,9 @@ def _evaluate(context: RunContext, state: RunState, entries: Sequence[ClientReco
     return Accuracy(accuracy, loss, models, local)
 
 
-def _entry(
-    plan: ClientPlan,
-    up_bytes: int = 0,
-    numbers: dict[str, Number] | None = None,
-    evaluation: EvalResult | None = None,
-    failure: str | None = None,
-    gflops: float | None = None,
-) -> ClientRecord:
-    correct, tested = (evaluation.correct, evaluation.tested) if evaluation else (None, None)
-    times = plan.began, plan.ended
-    return ClientRecord(plan.client, plan.down_bytes, up_bytes, numbers or {}, correct, tested, failure, gflops, *times)
+def _entry(plan: ClientPlan, up_bytes: int = 0, **measured: Any) -> ClientRecord:
+    """Return a client's record: what was planned, what it sent, and the other fields of the record."""
+    return ClientRecord(plan.client, plan.down_bytes, up_bytes, began=plan.began, ended=plan.ended, **measured)
 
 
 def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
@@ -235,13 +216,7 @@ def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
 
 def _mean_loss(entries: Sequence[ClientRecord]) -> float | None:
     """Return the mean training loss of the clients that trained, weighted by samples."""
-    trained = [entry.numbers for entry in entries if entry.numbers.get("samples") and "loss" in entry.numbers]
-    samples = sum(_number(numbers["samples"]) for numbers in trained)
-    if not samples:
-        return None
-    return sum(_number(numbers["samples"]) * _number(numbers["loss"]) for numbers in trained) / samples
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
+    trained: list[Any] = [(entry.numbers.get("samples"), entry.numbers.get("loss")) for entry in entries]
+    trained = [(samples, loss) for samples, loss in trained if samples and loss is not None]
+    total: float = sum(samples for samples, _ in trained)
+    return sum(samples * loss for samples, loss in trained) / total if trained else None

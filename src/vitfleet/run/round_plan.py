@@ -17,10 +17,8 @@ from vitfleet.errors import UserError
 from vitfleet.message import Message, State
 from vitfleet.methods.base import Method
 from vitfleet.randomness import Address, Purpose
-from vitfleet.run.in_flight import InFlight
-from vitfleet.run.state import RunState
-from vitfleet.run.unseen import training_clients
-from vitfleet.run.virtual_fleet import VirtualFleet
+from vitfleet.run.clients import VirtualFleet, training_clients
+from vitfleet.run.state import InFlight, RunState
 
 TOO_LATE = "too late"
 
@@ -90,12 +88,10 @@ class RoundPlanner:
         self, virtual: VirtualFleet, plans: Sequence[ClientPlan], state: RunState, round: int
     ) -> tuple[list[ClientPlan], InFlight]:
         """Return the plans with the times of the virtual clock, and mark the clients that are too late."""
-        now, task_index = state.in_flight.now, self.config.task_index(round)
+        now = state.in_flight.now
         failures = {plan.client: virtual.failure_reason(plan.client) for plan in plans}
         seconds = {
-            plan.client: virtual.seconds(
-                round, task_index, plan.client, plan.down_bytes, state.client_metrics.get(plan.client)
-            )
+            plan.client: virtual.seconds(round, plan.client, plan.down_bytes, state.client_metrics.get(plan.client))
             for plan in plans
             if failures[plan.client] is None
         }
@@ -157,8 +153,7 @@ class RoundPlanner:
         client = idle[int(rng.integers(len(idle)))]
         last_round = state.last_seen.get(client)
         plan = self._plan_client(state.server, round, client, last_round, evaluation_due(self.config, round))
-        task_index = self.config.task_index(round)
-        ended = at + virtual.seconds(round, task_index, client, plan.down_bytes, state.client_metrics.get(client))
+        ended = at + virtual.seconds(round, client, plan.down_bytes, state.client_metrics.get(client))
         return ClientInFlight(ended, client, round - 1, -1 if last_round is None else last_round, at)
 
 
@@ -168,7 +163,7 @@ def evaluation_due(config: Config, round: int) -> bool:
 
 
 def choose_clients(config: Config, round: int) -> list[int]:
-    """Draw a round's clients without replacement, never an unseen client; return them in ascending order."""
+    """Draw a round's clients without replacement, never a held-out client; return them in ascending order."""
     rng = Address(config.seed, Purpose.SAMPLE_CLIENTS, round).generator()
     chosen = rng.choice(training_clients(config), config.fleet.asked, replace=False)
     return [int(client) for client in np.sort(chosen)]

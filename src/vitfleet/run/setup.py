@@ -7,21 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.hardware_profiles import assign_hardware
 from vitfleet.costs.memory import round_memory
-from vitfleet.data.images import DataSet, Shard
+from vitfleet.data.images import DataSet
 from vitfleet.data.sources.from_objects import fingerprint
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.subsets import hold_out_validation, limit_images
 from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.files import read_json, write_atomically
+from vitfleet.files import MACHINE_FILE, read_json, write_atomically
 from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import Components, build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
@@ -31,15 +30,12 @@ from vitfleet.message import Message, to_device
 from vitfleet.methods import make_method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run.base_file import write_base
-from vitfleet.run.checkpoint import Checkpoints
+from vitfleet.run.checkpoints.store import Checkpoints
+from vitfleet.run.clients import ClientImages, VirtualFleet, empty_partition, held_out_clients, open_partition
 from vitfleet.run.context import RunContext
-from vitfleet.run.data_info import write_data_info
-from vitfleet.run.evaluation import FleetEvaluator
-from vitfleet.run.partitions import RunPartition, empty_partition, open_partition, train_labels, train_shard
+from vitfleet.run.evaluate.accuracy import FleetEvaluator
+from vitfleet.run.output.model_file import write_base, write_data_info
 from vitfleet.run.round_plan import RoundPlanner
-from vitfleet.run.unseen import unseen_clients
-from vitfleet.run.virtual_fleet import VirtualFleet, make_virtual_fleet
 from vitfleet.training.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
 from vitfleet.training.memory_budget import estimate_client_bytes
 
@@ -86,19 +82,20 @@ def open_run(
     base = components.method.base_message(to_device(components.net.initial_weights(), machine.device))
     if processes.is_first:
         write_base(base, folder)
-    evaluator = _make_evaluator(config, components, data, partition, has_local_clients=make_fleet is None)
+    images = ClientImages(config, data, partition, components.method.accumulates_tasks)
+    evaluator = _make_evaluator(images, components, has_local_clients=make_fleet is None)
     cost_model = _make_cost_model(config, components, data)
     virtual: VirtualFleet | None = None
     if make_fleet is not None:  # remote clients have real clocks
         fleet = make_fleet(config, data, folder, base)
     else:
-        virtual = _make_virtual_fleet(config, components, data, partition, cost_model)
-        fleet = _make_local_fleet(config, components, data, partition, base, evaluator, checkpoints, processes)
+        virtual = _make_virtual_fleet(images, components, cost_model) if config.fleet.devices else None
+        fleet = _make_local_fleet(images, components, base, evaluator, checkpoints, processes)
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
     return RunContext(
-        config, folder, data, partition, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
+        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
     )
 
 
@@ -112,7 +109,7 @@ def _checked(config: Config, data: DataSet) -> DataSet:
 
 def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
     """Set this process up. A resumed run computes as it began, whatever this shell or machine would choose."""
-    path = folder / "machine.json"
+    path = folder / MACHINE_FILE
     if path.exists():
         try:
             recorded = MachineConfig.model_validate(read_json(path))
@@ -132,22 +129,20 @@ def _class_tasks(config: Config, data: DataSet) -> torch.Tensor | None:
     return torch.from_numpy(tasks).to(data.train.labels.device)
 
 
-def _make_evaluator(
-    config: Config, components: Components, data: DataSet, partition: RunPartition, has_local_clients: bool
-) -> FleetEvaluator:
-    trainer = components.trainer
+def _make_evaluator(images: ClientImages, components: Components, has_local_clients: bool) -> FleetEvaluator:
+    config, trainer = images.config, components.trainer
     # The models of remote clients are not accessible: without a global model there is none to evaluate here.
     evaluation = config.eval if has_local_clients else config.eval.model_copy(update={"clients": 0})
     return FleetEvaluator(
         components.net,
         trainer.preprocess,
-        data.test,
-        partition.test,
+        images.data.test,
+        images.partition.test,
         trainer.machine,
         evaluation,
         config.seed,
         trainer.class_tasks,
-        unseen_clients(config),
+        held_out_clients(config),
     )
 
 
@@ -156,39 +151,25 @@ def _make_cost_model(config: Config, components: Components, data: DataSet) -> C
     return CostModel(make_method(config.method, on_host), components.net, config.train, data.train.image_size)
 
 
-def _make_virtual_fleet(
-    config: Config, components: Components, data: DataSet, partition: RunPartition, cost_model: CostModel
-) -> VirtualFleet | None:
-    def labels(client: int, round: int) -> NDArray[np.int64]:
-        return train_labels(data, partition, client, config.task_index(round), components.method.accumulates_tasks)
-
-    def memory_bytes() -> int:
-        largest = int(partition.class_counts.sum(axis=1).argmax())
-        tasks = range(config.num_tasks)
-        last_round = cost_model.late_round([train_labels(data, partition, largest, task) for task in tasks])
-        return round_memory(components.net, last_round, config.train, components.trainer.machine.bf16).total
-
-    return make_virtual_fleet(config, memory_bytes, cost_model, labels)
+def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:
+    config = images.config
+    last_round = cost_model.late_round(images.labels_by_task())
+    memory = round_memory(components.net, last_round, config.train, components.trainer.machine.bf16).total
+    devices = assign_hardware(config.fleet.devices, config.fleet.clients, config.seed)
+    return VirtualFleet(config.fleet, devices, memory, cost_model, images)
 
 
 def _make_local_fleet(
-    config: Config,
+    images: ClientImages,
     components: Components,
-    data: DataSet,
-    partition: RunPartition,
     base: Message,
     evaluator: FleetEvaluator,
     checkpoints: Checkpoints,
     processes: ProcessGroup,
 ) -> Fleet:
     """Return a fleet whose clients run in this process, or in several processes that share the run."""
-    device = components.trainer.machine.device
-
-    def shard(client: int, task_index: int) -> Shard:
-        return train_shard(data, partition, client, task_index, components.method.accumulates_tasks)
-
     # Each of several processes would cache the states of all clients, not only of those that it trains.
-    cache_bytes = gpu_memory_bytes(device) // STATE_CACHE_SHARE if processes.size == 1 else 0
-    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluator.evaluate_clients)
-    inline = InlineFleet(runtime, shard, base.tensors, checkpoints.client, cache_bytes)
-    return inline if processes.size == 1 else DistributedFleet(inline, processes)
+    memory = gpu_memory_bytes(components.trainer.machine.device) if processes.size == 1 else 0
+    runtime = ClientRuntime(components.method, components.trainer, images.config.seed, evaluator.evaluate_clients)
+    fleet = InlineFleet(runtime, images.shard, base.tensors, checkpoints.client, memory // STATE_CACHE_SHARE)
+    return fleet if processes.size == 1 else DistributedFleet(fleet, processes)

@@ -4,7 +4,7 @@ import numpy as np
 
 from vitfleet.config.base import MetricParams
 from vitfleet.config.registry import register_metric
-from vitfleet.run.metric_context import MetricContext
+from vitfleet.run.evaluate.metric_context import MetricContext
 
 
 @register_metric("kappa", MetricParams)

@@ -20,10 +20,8 @@ from vitfleet.config.schema import TasksConfig
 from vitfleet.data.partitions.client_indices import ClientIndices, Ints, Partition, hash_labels
 from vitfleet.data.tasks import TaskStreams
 from vitfleet.errors import ConfigError, DataError
-from vitfleet.files import parse_json, write_atomically
+from vitfleet.files import PARTITION_ARRAYS, PARTITION_FILE, TASKS_ARRAYS, TASKS_FILE, parse_json, write_atomically
 
-PARTITION_ARRAYS, PARTITION_FILE = "partition.safetensors", "partition.json"
-TASKS_ARRAYS, TASKS_FILE = "tasks.safetensors", "tasks.json"
 _INDICES = ("train_indices", "train_offsets", "test_indices", "test_offsets", "counts")
 _STREAMS = ("task_of_class", "order", *_INDICES)
 

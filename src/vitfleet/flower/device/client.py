@@ -17,7 +17,7 @@ from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
-from vitfleet.files import link_atomically, parse_json
+from vitfleet.files import MODEL_FILE, link_atomically, parse_json
 from vitfleet.fleet.base import EvalReply, Reply
 from vitfleet.flower.device.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
@@ -26,8 +26,7 @@ from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import State, to_device
 from vitfleet.methods.base import ClientUpdate
-from vitfleet.run.data_info import DataInfo
-from vitfleet.run.model_file import MODEL_FILE, model_info, model_size, write_model
+from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
 from vitfleet.wire import encoded_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]

@@ -19,6 +19,7 @@ from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.sources.local import DataSpec, LocalDataset
 from vitfleet.errors import UserError
+from vitfleet.files import CONFIG_FILE
 from vitfleet.flower.device.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.limits import ClientLimits
@@ -71,7 +72,7 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:
     """Return a client of Flower's simulation. Its images are its part of the run's own data set."""
-    if not (folder / "config.json").exists():
+    if not (folder / CONFIG_FILE).exists():
         raise UserError("a simulation needs --run-config 'folder=\"…\"', the absolute path of the run's folder")
 
     def load_images(config: Config, run_spec: RunSpec) -> DataSet:
@@ -85,6 +86,6 @@ def simulated_client(folder: Path, client: int, machine: MachineConfig) -> Flowe
 @cache
 def _assigned_images(folder: Path) -> tuple[DataSet, tuple[ClientIndices, ClientIndices]]:
     """Return a run's images and each client's indices. Cached: the processes of a simulation persist."""
-    config = read_config(folder / "config.json")
+    config = read_config(folder / CONFIG_FILE)
     data = load_dataset(config.data)
     return data, assign_images(config, data)

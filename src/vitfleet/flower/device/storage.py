@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from vitfleet.errors import UserError
+from vitfleet.files import MODEL_FILE
 from vitfleet.message import Message, State
-from vitfleet.run.model_file import MODEL_FILE
 from vitfleet.wire import PayloadType, read_payload, write_payload
 
 MEGABYTE = 1_000_000

@@ -1,8 +1,8 @@
 """One request to each client and one reply from each; a client that was restarted meanwhile receives its request again.
 
 Requests are pushed one by one, and replies are pulled one by one in the order of the requests. So the server holds one
-reply at a time, however many clients there are; early replies wait in the SuperLink. Only with spare clients, where the
-fastest replies count, are replies pulled in the order of their arrival.
+reply at a time, however many clients there are; early replies wait in the SuperLink. Only with over-provisioning, where
+the fastest replies count, are replies pulled in the order of their arrival.
 
 Every draw of a client depends only on its request, so a request that is handled again has the same reply.
 """
@@ -115,7 +115,7 @@ class Exchange(Generic[AnyPayload, AnyReply]):
                 yield from (self.replies.failed(client, reason) for client in self._pending)
                 return
             expired = self.clock.now() >= self._deadline
-            polled = list(self._pending) if self.config.spare or expired else list(self._pending)[:1]
+            polled = list(self._pending) if self.config.over_provision or expired else list(self._pending)[:1]
             arrived = False
             for client in polled:
                 reply = self._pull(client, self._pending[client])

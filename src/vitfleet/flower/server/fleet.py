@@ -20,7 +20,7 @@ from vitfleet.flower.transport.messages import Clock
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message as Content
 from vitfleet.message import State
-from vitfleet.run.folder import run_id
+from vitfleet.run.output.folder import run_id
 from vitfleet.run.setup import MakeFleet
 
 MEGABYTE = 10**6

@@ -52,7 +52,7 @@ class NodeDirectory:
         self._started = True
         while True:
             nodes = self.connected()
-            lost = () if self.config.spare else self._lost_at.keys() & set(asked)
+            lost = () if self.config.over_provision else self._lost_at.keys() & set(asked)
             returning = any(self.may_return(client) for client in lost)
             if (len(nodes) >= required and not returning) or self.clock.now() >= deadline:
                 return nodes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vitfleet.errors import UserError
+from vitfleet.files import SUMMARY_FILE
 from vitfleet.flower.processes import cut_log
 from vitfleet.flower.server.processes import (
     PROXY_LOG,
@@ -21,7 +22,6 @@ from vitfleet.flower.server.progress_file import ERROR_FILE, PROGRESS_FILE, Prog
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.records import RoundRecord, read_records, read_seconds
 
-SUMMARY_FILE = "summary.json"
 POLL_INTERVAL_S = 0.5  # between two reads of the run's folder
 STATUS_INTERVAL_S = 30.0  # between two queries of Flower's status, which take seconds
 

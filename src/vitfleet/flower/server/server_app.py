@@ -11,13 +11,13 @@ from flwr.serverapp import Grid, ServerApp
 from vitfleet.config import load_config
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
-from vitfleet.files import write_atomically
+from vitfleet.files import CONFIG_FILE, write_atomically
 from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.flower.server.progress_file import ERROR_FILE, ProgressFile
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import RunContext, load_state
-from vitfleet.run.folder import RunFolder, create_run_folder, open_run_folder
 from vitfleet.run.loop import run_rounds
+from vitfleet.run.output.folder import RunFolder, create_run_folder, open_run_folder
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
@@ -54,7 +54,7 @@ class RoundPrinter(Callback):
 def open_folder(folder: str, preset: str, overrides: str) -> RunFolder:
     """Return the folder of a run to resume, or of a new one."""
     path = Path(folder) if folder else None
-    if path is not None and (path / "config.json").exists():
+    if path is not None and (path / CONFIG_FILE).exists():
         return open_run_folder(path, LOCK_SECONDS)
     keys = [override.strip() for override in overrides.split(";") if override.strip()]
     config = load_config(preset, ["fleet.kind=flower", *keys])

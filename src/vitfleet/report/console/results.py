@@ -1,0 +1,202 @@
+"""Results in the terminal: the summary of a run, the tables of a comparison, and what methods gain in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from vitfleet.config.registry import METHODS, method_label
+from vitfleet.report.columns import COLUMNS, Column, metric_columns, metric_text, metric_title
+from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds, format_target
+from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
+from vitfleet.training.execution import ExecutionSummary
+
+_TASK_COLUMNS = ("average", "forgetting", "backward", "forward")
+_HEADINGS = {
+    "average": "accuracy",
+    "gflops": "GFLOPs",
+    "rounds": "rounds to {}",
+    "traffic": "traffic",
+    "clock": "clock",
+}
+_FEDAVG = "fedavg"  # the method that the others save something against
+_WORTH_SAYING = 0.9  # a cost above this share of the other's is not mentioned
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
+    """Return the summary of a run."""
+    message, total, client = (summary[key] for key in ("message", "total", "client"))
+    warm_up = total.get("warm_up_seconds")
+    rows = {
+        "method": method_label(summary["method"]),
+        "rounds": f"{summary['rounds']} in {total['seconds']:.1f} s"
+        + (f", of which {warm_up:.1f} s warm-up" if warm_up else ""),
+        **_accuracy_rows(summary),
+        **{
+            f"metric: {metric_title(name)}": metric_text(name, values)
+            for name, values in summary.get("metrics", {}).items()
+        },
+        **_client_metric_rows(summary),
+        "upload per client and round": format_bytes(message["up_bytes"]),
+        "download per client and round": format_bytes(message["down_bytes"]),
+        "total upload, download": f"{format_bytes(total['up_bytes'])}, {format_bytes(total['down_bytes'])}",
+        "parameters, of which trained": f"{client['params']:,}, {client['trainable_params']:,}",
+        "training, per sample": f"{client['train_gflops']:.3g} GFLOPs",
+    }
+    if client.get("peak_memory_bytes"):
+        rows["peak training memory of a client"] = format_bytes(client["peak_memory_bytes"])
+    if total.get("virtual_seconds") is not None:
+        rows["virtual time on the simulated devices"] = format_seconds(total["virtual_seconds"])
+    if total["failures"]:
+        rows["unused client updates"] = f"{total['failures']} of {total['participations']}"
+    if (execution := summary.get("execution")) and execution["clients"] != "none":
+        rows["execution of training steps"] = str(ExecutionSummary(**execution))
+    if stopped := summary.get("stopped"):
+        rows["stopped early"] = f"after round {stopped['round']}: {stopped['reason']}"
+    if best := summary.get("best_model"):
+        rows["best model"] = f"{best['monitor']} {best['value']:.4g} in round {best['round']}"
+    table = Table(title=title or None, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
+    accuracy, continual = summary["accuracy"], summary.get("continual")
+    split = summary.get("eval_split", "test")
+    if continual is not None:
+        measured = {COLUMNS[name].title: continual[COLUMNS[name].path[1]] for name in _TASK_COLUMNS}
+        rows = {title: f"{100 * value:.2f} %" for title, value in measured.items() if value is not None}
+        return rows if split == "test" else {"accuracy measured on": f"{split} images", **rows}
+    rows = dict.fromkeys((f"{split} accuracy", f"local {split} accuracy"), UNKNOWN)
+    if accuracy["global"] is not None:
+        rows[f"{split} accuracy"] = f"{accuracy['global']:.2%} (best {accuracy['best']:.2%})"
+    if accuracy["local"] is not None:
+        rows[f"local {split} accuracy"] = f"{accuracy['local']:.2%}, mean over {accuracy['local_clients']} clients"
+    if model := summary.get("server_model"):
+        text = f"{model['accuracy']:.2%}, with the mean of {model['averaged_clients']} clients' parts"
+        rows[f"{split} accuracy of model.safetensors"] = text
+    return rows
+
+
+def _client_metric_rows(summary: dict[str, Any]) -> dict[str, str]:
+    """Return a row for each number that the method's clients report; a warning only if it is not zero."""
+    values = summary.get("client_metrics", {})
+    declared = METHODS[summary["method"]].target.client_metrics if values else ()
+    return {
+        metric.description: f"{values[metric.name]:,}{' (warning)' if metric.warning else ''}"
+        for metric in declared
+        if metric.name in values and (values[metric.name] or not metric.warning)
+    }
+
+
+def comparison_tables(comparison: ComparisonResult) -> list[Table]:
+    """Return the accuracies of a comparison, one row per configuration; those that learned tasks in their own table."""
+    on_tasks = [row for row in comparison.rows if row.has_tasks]
+    others = [row for row in comparison.rows if not row.has_tasks]
+    to_target = () if comparison.target is None else ("rounds", "traffic", "clock")
+    tables = []
+    if others:
+        tables.append(_results(others, ("accuracy", "local", *to_target), comparison.target))
+    if on_tasks:
+        tables.append(_results(on_tasks, _TASK_COLUMNS))
+    return tables
+
+
+def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Return the costs of a comparison, one row per configuration."""
+    return _results(rows, ("upload", "download", "trained", "gflops", "memory", "virtual", "time"))
+
+
+def _results(rows: Sequence[ComparisonRow], names: Iterable[str], target: float | None = None) -> Table:
+    """Return a table of results with the meaning of its columns below."""
+    split = " or ".join(sorted({summary.get("eval_split", "test") for row in rows for summary in row.summaries}))
+    simulated = any(row.mean("total", "virtual_seconds") is not None for row in rows)
+    columns = [
+        COLUMNS[name].described(split, target) for name in names if simulated or name not in ("virtual", "clock")
+    ]
+    headings = [_HEADINGS.get(column.name, column.name) for column in columns]
+    headings = [heading.format("" if target is None else format_target(target)) for heading in headings]
+    meanings: dict[str, list[str]] = {}
+    for column, heading in zip(columns, headings, strict=True):
+        meanings.setdefault(column.meaning, []).append(heading)
+    caption = " · ".join(f"{', '.join(shared)}: {meaning}" for meaning, shared in meanings.items())
+    return _filled(plain_table(headings, caption=caption), rows, columns)
+
+
+def comparison_metrics_tables(rows: Sequence[ComparisonRow]) -> list[Table]:
+    """Return a table of the numbers of each configured metric, one row per configuration."""
+    by_metric: dict[str, list[Column]] = {}
+    for column in metric_columns(summary for row in rows for summary in row.summaries):
+        by_metric.setdefault(column.path[1], []).append(column)
+    tables = []
+    for metric, columns in by_metric.items():
+        table = plain_table([column.name for column in columns], title=metric_title(metric))
+        tables.append(_filled(table, rows, columns))
+    return tables
+
+
+def _filled(table: Table, rows: Sequence[ComparisonRow], columns: Sequence[Column]) -> Table:
+    for row in rows:
+        cells = (column.unit.spread(column.mean_std(row.summaries), with_name=True) for column in columns)
+        table.add_row(row.label, *cells)
+    return table
+
+
+def plain_table(
+    headings: Sequence[str], *, names: str = "", padding: int = 1, title: str | None = None, caption: str | None = None
+) -> Table:
+    """Return an empty table with a first column for names, under the heading ``names``."""
+    table = Table(box=None, padding=(0, padding, 0, 0), title=title, caption=caption)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column(names, no_wrap=True, style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def gain_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a sentence about each row: against the first of the rows, or the first of those that learned tasks."""
+    first = {row.has_tasks: row for row in reversed(rows)}
+    return [(kept_sentence if row.has_tasks else gain_sentence)(row, first[row.has_tasks]) for row in rows]
+
+
+def kept_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
+    """Return what a row still knows after the last of its tasks, against the row of another method."""
+    accuracy = format_fraction(row.mean("continual", "average_accuracy"))
+    text = f"{row.label}: {accuracy} accuracy over all tasks after the last one; {_forgotten(row)}"
+    return f"{text}." if row is reference else f"{text}, {reference.label} {_forgotten(reference)}."
+
+
+def _forgotten(row: ComparisonRow) -> str:
+    share = row.mean("continual", "forgetting")
+    return (
+        "with one task there is nothing to forget" if share is None else f"forgets {max(0.0, 100 * share):.0f} points"
+    )
+
+
+def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
+    """Return the accuracy of a row and what it saves, against the row of another method."""
+    accuracy, other = row.mean("accuracy", "global"), reference.mean("accuracy", "global")
+    if accuracy is None or other is None:
+        return f"{row.label}: not evaluated."
+    if row is reference:
+        sent = "; every client sends the whole model" if row.name == _FEDAVG else ""
+        return f"{row.label}: {accuracy:.1%} accuracy{sent}."
+    difference = round(100 * (accuracy - other), 1)
+    compared = f"{abs(difference):.1f} points {'more' if difference > 0 else 'less'} than {reference.label}"
+    if not difference:
+        compared = f"as much as {reference.label}"
+    costs = {"upload": ("message", "up_bytes"), "operations on the client": ("client", "train_gflops")}
+    shares = {what: _share(row, reference, path) for what, path in costs.items()}
+    named = [f"{share:.0%} of its {what}" for what, share in shares.items() if share is not None]
+    return f"{row.label}: {accuracy:.1%} accuracy, {compared}" + (f", with {' and '.join(named)}." if named else ".")
+
+
+def _share(row: ComparisonRow, reference: ComparisonRow, path: tuple[str, str]) -> float | None:
+    """Return a cost of a row as a share of the other's; ``None`` if it saves too little to be worth saying."""
+    cost, other = row.mean(*path), reference.mean(*path)
+    share = cost / other if cost is not None and other else 1.0
+    return share if share < _WORTH_SAYING else None

@@ -1,0 +1,124 @@
+"""The figures of single runs: data partition, masked images, tasks, timeline, and those that the method declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vitfleet.report.figures.curves import time_unit
+from vitfleet.report.figures.folder import LABELLED_CLIENTS, average_neighbours, by_dominant_class
+from vitfleet.report.figures.methods import method_figures
+from vitfleet.report.figures.metrics import metric_figures
+from vitfleet.report.figures.types import AxisView, Curve, Figure, HeatMap, ImageFigure, LineChart, Timeline
+from vitfleet.report.runs import RunData, RunGroup
+
+MAX_CLIENT_ROWS = 200  # of a heat map: in a larger fleet, neighbouring clients are averaged
+
+
+def configuration_figures(group: RunGroup, prefix: str) -> list[Figure]:
+    """Return the figures of one configuration, from its first seed; their ids start with ``prefix``."""
+    run = group.runs[0]
+    candidates = [
+        *method_figures(run),
+        *metric_figures(run),
+        _masked_images(run),
+        _task_matrix(run),
+        _task_curves(run),
+        _timeline(run),
+    ]
+    return [replace(figure, id=f"{prefix}-{figure.id}") for figure in candidates if figure is not None]
+
+
+def partition_figures(groups: Sequence[RunGroup]) -> list[Figure]:
+    """Return one heat map for every different data partition of the runs."""
+    partitions: dict[str, tuple[RunData, list[str]]] = {}
+    for group in groups:
+        for run in group.runs:
+            if run.partition is not None:
+                _, labels = partitions.setdefault(run.partition["sha256"], (run, []))
+                labels.append(group.label)
+    figures: list[Figure] = []
+    for number, (run, labels) in enumerate(partitions.values(), start=1):
+        assert run.partition is not None
+        users = f"Configurations: {', '.join(labels)}." if len(groups) > 1 else ""
+        figures.append(_partition(run, run.partition, number, users))
+    return figures
+
+
+def _partition(run: RunData, partition: dict[str, Any], number: int, users: str) -> HeatMap:
+    counts = np.asarray(partition["counts"], dtype=np.int64)
+    clients = len(counts)
+    labelled = clients <= LABELLED_CLIENTS
+    rows = counts if labelled else average_neighbours(counts[by_dominant_class(counts)], MAX_CLIENT_ROWS)
+    averaged = "; each row is the mean of neighbouring clients" if len(rows) < clients else ""
+    order = "" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}."
+    return HeatMap(
+        id=f"partition-{number}",
+        title=f"Training images per client and class, seed {run.seed}",
+        values=rows.tolist(),
+        row_label="client",
+        column_label="class",
+        rows=[str(client) for client in range(clients)] if labelled else [],
+        columns=partition["classes"],
+        note=" ".join(filter(None, (order, users))),
+    )
+
+
+def _masked_images(run: RunData) -> ImageFigure | None:
+    if run.patches is None:
+        return None
+    kept = 1 - run.config["train"]["mask_ratio"]
+    note = "Top: training images of one client. Bottom: the patches that remain. A new mask is drawn in every epoch."
+    return ImageFigure("patches", f"Masked training images: {kept:.0%} of the patches", run.patches, note)
+
+
+def _task_matrix(run: RunData) -> HeatMap | None:
+    continual = (run.summary or {}).get("continual")
+    if not continual:
+        return None
+    matrix = continual["matrix"]
+    return HeatMap(
+        id="tasks",
+        title=f"Local {run.eval_split} accuracy on each task after each task",
+        values=matrix,
+        row_label="after task",
+        column_label="on task",
+        rows=[str(task + 1) for task in range(len(matrix))],
+        columns=[str(task + 1) for task in range(len(matrix[0]))],
+        percent=True,
+        note="Mean over clients, tasks in each client's own order. Right of the diagonal: a task not yet learned.",
+    )
+
+
+def _task_curves(run: RunData) -> LineChart | None:
+    tasks = [record.task for record in run.records if record.task]
+    if not tasks:
+        return None
+    learned = [task.task for task in tasks]
+    curves = [
+        Curve("average accuracy", 0, learned, [task.average_accuracy for task in tasks]),
+        Curve("forgetting", 1, learned, [task.forgetting for task in tasks]),
+    ]
+    view = AxisView("tasks", "number of learned tasks", curves)
+    return LineChart("forgetting", "Average accuracy and forgetting", "fraction", [view], percent=True)
+
+
+def _timeline(run: RunData) -> Timeline | None:
+    """Return when each client was busy, by the virtual clock."""
+    entries = [client for record in run.records for client in record.clients if client.ended is not None]
+    clients = sorted({entry.client for entry in entries})
+    if not clients:
+        return None
+    seconds, unit = time_unit([run])
+    row_of = {client: row for row, client in enumerate(clients)}
+    intervals = [
+        (row_of[entry.client], entry.began / seconds, entry.ended / seconds, entry.failure is None)
+        for entry in entries
+        if entry.began is not None and entry.ended is not None
+    ]
+    names = [f"{client} {run.devices[client]}" if run.devices else str(client) for client in clients]
+    note = "Download, training and upload of each client. Pale: the update was not used."
+    return Timeline("timeline", "Client activity", f"virtual {unit}", names, intervals, note)

@@ -1,0 +1,135 @@
+"""Figures as data: the page draws them in the browser, :mod:`vitfleet.report.figures.files` writes them to files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Numbers: TypeAlias = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve of a line chart.
+
+    Attributes
+    ----------
+    style
+        Index of the configuration: it has the same colour and dashes in every figure.
+    low, high
+        Bounds of the band around a mean over several seeds; empty without a band.
+    """
+
+    name: str
+    style: int
+    x: Numbers
+    y: Numbers
+    low: Numbers = ()
+    high: Numbers = ()
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """The curves of a line chart over one choice of horizontal axis."""
+
+    name: str
+    label: str
+    curves: Sequence[Curve]
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Curves over one horizontal axis, or over several to choose from."""
+
+    id: str
+    title: str
+    label: str
+    views: Sequence[AxisView]
+    percent: bool = False
+    note: str = ""
+    kind: str = field(default="line-chart", init=False)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A matrix of shades, ``values[row][column]``; ``None`` is left blank.
+
+    ``rows`` and ``columns`` are tick labels; an empty sequence means no tick labels.
+    """
+
+    id: str
+    title: str
+    values: Sequence[Numbers]
+    row_label: str
+    column_label: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    percent: bool = False
+    palette: Literal["blues", "oranges"] = "blues"
+    note: str = ""
+    kind: str = field(default="heat-map", init=False)
+
+    @property
+    def shade_exponent(self) -> float:
+        """Exponent from a value to its shade: counts below 1, so that one large count does not bleach the others."""
+        return 1.0 if self.percent or self.palette == "oranges" else 0.6
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Groups of bars: one group per category, one bar per series."""
+
+    id: str
+    title: str
+    label: str
+    category_label: str
+    categories: Sequence[str]
+    series: Sequence[tuple[str, Numbers]]
+    note: str = ""
+    kind: str = field(default="bar-chart", init=False)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Busy intervals per row: ``intervals`` are (row, start, end, whether the work was used)."""
+
+    id: str
+    title: str
+    label: str
+    rows: Sequence[str]
+    intervals: Sequence[tuple[int, float, float, bool]]
+    note: str = ""
+    kind: str = field(default="timeline", init=False)
+
+
+@dataclass(frozen=True)
+class ImageFigure:
+    """A PNG image, encoded in base64."""
+
+    id: str
+    title: str
+    png: str
+    note: str = ""
+    kind: str = field(default="image", init=False)
+
+
+Figure: TypeAlias = LineChart | HeatMap | BarChart | Timeline | ImageFigure
+
+
+def to_json(figure: Figure) -> dict[str, Any]:
+    """Return a figure as values for JSON, with five significant digits."""
+    tree: dict[str, Any] = {key: _round(value) for key, value in asdict(figure).items()}
+    if isinstance(figure, HeatMap):
+        tree["shade_exponent"] = figure.shade_exponent
+    return tree
+
+
+def _round(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _round(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_round(item) for item in value]
+    return value

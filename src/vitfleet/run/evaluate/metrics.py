@@ -1,0 +1,142 @@
+"""Built-in metrics: the distribution of local accuracy, accuracy per class, confusion, held-out clients.
+
+A metric is a function ``(params, context) -> values``, registered with its parameter table::
+
+    @register_metric("mean_update_size", MetricParams)
+    def mean_update_size(params: MetricParams, context: MetricContext) -> MetricValues:
+        return {"bytes": statistics.mean(client.up_bytes for client in context.record.clients)}
+
+Its values go into the round's record, the summary, the trackers, the report and comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitfleet.config.base import MetricParams
+from vitfleet.config.registry import register_metric
+from vitfleet.errors import ConfigError
+from vitfleet.fleet.base import EvalResult
+from vitfleet.run.evaluate.metric_context import MetricContext, Predictions
+from vitfleet.run.records import MetricValues
+
+if TYPE_CHECKING:
+    from vitfleet.config.schema import Config
+
+WORST_SHARE = 0.1
+PERCENTILES = (0, 10, 25, 50, 75, 90, 100)
+MOST_CONFUSED = 3  # pairs of classes
+
+
+class _DistributionParams(MetricParams):
+    """Parameters of a metric whose values are those of :func:`accuracy_distribution`."""
+
+    shown = ("mean", "std", "worst_10_percent")
+    fractions = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))
+
+
+class LocalAccuracyParams(_DistributionParams):
+    """Distribution over clients of each client's accuracy on its own test images."""
+
+    share: float = Field(1.0, gt=0, le=1, description="share of the training clients that are evaluated")
+
+
+@register_metric("local_accuracy", LocalAccuracyParams)
+def local_accuracy(params: LocalAccuracyParams, context: MetricContext) -> MetricValues:
+    """Evaluate each client's current model on its own test images."""
+    return accuracy_distribution(context.evaluate_clients(context.sample_clients(params.share)).values())
+
+
+class HeldOutClientsParams(_DistributionParams):
+    """Local accuracy of the clients that never train (``fleet.held_out``), with the global model."""
+
+    def check_config(self, config: Config) -> None:
+        """Check that clients are held out."""
+        if not config.fleet.held_out:
+            remedy = "metrics.held_out_clients needs a share, such as 0.1"
+            raise ConfigError("fleet.held_out", config.fleet.held_out, remedy)
+
+
+@register_metric("held_out_clients", HeldOutClientsParams)
+def held_out_client_accuracy(params: HeldOutClientsParams, context: MetricContext) -> MetricValues:
+    """Evaluate the global model on the test images of each held-out client."""
+    return accuracy_distribution(context.evaluate_clients(context.held_out_clients).values())
+
+
+class PerClassParams(MetricParams):
+    """Accuracy of the global model for each class of the common test set."""
+
+    shown = ("mean", "worst")
+    fractions = ("mean", "worst", "accuracy")
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"accuracy": ("class",)}
+
+
+@register_metric("per_class", PerClassParams)
+def per_class_accuracy(params: PerClassParams, context: MetricContext) -> MetricValues:
+    """Return the accuracy of each class, their mean (balanced accuracy) and the worst of them."""
+    matrix = confusion_matrix(context.predictions, len(context.class_names))
+    images = matrix.sum(axis=1)
+    accuracy = [correct / count if count else None for correct, count in zip(matrix.diagonal(), images, strict=True)]
+    measured = [value for value in accuracy if value is not None]
+    return {
+        "mean": float(np.mean(measured)) if measured else None,
+        "worst": min(measured, default=None),
+        "accuracy": accuracy,
+    }
+
+
+class ConfusionParams(MetricParams):
+    """Confusion matrix of the global model on the common test set."""
+
+    shown = ("most_confused",)
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"matrix": ("true class", "predicted class")}
+
+
+@register_metric("confusion", ConfusionParams)
+def confusion(params: ConfusionParams, context: MetricContext) -> MetricValues:
+    """Return ``matrix[true class][predicted class]``, in images, and the most frequent mistakes."""
+    matrix = confusion_matrix(context.predictions, len(context.class_names))
+    return {"matrix": matrix.tolist(), "most_confused": most_confused(matrix, context.class_names)}
+
+
+def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
+    """Return the distribution of clients' accuracies. Every client counts the same, whatever its number of images.
+
+    Returns
+    -------
+    dict
+        ``mean``; ``std``, the population's standard deviation; ``worst_10_percent``, the mean over the worst 10 % of
+        the clients, rounded up; ``p0`` to ``p100``, percentiles with linear interpolation; ``clients``, their number.
+    """
+    accuracies = np.sort([result.correct / result.tested for result in results])
+    names = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))
+    if not len(accuracies):
+        return {**dict.fromkeys(names), "clients": 0}
+    worst = accuracies[: math.ceil(WORST_SHARE * len(accuracies))]
+    figures = (accuracies.mean(), accuracies.std(), worst.mean(), *np.percentile(accuracies, PERCENTILES))
+    return {**{name: float(figure) for name, figure in zip(names, figures, strict=True)}, "clients": len(accuracies)}
+
+
+def confusion_matrix(predictions: Predictions, num_classes: int) -> NDArray[np.int64]:
+    """Count images by true class (row) and predicted class (column)."""
+    cells = predictions.labels * num_classes + predictions.predicted
+    return np.bincount(cells, minlength=num_classes**2).astype(np.int64).reshape(num_classes, num_classes)
+
+
+def most_confused(matrix: NDArray[np.int64], class_names: Sequence[str]) -> list[str]:
+    """Return the most frequent mistakes as text, most frequent first: ``cat → dog: 12 of 100``."""
+    mistakes = matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+    frequent = np.argsort(-mistakes, axis=None, kind="stable")[:MOST_CONFUSED]
+    pairs = [divmod(int(cell), len(class_names)) for cell in frequent]
+    return [
+        f"{class_names[true]} → {class_names[predicted]}: {matrix[true, predicted]} of {matrix[true].sum()}"
+        for true, predicted in pairs
+        if mistakes[true, predicted]
+    ]

@@ -1,0 +1,181 @@
+"""The folder of a run: creating it, locking it, and what it says about the run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
+
+from vitfleet.config.load import read_config
+from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
+from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
+from vitfleet.files import ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, SUMMARY_FILE, make_folder, read_json, write_atomically
+
+# Files that a process which was killed before it wrote config.json may have left.
+_TEMPORARY = {f".{name}.tmp" for name in (ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE)}
+_BEFORE_CONFIG = {".lock", ABOUT_FILE, PLUGINS_FILE, *_TEMPORARY}
+_PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
+
+
+class RunFolder:
+    """A run's folder, locked by one process at a time.
+
+    Parameters
+    ----------
+    lock_seconds
+        How long to wait for another process to release the lock: one whose server was killed needs time to end.
+    """
+
+    def __init__(self, path: Path, lock_seconds: float = 0.0) -> None:
+        self.path = path
+        self._lock: IO[str] = (path / ".lock").open("w")
+        end = time.monotonic() + lock_seconds
+        while not self._try_lock():
+            if time.monotonic() >= end:
+                raise UserError(f"{path}: another process is running this run")
+            time.sleep(0.2)
+
+    def _try_lock(self) -> bool:
+        try:
+            # The system releases the lock when the process ends, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def config(self) -> Config:
+        """Return the run's resolved configuration."""
+        return read_run_config(self.path)
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Remove the folder of a run that never started, so that its name is free again."""
+        shutil.rmtree(self.path)
+
+
+def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
+    """Create a new run's folder with its configuration, and lock it.
+
+    Parameters
+    ----------
+    out
+        The folder; ``None``: the next free ``runs/<name>-<method>-NNN``.
+    argv
+        The command that started the run.
+    """
+    path = out or next_free_folder(Path("runs"), f"{name}-{config.method.name}")
+    if (path / CONFIG_FILE).exists():
+        raise UserError(f"{path} already holds a run: `vitfleet resume {path}` resumes it, or choose another --out")
+    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if foreign := [name for name in entries if name not in _BEFORE_CONFIG]:
+        raise UserError(f"--out {path}: is not empty ({foreign[0]} is in it); choose another --out")
+    folder = RunFolder(make_folder(path))
+    write_atomically(path / ABOUT_FILE, json.dumps(_about(argv), indent=2).encode())
+    used = [asdict(component) for component in used_components(config)]
+    if used:
+        write_atomically(path / PLUGINS_FILE, json.dumps(used, indent=2).encode())
+    # Last: a folder with a configuration in it can be resumed.
+    write_atomically(path / CONFIG_FILE, config.model_dump_json(indent=2).encode())
+    return folder
+
+
+def _about(argv: Sequence[str]) -> dict[str, object]:
+    return {
+        "command": shlex.join(argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "python": sys.version.split()[0],
+        "machine": platform.machine(),
+        "processor": processor_name(),
+    }
+
+
+def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
+    """Lock the folder of a run to resume it."""
+    if not (path / CONFIG_FILE).is_file():
+        raise UserError(f"{path}: holds no run (there is no {CONFIG_FILE} in it)")
+    return RunFolder(path, lock_seconds)
+
+
+def add_rounds(folder: RunFolder, rounds: int) -> None:
+    """Give a run more rounds, finished or not; the next resume runs them.
+
+    The learning rate of the rounds to come follows the schedule of a run with this number of rounds.
+    """
+    config, summary = folder.config(), folder.path / SUMMARY_FILE
+    if config.data.tasks is not None:
+        raise UserError(f"--rounds {rounds}: a run on tasks has as many rounds as its tasks; start one with more tasks")
+    if rounds <= config.rounds:
+        raise UserError(f"--rounds {rounds}: must be more than the run's {config.rounds}")
+    stopped = read_json(summary).get("stopped") if summary.exists() else None
+    if stopped:
+        raise UserError(
+            f"--rounds {rounds}: the run was stopped after round {stopped['round']} ({stopped['reason']}); "
+            "start a new one without that callback"
+        )
+    longer = config.model_copy(update={"rounds": rounds})
+    write_atomically(folder.path / CONFIG_FILE, longer.model_dump_json(indent=2).encode())
+    summary.unlink(missing_ok=True)
+
+
+def read_run_config(path: Path) -> Config:
+    """Read a run's resolved configuration, and check that its plug-ins are the ones it began with."""
+    config, file = read_config(path / CONFIG_FILE), path / PLUGINS_FILE
+    if file.exists():
+        try:
+            recorded = [UsedComponent(**component) for component in read_json(file)]
+        except TypeError:
+            raise UserError(f"{file}: is damaged; restore it from a copy") from None
+        check_unchanged(config, recorded, str(path))
+    return config
+
+
+def next_free_folder(parent: Path, stem: str) -> Path:
+    """Return the first of ``<stem>-001``, ``<stem>-002``, … after the last that exists."""
+    numbers = [
+        int(match[1])
+        for entry in (parent.iterdir() if parent.is_dir() else [])
+        if (match := re.fullmatch(rf"{re.escape(stem)}-(\d+)", entry.name))
+    ]
+    return parent / f"{stem}-{max(numbers, default=0) + 1:03d}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def run_id(folder: Path) -> str:
+    """Return the unique identifier of a run, under which remote clients store their states. A resume keeps it."""
+    path = folder / "identity"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(16).encode())
+    return path.read_text()
