@@ -17,7 +17,7 @@ memory, set the variable VITFLEET_GPU_SHARE, for example to 0.06.
 
 With ``--poison`` the memory that torch holds and no tensor uses is filled with NaN before each captured step: a step
 that reads what it has not written is not finite then. That is how the missing barriers of
-:mod:`vitfleet.training.compiler_barriers` were found.
+:mod:`vitfleet.training.execution.compiler_barriers` were found.
 
 The repeated trainings take time and memory, so nothing else can be learned from such a run.
 """
@@ -42,11 +42,11 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.runner_cache import RunnerCache
-from vitfleet.training.stack import Stack
-from vitfleet.training.stack_inputs import ClientFit
+from vitfleet.training.capture.cache import RunnerCache
+from vitfleet.training.capture.runner import CudaGraphRunner, StepKind, step_kinds
+from vitfleet.training.stacking.inputs import ClientFit
+from vitfleet.training.stacking.stack import Stack
 from vitfleet.training.step import FitResult
-from vitfleet.training.step_runner import CudaGraphRunner, StepKind, step_kinds
 from vitfleet.training.trainer import Trainer
 
 fit_group = Trainer._fit

@@ -26,10 +26,10 @@ from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelCo
 from vitfleet.costs.cost_model import client_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
-from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method
+from vitfleet.methods import ClientRoundInput, MethodContext, adapt_model, make_method
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import set_up_machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import set_up_execution
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100
@@ -44,7 +44,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
             "train": {"batch_size": batch, "mask_ratio": 0.75 if masked else 0.0, "epochs": 1},
         }
     )
-    machine = set_up_machine(MachineConfig(device=device))
+    machine = set_up_execution(MachineConfig(device=device))
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(
         machine.device
     )
@@ -60,8 +60,8 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     def train(samples: int) -> None:
         shard = Shard(images, torch.arange(samples, device=machine.device))
         server: State = method.initial_state(weights)
-        down, base = method.client_message(server, 1, 0, None), method.base_message(weights).tensors
-        job = ClientJob(1, 0, down, base, None, shard)
+        down, base = method.message_to_client(server, 1, 0, None), method.initial_broadcast(weights).tensors
+        job = ClientRoundInput(1, 0, down, base, None, shard)
         trainer.fit(next(method.client_update(job)), shard, RngContext(0, 1, 0))
 
     def seconds(samples: int) -> float:

@@ -30,7 +30,7 @@ from vitfleet.methods import MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.models.families.request import ModelRequest
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import Machine, set_up_machine
+from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
 
 FAMILIES = ("vit", "deit", "cait", "cvt", "levit", "pvt", "pit", "swin", "t2t")
 # The plain ViT is that of FedViT's experiments; the other families have sizes of their own.
@@ -44,7 +44,7 @@ def model_config(family: str, image_size: int) -> ModelConfig:
     return PLAIN_VIT.model_copy(update={"image_size": image_size, "patch_size": image_size // 8})
 
 
-def make_task(family: str, image_size: int, batch: int, epochs: int, machine: Machine) -> Task:
+def make_task(family: str, image_size: int, batch: int, epochs: int, machine: ExecutionSettings) -> Task:
     net = build_model(model_config(family, image_size), CLASSES, CHANNELS, image_size, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4)
     method = FedAvg(FedAvgParams(), MethodContext.from_net(net, train, 10, SEED, CLASSES, machine.device))
@@ -63,7 +63,7 @@ def own_module(family: str, image_size: int, device: torch.device) -> torch.nn.M
     return module.to(device)
 
 
-def measure(family: str, way: str, machine: Machine, args: argparse.Namespace) -> dict[str, object]:
+def measure(family: str, way: str, machine: ExecutionSettings, args: argparse.Namespace) -> dict[str, object]:
     task = make_task(family, args.image_size, args.batch, args.epochs, machine)
     if way == "eager":
         module = own_module(family, args.image_size, machine.device)
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    base = replace(set_up_machine(MachineConfig(device=args.device, precision=args.precision)), compile=False)
+    base = replace(set_up_execution(MachineConfig(device=args.device, precision=args.precision)), compile=False)
     on_gpu = base.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
     versions = f"torch {torch.__version__}, timm {version('timm')}, Python {platform.python_version()}"

@@ -33,9 +33,9 @@ from vitfleet.methods.continual.projection import (
     to_chunks,
 )
 from vitfleet.models.zoo import build_model
+from vitfleet.training.execution.settings import set_up_execution
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.machine import set_up_machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--reference-dtype", choices=("fp32", "bf16"), default="fp32", help="type of stored gradients")
     args = parser.parse_args()
 
-    machine = replace(set_up_machine(MachineConfig(device=args.device, compile=args.compile)), cohort=args.clients)
+    machine = replace(set_up_execution(MachineConfig(device=args.device, compile=args.compile)), cohort=args.clients)
     net = build_model(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")

@@ -34,12 +34,12 @@ from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
-from vitfleet.methods import ClientJob, ClientUpdate, Method, MethodContext, adapt_model, make_method
+from vitfleet.methods import ClientRoundInput, ClientUpdate, Method, MethodContext, adapt_model, make_method
 from vitfleet.methods.continual.stored_samples import StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import ALL_PARTS, Trainer, preprocess_for
 
 CLASSES, IMAGE_SIZE, ROUNDS, STEPS = 100, 224, 2, 3
@@ -54,7 +54,7 @@ class Setup:
     """A method and the model, data and trainer of its client."""
 
     config: Config
-    machine: Machine
+    machine: ExecutionSettings
     net: Net
     labels: NDArray[np.int64]
 
@@ -76,7 +76,9 @@ def set_up(name: str, model: str, batch: int, device: str, precision: str) -> Se
     if name in TASK_METHODS:
         tree["data"] = {"tasks": {"count": NUM_STORED_TASKS + 1, "classes": 10}}
     config = Config.model_validate(tree)
-    machine = set_up_machine(MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False}))
+    machine = set_up_execution(
+        MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False})
+    )
     adapt = partial(adapt_model, config.method)
     net = build_model(ModelConfig(name=model), CLASSES, 3, IMAGE_SIZE, 0, adapt).to(machine.device)
     return Setup(config, machine, net, np.arange(STEPS * batch) % CLASSES)
@@ -100,13 +102,13 @@ def measure(setup: Setup) -> int:
     trainer = Trainer(net, preprocess_for(net, machine.device), train, AugmentConfig(), ROUNDS, machine)
     pixels = torch.zeros(len(setup.labels), 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.uint8, device=machine.device)
     images = ImageSet(pixels, torch.from_numpy(setup.labels).to(machine.device))
-    message = method.client_message(method.initial_state(weights), 1, 0, None)
-    base = method.base_message(weights).tensors
+    message = method.message_to_client(method.initial_state(weights), 1, 0, None)
+    base = method.initial_broadcast(weights).tensors
 
     def run_client(samples: int, state: State | None) -> tuple[ClientUpdate, int]:
         """Run a client's round; return its update and its peak."""
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        generator = method.client_update(ClientJob(1, 0, message, base, state, shard, setup.task_index))
+        generator = method.client_update(ClientRoundInput(1, 0, message, base, state, shard, setup.task_index))
         peak = 0
         try:
             fit = next(generator)
@@ -135,7 +137,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in different)
 
 
-def _reset(machine: Machine) -> int:
+def _reset(machine: ExecutionSettings) -> int:
     """Reset the peak; return the bytes that are in use now."""
     if machine.device.type == "cuda":
         torch.cuda.synchronize()
@@ -146,7 +148,7 @@ def _reset(machine: Machine) -> int:
     return _status("VmRSS")
 
 
-def _peak(machine: Machine) -> int:
+def _peak(machine: ExecutionSettings) -> int:
     return torch.cuda.max_memory_allocated() if machine.device.type == "cuda" else _status("VmHWM")
 
 

@@ -33,13 +33,13 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.driver import Participant, run_cohort
-from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 SEED = 0
@@ -54,14 +54,14 @@ class Task:
     net: Net
     train: TrainConfig
     images: ImageSet
-    machine: Machine
+    machine: ExecutionSettings
 
     def shard(self, client: int, samples: int) -> Shard:
         index = (torch.arange(samples, device=self.machine.device) + client * samples) % len(self.images)
         return Shard(self.images, index)
 
 
-def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Machine) -> Task:
+def make_task(name: str, model_name: str, batch: int, epochs: int, machine: ExecutionSettings) -> Task:
     eftvit = name == "eftvit"
     model = ModelConfig(name=model_name) if eftvit else ModelConfig(dim=256, depth=6, heads=8, patch_size=4)
     classes, image_size, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
@@ -86,7 +86,7 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
     )
     initial = to_device(task.net.initial_weights(), task.machine.device)
     method = task.method
-    base = method.base_message(initial).tensors
+    base = method.initial_broadcast(initial).tensors
     server = method.initial_state(initial)
 
     def run_round() -> None:
@@ -94,10 +94,10 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
             participants = []
             for client in range(start, min(clients, start + task.machine.cohort)):
                 shard = task.shard(client, samples)
-                job = ClientJob(
+                job = ClientRoundInput(
                     1,
                     client,
-                    method.client_message(server, 1, client, None),
+                    method.message_to_client(server, 1, client, None),
                     base,
                     None,
                     shard,
@@ -189,7 +189,7 @@ def show_kernels(run_round: Callable[[], None], device: torch.device, count: int
         print(f"  {milliseconds / total:6.1%}  {milliseconds:9.2f} ms  {calls:6d} ×  {name[:100]}", flush=True)
 
 
-def matmul_peak(machine: Machine) -> float:
+def matmul_peak(machine: ExecutionSettings) -> float:
     """Return the FLOP/s of a large matrix product in the precision of the run."""
     side = 8192 if machine.device.type == "cuda" else 1024
     dtype = torch.bfloat16 if machine.bf16 else torch.float32
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    base = set_up_machine(MachineConfig(device=args.device, precision=args.precision))
+    base = set_up_execution(MachineConfig(device=args.device, precision=args.precision))
     device_name = (
         torch.cuda.get_device_name() if base.device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     )

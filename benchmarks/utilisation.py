@@ -19,15 +19,15 @@ from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, Objective
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES, SIDE, TRIES = 100, 224, 3
 
 
-def matrix_rate(machine: Machine, size: int) -> float:
+def matrix_rate(machine: ExecutionSettings, size: int) -> float:
     """Return the FLOP/s of a large matrix product, the best of several tries."""
     left, right = (torch.randn(size, size, device=machine.device) for _ in range(2))
     best = 0.0
@@ -41,7 +41,7 @@ def matrix_rate(machine: Machine, size: int) -> float:
     return best
 
 
-def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float:
+def training_rate(machine: ExecutionSettings, model: str, batch: int, steps: int) -> float:
     """Return the FLOP/s of full training, the median of several tries."""
     config = Config.model_validate({"train": {"batch_size": batch}})
     net = build_model(ModelConfig(name=model), CLASSES, 3, SIDE, 0).to(machine.device)
@@ -65,7 +65,7 @@ def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float
     return flops * (steps - 1) * batch / statistics.median(times)
 
 
-def _synchronize(machine: Machine) -> None:
+def _synchronize(machine: ExecutionSettings) -> None:
     if machine.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2048, help="size of the square matrices")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    machine = set_up_machine(MachineConfig(device=args.device))
+    machine = set_up_execution(MachineConfig(device=args.device))
     product = matrix_rate(machine, args.size)
     training = training_rate(machine, args.model, args.batch, args.steps)
     print(f"{args.model}, batch {args.batch}, {machine.device}, torch {torch.__version__}")

@@ -33,7 +33,7 @@ from vitfleet.config import load_config
 from vitfleet.data.images import Shard
 from vitfleet.files import TIMINGS_FILE
 from vitfleet.fleet import inline
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
 from vitfleet.run.checkpoints.store import Checkpoints
@@ -43,7 +43,7 @@ from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 from vitfleet.training.driver import Participant, run_cohort
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 
 SHORT, LONG, REPEATS = 16, 48, 5  # steps, and how often both are timed
 Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
@@ -101,8 +101,8 @@ def step_rate(context: RunContext) -> float:
         for client in range(clients):
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
-            job = ClientJob(
-                1, client, method.client_message(server, 1, client, None), context.base.tensors, None, shard
+            job = ClientRoundInput(
+                1, client, method.message_to_client(server, 1, client, None), context.base.tensors, None, shard
             )
             participants.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
         _synchronize(machine.device)

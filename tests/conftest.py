@@ -32,8 +32,8 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
-from vitfleet.training import cpu_bf16
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution import cpu_bf16
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 # A slow test on a busy machine is not a failure.
@@ -179,7 +179,9 @@ def make_trainer(tiny_net: Net) -> MakeTrainer:
         config = TrainConfig.model_validate(train)
         cpu = torch.device("cpu")
         preprocess = preprocess_for(tiny_net, cpu)
-        return Trainer(tiny_net, preprocess, config, augment or AugmentConfig(), rounds, Machine(cpu, bf16=False))
+        return Trainer(
+            tiny_net, preprocess, config, augment or AugmentConfig(), rounds, ExecutionSettings(cpu, bf16=False)
+        )
 
     return make
 

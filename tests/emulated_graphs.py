@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from vitfleet.config.schema import MachineConfig
-from vitfleet.training.machine import Machine, set_up_machine
-from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind
+from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner, StepKind
+from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphRunner]:
     return runners
 
 
-def set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+def set_up_with_graphs(graphs: bool, config: MachineConfig, width: int = 0, client_bytes: int = 0) -> ExecutionSettings:
     """Set up the machine of a run that captures its steps, or not."""
-    return replace(set_up_machine(config, width, client_bytes), graphs=graphs)
+    return replace(set_up_execution(config, width, client_bytes), graphs=graphs)

@@ -25,7 +25,7 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.stack_inputs import ClientFit
+from vitfleet.training.stacking.inputs import ClientFit
 from vitfleet.training.step import FitResult
 from vitfleet.training.trainer import Trainer
 

@@ -29,11 +29,11 @@ def samples_of(streams: TaskStreams, client: int, task_index: int) -> tuple[Ints
 
 
 def test_classes_are_split_into_tasks() -> None:
-    tasks = make().task_of_class
+    tasks = make().class_to_task
     assert np.bincount(tasks[tasks != NO_TASK]).tolist() == [5] * 5
     assert (tasks == NO_TASK).sum() == 5
-    assert not np.array_equal(tasks, make(seed=1).task_of_class)
-    listed = make(CONFIG.model_copy(update={"split": "listed"})).task_of_class
+    assert not np.array_equal(tasks, make(seed=1).class_to_task)
+    listed = make(CONFIG.model_copy(update={"split": "listed"})).class_to_task
     assert listed.tolist() == [*np.repeat(np.arange(5), 5), *[NO_TASK] * 5]
 
 
@@ -52,7 +52,7 @@ def test_a_client_holds_some_classes_of_a_task_and_a_share_of_each() -> None:
         for task_index in range(streams.num_tasks):
             train, test = samples_of(streams, client, task_index)
             classes, counts = np.unique(TRAIN_LABELS[train], return_counts=True)
-            assert set(streams.task_of_class[classes]) == {streams.task_order[client, task_index]}
+            assert set(streams.class_to_task[classes]) == {streams.task_order[client, task_index]}
             class_counts.add(len(classes))
             shares += (counts / TRAIN).tolist()
             assert len(set(train.tolist())) == len(train)

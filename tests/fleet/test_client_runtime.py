@@ -12,11 +12,11 @@ from conftest import MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Request
 from vitfleet.fleet.client_runtime import divergence
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods import ClientGenerator, ClientRoundInput, ClientUpdate
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.base import train_metrics
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.trainer import Trainer
 
@@ -24,7 +24,7 @@ from vitfleet.training.trainer import Trainer
 class ThreeFits(FedAvg):
     """Fits three times in one round."""
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         weights = job.message.tensors
         for epochs in (2, 1, 3):
             fit = yield Fit(weights, Objective(self.trainable), epochs)

@@ -15,9 +15,9 @@ from vitfleet.fleet.base import Request
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message
 from vitfleet.methods.base import ClientUpdate
+from vitfleet.training.capture.cache import RunnerCache
 from vitfleet.training.driver import Participant
-from vitfleet.training.runner_cache import RunnerCache
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 
 
 class LimitedMemory:

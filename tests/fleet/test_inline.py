@@ -14,7 +14,7 @@ from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
 from vitfleet.fleet.inline import compact
 from vitfleet.message import Message, State
-from vitfleet.methods import ClientGenerator, ClientJob
+from vitfleet.methods import ClientGenerator, ClientRoundInput
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
@@ -22,7 +22,7 @@ from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.machine import thread_limit
+from vitfleet.training.execution.settings import thread_limit
 
 
 @dataclass
@@ -87,7 +87,7 @@ def test_exception_in_a_worker_thread_is_raised(
     tiny_net: Net, make_context: MakeContext, make_trainer: MakeTrainer, make_shard: MakeShard, make_fleet: MakeFleet
 ) -> None:
     class FailingFedAvg(FedAvg):
-        def client_update(self, job: ClientJob) -> ClientGenerator:
+        def client_update(self, job: ClientRoundInput) -> ClientGenerator:
             update = yield from super().client_update(job)
             if job.client == 3:
                 raise ZeroDivisionError("client 3")
@@ -161,7 +161,7 @@ def test_changed_states_returns_each_committed_state_once(
 class DropsState(Standalone):
     """Stores a state in its first round and drops it in the second."""
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         update = yield from super().client_update(job)
         return update if job.client_state is None else replace(update, client_state=None)
 

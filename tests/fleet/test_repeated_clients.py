@@ -18,7 +18,7 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.capture.runner import CudaGraphRunner
 
 TrainRun: TypeAlias = Callable[..., tuple[list[RoundRecord], dict[str, object]]]
 OVERRIDES = ("fleet.clients=4", "fleet.per_round=4", "rounds=3", "train.epochs=2", "machine.cohort=2")
@@ -30,7 +30,7 @@ def train(tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def train_run(graphs: bool, *keys: str) -> tuple[list[RoundRecord], dict[str, object]]:
         monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
-        monkeypatch.setattr(setup, "set_up_machine", partial(set_up_with_graphs, graphs))
+        monkeypatch.setattr(setup, "set_up_execution", partial(set_up_with_graphs, graphs))
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         run_rounds(open_run(tiny_config(*OVERRIDES, "train.optimizer=sgd", *keys), folder))
         return list(read_records(folder)), json.loads((folder / "summary.json").read_text())["execution"]

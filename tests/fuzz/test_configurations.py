@@ -27,7 +27,7 @@ from vitfleet.errors import UserError
 from vitfleet.methods.averaging.fedavg import WeightAveraging
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
-from vitfleet.training.optim import learning_rate
+from vitfleet.training.optimizers.optimizer import learning_rate
 
 SMALL_RUN: tuple[str, ...] = (
     *("rounds=2", "data.limit=120", "model.dim=16", "model.depth=2", "model.heads=2", "fleet.clients=6"),

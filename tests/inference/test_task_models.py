@@ -80,7 +80,7 @@ def test_predictions_with_a_known_task_are_among_its_classes(tiny_config: MakeCo
         model.predict(images[0], task=3)
     (told,), _ = vitfleet.evaluate(run, client=0, known_task=True)
     (not_told,), _ = vitfleet.evaluate(run, client=0)
-    of_class = np.array(model.info.task_of_class)
+    of_class = np.array(model.info.class_to_task)
     all_logits = model(data.test.images).detach().numpy()
     all_labels = data.test.labels.numpy()
     assert not_told.accuracy == pytest.approx((all_logits.argmax(axis=1) == all_labels).mean())

@@ -11,12 +11,12 @@ from torch import Tensor
 from conftest import MakeContext
 from vitfleet.data.images import Shard
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.decomposed_tasks import ClientTasks
 from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
 from vitfleet.methods.continual.sparse_weights import SparseVector
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 CLASS_TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -38,7 +38,7 @@ def update_of(
     round: int = 1,
 ) -> ClientUpdate:
     """Run a client's round."""
-    job = ClientJob(round, 0, message, base, state, shard, method.task_of(round))
+    job = ClientRoundInput(round, 0, message, base, state, shard, method.task_of(round))
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
 
 

@@ -14,7 +14,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.personal.apfl import Apfl, ApflParams, mix
 from vitfleet.models.net import Net
 from vitfleet.run.context import load_state
@@ -22,7 +22,7 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)
@@ -33,7 +33,7 @@ def client_round(
     method: Apfl, trainer: Trainer, shard: Shard, received: Tensors, state: State | None = None
 ) -> ClientUpdate:
     """Run a client's round on the weights it receives."""
-    job = ClientJob(2, 0, Message(received), {}, state, shard)
+    job = ClientRoundInput(2, 0, Message(received), {}, state, shard)
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, 2, 0))
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message
-from vitfleet.methods import ClientJob, MethodContext
+from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.continual.ewc import Ewc, EwcParams
 from vitfleet.methods.continual.mas import Mas, MasParams
 from vitfleet.methods.continual.projection import project_gradient
@@ -25,8 +25,8 @@ from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss, measured
 from vitfleet.methods.continual.replay import DarkExperienceLoss
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.execution.settings import ExecutionSettings
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -43,7 +43,7 @@ def net() -> Net:
 
 @pytest.fixture
 def trainer(net: Net) -> Trainer:
-    return Trainer(net, preprocess_for(net, CPU), TrainConfig(), AugmentConfig(), 1, Machine(CPU, bf16=False))
+    return Trainer(net, preprocess_for(net, CPU), TrainConfig(), AugmentConfig(), 1, ExecutionSettings(CPU, bf16=False))
 
 
 def group(prefix: str) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def make_method(kind: str, net: Net) -> Ewc | Mas:
 
 def importance(method: Ewc | Mas, trainer: Trainer, task: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     shard = task_shard(task)
-    fit = method.importance_fit(ClientJob(1, 0, Message(), {}, None, shard), weights)
+    fit = method.importance_fit(ClientRoundInput(1, 0, Message(), {}, None, shard), weights)
     (result,) = trainer.fit_cohort([ClientFit(fit, shard, RngContext(0, 1, 0))])
     return measured_importance(result, CPU)
 

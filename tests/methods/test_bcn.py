@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Bcn, ClientJob
+from vitfleet.methods import Bcn, ClientRoundInput
 from vitfleet.methods.continual.bcn import BcnParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
 BETA, EPSILON, RATE = 0.9, 0.5, 0.05
@@ -82,11 +82,11 @@ def test_three_tasks_as_by_hand(
     known: bool, make_context: MakeContext, make_trainer: MakeTrainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
     tasks = TASKS if known else None
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=tasks)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=tasks)
     context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
     method = Bcn(BcnParams(rho=0.4, beta=BETA, epsilon=EPSILON, descent_rate=RATE), context)
     initial, hand = tiny_net.initial_weights(), ByHand(tiny_net, tasks)
-    base, sent = method.base_message(initial).tensors, method.initial_state(initial).tensors
+    base, sent = method.initial_broadcast(initial).tensors, method.initial_state(initial).tensors
     own: State | None = None
     for task_index, round in ((0, 1), (1, 2), (1, 3), (2, 4)):  # two rounds in the second task
         shard = make_shard(12 * task_index, 12 * task_index + 12)
@@ -99,7 +99,7 @@ def test_three_tasks_as_by_hand(
         )
         samples = inputs_of(shard.images.images[shard.index]), shard.labels
         expected = hand.train(received, samples, memory, round)
-        job = ClientJob(round, CLIENT, Message(sent), base, own, shard, task_index)
+        job = ClientRoundInput(round, CLIENT, Message(sent), base, own, shard, task_index)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
         close(update.model_weights, expected)
         assert set(update.message.tensors) == set(method.parts.body)

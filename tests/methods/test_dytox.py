@@ -17,15 +17,15 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.tasks import TaskClasses
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate, DyTox, MethodContext, adapt_model
+from vitfleet.methods import ClientRoundInput, ClientUpdate, DyTox, MethodContext, adapt_model
 from vitfleet.methods.continual.dytox import DyToxParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.driver import Participant, run_cohort, run_participant
-from vitfleet.training.stack_inputs import RngContext
-from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = [1, 0, 1, 0, -1]  # the last class belongs to no task
@@ -35,7 +35,7 @@ PER_TASK = ("token", "norm_weight", "norm_bias", "class_weight", "class_bias")
 
 @pytest.fixture
 def net() -> Net:
-    adapt = partial(adapt_model, DyToxParams(), class_tasks=TASKS)
+    adapt = partial(adapt_model, DyToxParams(), class_to_task=TASKS)
     return build_model(ModelConfig(dim=16, depth=2, heads=2, patch_size=4), CLASSES, 1, 8, 0, adapt)
 
 
@@ -95,7 +95,7 @@ def test_stacked_and_masked_forward_is_each_clients_own(net: Net, tiny_images: I
 
 
 def test_models_without_the_parts_are_refused() -> None:
-    adapt = partial(adapt_model, DyToxParams(), class_tasks=TASKS)
+    adapt = partial(adapt_model, DyToxParams(), class_to_task=TASKS)
     with pytest.raises(UserError, match=r"model\.name: a SwinTransformer cannot take task tokens; choose a plain ViT"):
         build_model(ModelConfig(name="swin_tiny_patch4_window7_224"), CLASSES, 3, 224, 0, adapt)
     with pytest.raises(UserError, match=r"model\.depth = 1: must be at least 2"):
@@ -127,7 +127,7 @@ def run_client(
 ) -> ClientUpdate:
     initial = trainer.net.initial_weights()
     message = Message((server or method.initial_state(initial)).tensors)
-    job = ClientJob(round, CLIENT, message, method.base_message(initial).tensors, own, shard, task_index)
+    job = ClientRoundInput(round, CLIENT, message, method.initial_broadcast(initial).tensors, own, shard, task_index)
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
@@ -182,8 +182,8 @@ def train_by_hand(
 @pytest.mark.parametrize("known", [True, False])
 def test_two_tasks_as_by_hand(known: bool, net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     """The weights of a client after its first task, and after each of two rounds in its second."""
-    class_tasks = torch.tensor(TASKS) if known else None
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_tasks=class_tasks)
+    class_to_task = torch.tensor(TASKS) if known else None
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_to_task=class_to_task)
     method, initial = make_dytox(net, known), net.initial_weights()
     own: State | None = None
     for task_index, task, round in ((0, 1, 1), (1, 0, 2), (1, 0, 3)):
@@ -270,10 +270,10 @@ def test_shared_tokens_are_averaged_over_the_clients_of_their_task(
 def test_clients_that_learn_different_tasks_are_trained_together(
     graphs: bool, captured: list[CudaGraphRunner], net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_tasks=torch.tensor(TASKS))
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_to_task=torch.tensor(TASKS))
     method = make_dytox(net)
     initial = net.initial_weights()
-    message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
+    message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     states: dict[int, State | None] = {0: None, 1: None}
     for task_index in (0, 1):
         shards = {client: task_shard(make_shard, (client + task_index) % 2) for client in states}
@@ -281,7 +281,7 @@ def test_clients_that_learn_different_tasks_are_trained_together(
         def participant(
             client: int, round: int = task_index + 1, shards: dict[int, Shard] = shards
         ) -> Participant[ClientUpdate]:
-            job = ClientJob(round, client, message, base, states[client], shards[client], round - 1)
+            job = ClientRoundInput(round, client, message, base, states[client], shards[client], round - 1)
             return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
 
         alone = [run_cohort([participant(client)], trainer)[0] for client in states]

@@ -101,7 +101,7 @@ def test_the_frozen_global_module_is_bit_identical_after_client_training(
     context = open_run(eftvit_config(), tmp_path)
     method = context.method
     assert isinstance(method, EftVit)
-    down = method.client_message(load_state(context).server, 1, 0, None)
+    down = method.message_to_client(load_state(context).server, 1, 0, None)
     before = {name: tensor.clone() for name, tensor in down.tensors.items()}
     client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     reply = next(context.fleet.train([Request(1, client, down)]))
@@ -127,7 +127,7 @@ def test_what_is_sent_is_what_the_local_module_made_balanced_over_classes(
     client = max(range(6), key=lambda one: len(context.partition.train.for_client(one)))
     index = torch.from_numpy(context.partition.train.for_client(client))
     server = load_state(context).server
-    reply = next(context.fleet.train([Request(1, client, context.method.client_message(server, 1, client, None))]))
+    reply = next(context.fleet.train([Request(1, client, context.method.message_to_client(server, 1, client, None))]))
     assert reply.message is not None
     labels = reply.message.tensors["labels"]
     counts = torch.bincount(labels.long())

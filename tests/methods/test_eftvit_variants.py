@@ -26,9 +26,9 @@ from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult
-from vitfleet.training.step_runner import CudaGraphRunner
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_the_moving_average_is_sent_and_training_continues_from_the_last_weights
     after = end.value.value
     torch.testing.assert_close(after.tensors[name], 0.5 * state.tensors[name] + 0.5 * trained[name])
     assert torch.equal(after.tensors["last." + name], trained[name])
-    sent = method.client_message(after, 21, 0, None)
+    sent = method.message_to_client(after, 21, 0, None)
     assert set(sent.tensors) == set(method.server_module)
     assert torch.equal(sent.tensors[name], after.tensors[name])
 
@@ -170,7 +170,7 @@ def test_local_modules_are_averaged_every_few_rounds(eftvit_config: MakeConfig, 
     assert method.has_global_model
     for round in (1, 2, 3):
         for client in range(4):
-            sent = method.client_message(state.server, round, client, round - 1 or None)
+            sent = method.message_to_client(state.server, round, client, round - 1 or None)
             assert (set(sent.tensors) >= set(method.local_module)) == (round == 3)
         state, record = run_round(context, state, round)
         for entry in record.clients:
@@ -195,7 +195,7 @@ def test_local_modules_that_never_train_are_shared_and_not_stored(eftvit_config:
     assert all(context.fleet.client_state(client) is None for client in state.last_seen)
     for name in method.local_module:
         assert torch.equal(state.server.tensors[name], context.base.tensors[name])
-    assert set(method.client_message(state.server, 3, 0, 2).tensors) == set(method.server_module)
+    assert set(method.message_to_client(state.server, 3, 0, 2).tensors) == set(method.server_module)
     after, record = run_round(context, state, 3)
     assert record.accuracy is not None
     assert record.accuracy.models == 1
@@ -287,7 +287,7 @@ def test_features_alone_are_the_same_stacked_and_captured(
     eftvit_config: MakeConfig,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("vitfleet.run.setup.set_up_machine", partial(set_up_with_graphs, graphs))
+    monkeypatch.setattr("vitfleet.run.setup.set_up_execution", partial(set_up_with_graphs, graphs))
     keys = "method.local_rounds=0", "rounds=1", "fleet.clients=3", "fleet.per_round=3", f"machine.cohort={cohort}"
     parts = []
     for train_head in ("true", "false"):

@@ -14,13 +14,13 @@ from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import State, Tensors
-from vitfleet.methods.base import ClientJob, ClientUpdate, Method, MethodContext, adapt_model, make_method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.models.zoo import build_model
 from vitfleet.training.driver import Participant, run_cohort
-from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import ExecutionSettings
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, encoded_size
 
@@ -78,7 +78,7 @@ class Fleet:
         )
         preprocess = preprocess_for(self.net, CPU)
         exact = Preprocess(preprocess.image_size, preprocess.mean.double(), preprocess.std.double())
-        self.trainer = Trainer(self.net, exact, TRAIN, AugmentConfig(), 2, Machine(CPU, False))
+        self.trainer = Trainer(self.net, exact, TRAIN, AugmentConfig(), 2, ExecutionSettings(CPU, False))
         generator = torch.Generator().manual_seed(1)
         pixels = torch.randint(0, 256, (12, 1, IMAGE_SIZE, IMAGE_SIZE), generator=generator, dtype=torch.uint8)
         # The second task has other labels for the same images, so that its gradients oppose those of the first.
@@ -89,13 +89,13 @@ class Fleet:
             for name, tensor in self.net.initial_weights().items()
         }
 
-    def jobs(self, server: State, round: int, states: list[State | None], task: int) -> list[ClientJob]:
-        base = self.method.base_message(self.weights).tensors
+    def jobs(self, server: State, round: int, states: list[State | None], task: int) -> list[ClientRoundInput]:
+        base = self.method.initial_broadcast(self.weights).tensors
         return [
-            ClientJob(
+            ClientRoundInput(
                 round,
                 client,
-                self.method.client_message(server, round, client, None if states[client] is None else round - 1),
+                self.method.message_to_client(server, round, client, None if states[client] is None else round - 1),
                 base,
                 states[client],
                 Shard(self.images[task], torch.arange(start, stop)),
@@ -104,7 +104,7 @@ class Fleet:
             for client, (start, stop) in enumerate(SHARDS)
         ]
 
-    def participant(self, job: ClientJob) -> Participant[ClientUpdate]:
+    def participant(self, job: ClientRoundInput) -> Participant[ClientUpdate]:
         return Participant(self.method.client_update(job), job.shard, RngContext(SEED, job.round, job.client))
 
     def aggregate(self, server: State, updates: list[ClientUpdate], round: int) -> State:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientGenerator, ClientJob, ClientUpdate
+from vitfleet.methods import ClientGenerator, ClientRoundInput, ClientUpdate
 from vitfleet.methods.aggregation.rules import MeanParams
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, FitResult, Objective
 
 
@@ -106,8 +106,8 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
 ) -> None:
     method = FedAvg(FedAvgParams(), make_context(epochs=2))
     server = method.initial_state(tiny_net.initial_weights())
-    down = method.client_message(server, round=1, client=4, last_round=None)
-    work = method.client_update(ClientJob(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
+    down = method.message_to_client(server, round=1, client=4, last_round=None)
+    work = method.client_update(ClientRoundInput(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
     fit = next(work)
     assert fit.epochs == 2
     assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
@@ -133,8 +133,10 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
     for client, shard in shards.items():
         fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), epochs=1)
         alone[client] = trainer.fit(fit, shard, RngContext(0, 1, client)).weights
-        down = method.client_message(server, round=1, client=client, last_round=None)
-        work = method.client_update(ClientJob(1, client, down, base_weights={}, client_state=None, shard=NO_IMAGES))
+        down = method.message_to_client(server, round=1, client=client, last_round=None)
+        work = method.client_update(
+            ClientRoundInput(1, client, down, base_weights={}, client_state=None, shard=NO_IMAGES)
+        )
         gathering.add(client, finish(work, trainer.fit(next(work), shard, RngContext(0, 1, client))).message)
     after = gathering.finish()
     for name in tiny_net.parts.shapes:
@@ -147,7 +149,7 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
 def test_the_whole_model_trains_and_nothing_is_left_to_give_once(tiny_net: Net, make_context: MakeContext) -> None:
     method = FedAvg(FedAvgParams(), make_context())
     assert tuple(method.trainable) == tuple(tiny_net.parts.shapes)
-    assert not method.base_message(tiny_net.initial_weights()).tensors
+    assert not method.initial_broadcast(tiny_net.initial_weights()).tensors
     assert method.has_global_model
 
 

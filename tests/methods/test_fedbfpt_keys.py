@@ -17,7 +17,7 @@ from vitfleet.config.schema import ModelConfig
 from vitfleet.costs.report import cost_reports
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.methods import ClientJob
+from vitfleet.methods import ClientRoundInput
 from vitfleet.methods.tuning.fedbfpt import FedBfpt, FedBfptParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -25,7 +25,7 @@ from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.wire import encoded_size
 
 DEPTH = 4
@@ -80,7 +80,7 @@ def test_head_rounds_train_and_send_the_head_alone_then_the_layers(tiny_config: 
     block_bytes = sum(4 * parts.shapes[name].numel() for name in parts.blocks[0])
     for round, layer in ((1, None), (2, None), (3, 0), (4, 1)):
         before = dict(state.server.tensors)
-        sent = context.method.client_message(state.server, round, 0, None)
+        sent = context.method.message_to_client(state.server, round, 0, None)
         state, record = run_round(context, state, round)
         may = {*parts.head, *(() if layer is None else parts.blocks[layer])}
         moved = changed(before, state.server.tensors)
@@ -152,9 +152,9 @@ def test_a_centred_round_as_by_hand(
     method, trainer, shard = FedBfpt(params, make_context(**keys)), make_trainer(**keys), make_shard(0, 10)
     initial = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tiny_net.initial_weights().items()}
     state = method.initial_state(initial)
-    base, down = method.base_message(initial).tensors, method.client_message(state, 1, 0, None)
+    base, down = method.initial_broadcast(initial).tensors, method.message_to_client(state, 1, 0, None)
     update = run_participant(
-        method.client_update(ClientJob(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
+        method.client_update(ClientRoundInput(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
 
     pixels, shallow_net = shard.images.images[shard.index], net_of(3)

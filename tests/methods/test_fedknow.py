@@ -13,12 +13,12 @@ from torch.func import functional_call
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
+from vitfleet.methods import ClientRoundInput, ClientUpdate, FedKnow
 from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -81,20 +81,20 @@ def make_method(make_context: MakeContext, **params: object) -> FedKnow:
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_tasks=TASKS)
+    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_to_task=TASKS)
 
 
 def play(method: FedKnow, trainer: Trainer, net: Net, make_shard: MakeShard) -> list[tuple[Tensors, ClientUpdate]]:
     """Play three rounds of one client, a task each; return what it started from and what it made of it."""
     random = torch.Generator().manual_seed(5)
-    base = method.base_message(net.initial_weights()).tensors
+    base = method.initial_broadcast(net.initial_weights()).tensors
     initial = method.initial_state(net.initial_weights()).tensors
     own: State | None = None
     played: list[tuple[Tensors, ClientUpdate]] = []
     for task_index, scale in enumerate((0.0, 0.1, 0.1)):  # weights that other clients had their part in
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.items()}
         shard = make_shard(12 * task_index, 12 * task_index + 12)
-        job = ClientJob(task_index + 1, 0, Message(sent), base, own, shard, task_index)
+        job = ClientRoundInput(task_index + 1, 0, Message(sent), base, own, shard, task_index)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = update.client_state
         kept = base if not played else played[-1][1].model_weights
@@ -178,7 +178,7 @@ def test_knowledge_of_a_task_is_replaced_in_the_clients_next_round_of_it(
     own: State | None = None
     for round in (1, 2):
         message = Message(method.initial_state(initial).tensors)
-        job = ClientJob(round, 0, message, method.base_message(initial).tensors, own, shard, 0)
+        job = ClientRoundInput(round, 0, message, method.initial_broadcast(initial).tensors, own, shard, 0)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         own = update.client_state
         assert own is not None
@@ -194,8 +194,8 @@ def test_a_client_without_images_keeps_what_it_knows(
     method = make_method(make_context)
     *_, (_, last) = play(method, trainer, tiny_net, make_shard)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 0)
-    base = method.base_message(initial).tensors
-    job = ClientJob(4, 0, Message(method.initial_state(initial).tensors), base, last.client_state, shard, 2)
+    base = method.initial_broadcast(initial).tensors
+    job = ClientRoundInput(4, 0, Message(method.initial_state(initial).tensors), base, last.client_state, shard, 2)
     update = run_participant(method.client_update(job), trainer, shard, RngContext(0, 4, 0))
     assert update.client_state is not None
     assert last.client_state is not None

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Tensors
-from vitfleet.methods import ClientJob
+from vitfleet.methods import ClientRoundInput
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.averaging.fedprox import FedProx, FedProxParams
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, FitResult, Step
 
 PLACE = RngContext(0, 1, 0)
@@ -24,9 +24,11 @@ PLACE = RngContext(0, 1, 0)
 def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
     """Return the training that the client half asks for in its first round."""
     server = method.initial_state(net.initial_weights())
-    down = method.client_message(server, round=1, client=0, last_round=None)
+    down = method.message_to_client(server, round=1, client=0, last_round=None)
     return next(
-        method.client_update(ClientJob(1, 0, down, method.base_message(net.initial_weights()).tensors, None, NO_IMAGES))
+        method.client_update(
+            ClientRoundInput(1, 0, down, method.initial_broadcast(net.initial_weights()).tensors, None, NO_IMAGES)
+        )
     )
 
 
@@ -137,6 +139,6 @@ def test_the_larger_mu_the_closer_to_the_anchor(
 def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Net, make_context: MakeContext) -> None:
     method = FedProx(FedProxParams(), make_context())
     server = method.initial_state({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
-    down = method.client_message(server, round=5, client=0, last_round=2)
-    fit = next(method.client_update(ClientJob(5, 0, down, {}, None, NO_IMAGES)))
+    down = method.message_to_client(server, round=5, client=0, last_round=2)
+    fit = next(method.client_update(ClientRoundInput(5, 0, down, {}, None, NO_IMAGES)))
     assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.parts.shapes)

@@ -12,12 +12,12 @@ from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
-from vitfleet.methods import ClientJob
+from vitfleet.methods import ClientRoundInput
 from vitfleet.methods.personal.fedper import FedPer, FedPerParams
 from vitfleet.methods.personal.fedrep import FedRep, FedRepParams
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 ONE_TASK = torch.zeros(5, dtype=torch.long)
@@ -35,11 +35,11 @@ def fedrep(make_context: MakeContext) -> FedRep:
 
 def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    base, down = fedrep.base_message(initial).tensors, Message(fedrep.initial_state(initial).tensors)
+    base, down = fedrep.initial_broadcast(initial).tensors, Message(fedrep.initial_state(initial).tensors)
     own_head = {name: tensor + 0.3 for name, tensor in base.items()}
     own = State({**initial, **own_head})
     answer = run_participant(
-        fedrep.client_update(ClientJob(4, 0, down, base, own, shard)), trainer, shard, RngContext(0, 4, 0)
+        fedrep.client_update(ClientRoundInput(4, 0, down, base, own, shard)), trainer, shard, RngContext(0, 4, 0)
     )
     hand = Hand(tiny_net, ONE_TASK, shard, round=4)
     weights = hand.train({**initial, **own_head}, list(tiny_net.parts.head), 2)
@@ -55,9 +55,9 @@ def test_fedpers_round_as_by_hand(
 ) -> None:
     method = FedPer(FedPerParams(), make_context(epochs=5, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    base, down = method.base_message(initial).tensors, Message(method.initial_state(initial).tensors)
+    base, down = method.initial_broadcast(initial).tensors, Message(method.initial_state(initial).tensors)
     answer = run_participant(
-        method.client_update(ClientJob(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
+        method.client_update(ClientRoundInput(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
     close(answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.parts.whole), 5))
     assert set(answer.message.tensors) == set(tiny_net.parts.body)
@@ -78,8 +78,8 @@ def test_without_head_epochs_only_the_body_trains(
 ) -> None:
     method = FedRep(FedRepParams(head_epochs=0), make_context(epochs=1, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
-    job = ClientJob(
-        1, 0, Message(method.initial_state(initial).tensors), method.base_message(initial).tensors, None, shard
+    job = ClientRoundInput(
+        1, 0, Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors, None, shard
     )
     answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
     assert all(torch.equal(answer.model_weights[name], initial[name]) for name in tiny_net.parts.head)
@@ -87,8 +87,8 @@ def test_without_head_epochs_only_the_body_trains(
 
 def test_who_has_no_images_sends_nothing(fedrep: FedRep, trainer: Trainer, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
-    job = ClientJob(
-        1, 0, Message(fedrep.initial_state(initial).tensors), fedrep.base_message(initial).tensors, None, NO_IMAGES
+    job = ClientRoundInput(
+        1, 0, Message(fedrep.initial_state(initial).tensors), fedrep.initial_broadcast(initial).tensors, None, NO_IMAGES
     )
     answer = run_participant(fedrep.client_update(job), replace(trainer), NO_IMAGES, RngContext(0, 1, 0))
     assert answer.message.tensors == {}

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import select_samples
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -25,7 +25,7 @@ EPOCHS = 3
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_tasks=TASKS)
+    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_to_task=TASKS)
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def bodies(method: FedVit, net: Net) -> list[dict[str, Tensor]]:
 
 def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> list[tuple[Tensors, ClientUpdate]]:
     """Play three rounds of one client, a task each; return what it got and what it made of it."""
-    base = method.base_message(net.initial_weights()).tensors
+    base = method.initial_broadcast(net.initial_weights()).tensors
     own: State | None = None
     played: list[tuple[Tensors, ClientUpdate]] = []
     for task_index, body in enumerate(bodies(method, net)):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
-        job = ClientJob(task_index + 1, 0, Message(body), base, own, shard, task_index)
+        job = ClientRoundInput(task_index + 1, 0, Message(body), base, own, shard, task_index)
         answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = answer.client_state
         head = base if not played else method.parts.head.take(played[-1][1].model_weights)
@@ -114,8 +114,8 @@ def test_what_was_done_is_told(method: FedVit, trainer: Trainer, tiny_net: Net, 
 def test_without_earlier_rounds_it_is_fedreps_round(
     method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    base, body = method.base_message(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
-    work = method.client_update(ClientJob(1, 0, Message(body), base, None, make_shard(0, 12), 0))
+    base, body = method.initial_broadcast(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
+    work = method.client_update(ClientRoundInput(1, 0, Message(body), base, None, make_shard(0, 12), 0))
     fit = next(work)
     assert fit.objective.trainable == method.parts.head
     later = work.send(trainer.fit(fit, make_shard(0, 12), RngContext(0, 1, 0)))
@@ -129,7 +129,7 @@ def test_the_clients_own_model_is_what_it_trained(
 ) -> None:
     *_, (_, answer) = play(method, trainer, tiny_net, make_shard)
     server = method.initial_state(tiny_net.initial_weights())
-    base = method.base_message(tiny_net.initial_weights()).tensors
+    base = method.initial_broadcast(tiny_net.initial_weights()).tensors
     own = method.model_weights(server, base, answer.client_state)
     assert set(own) == set(tiny_net.parts.shapes)
     assert all(torch.equal(own[name], answer.model_weights[name]) for name in own)

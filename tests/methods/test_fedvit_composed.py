@@ -18,7 +18,7 @@ from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, MethodContext, make_method
+from vitfleet.methods import ClientRoundInput, MethodContext, make_method
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -27,11 +27,11 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.driver import run_participant
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
-from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size
 
 TINY = (
@@ -131,11 +131,11 @@ def test_a_client_receives_what_has_changed_and_keeps_its_other_layers(
 ) -> None:
     parts, initial = tiny_net.parts, tiny_net.initial_weights()
     server = replace(sharing.initial_state(initial), numbers={"updated": [1, 4]})
-    assert set(sharing.client_message(server, 5, 0, last_round=None).tensors) == set(parts.body)
-    message = sharing.client_message(server, 5, 0, last_round=3)
+    assert set(sharing.message_to_client(server, 5, 0, last_round=None).tensors) == set(parts.body)
+    message = sharing.message_to_client(server, 5, 0, last_round=3)
     assert set(message.tensors) == {*parts.embed, *parts.norm, *parts.blocks[1]}
     own = State({name: tensor + 1 for name, tensor in initial.items()})
-    job = ClientJob(5, 0, message, sharing.base_message(initial).tensors, own, make_shard(0, 12), 0)
+    job = ClientRoundInput(5, 0, message, sharing.initial_broadcast(initial).tensors, own, make_shard(0, 12), 0)
     fits = sharing.client_update(job)
     tuning = next(fits)
     assert tuning.reference_weights is not None
@@ -166,9 +166,9 @@ def test_a_client_without_images_sends_no_layer(
     sharing: FedVit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     initial = tiny_net.initial_weights()
-    message = sharing.client_message(sharing.initial_state(initial), 1, 0, None)
+    message = sharing.message_to_client(sharing.initial_state(initial), 1, 0, None)
     shard = make_shard(0, 0)
-    job = ClientJob(1, 0, message, sharing.base_message(initial).tensors, None, shard, 0)
+    job = ClientRoundInput(1, 0, message, sharing.initial_broadcast(initial).tensors, None, shard, 0)
     answer = run_participant(sharing.client_update(job), make_trainer(epochs=2), shard, RngContext(0, 1, 0))
     assert not answer.message.tensors
     assert "layers" not in answer.message.numbers
@@ -190,7 +190,7 @@ def test_what_is_masked_and_what_is_whole(
     context = replace(make_context(epochs=2, batch_size=8), num_tasks=3)
     method = FedVit(FedVitParams(body_mask_ratio=0.5, head_epochs=1), context)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 12)
-    job = ClientJob(2, 0, Message(initial), {}, State(initial), shard, 0)
+    job = ClientRoundInput(2, 0, Message(initial), {}, State(initial), shard, 0)
     trainer, fits = make_trainer(epochs=2, batch_size=8), method.client_update(job)
     tuning = next(fits)
     head = fits.send(trainer.fit(tuning, shard, RngContext(0, 2, 0)))

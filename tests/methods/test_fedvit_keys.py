@@ -13,11 +13,11 @@ from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_tasks=TASKS)
+    return replace(make_trainer(epochs=EPOCHS, **PLAIN_SGD), class_to_task=TASKS)
 
 
 def make_fedvit(make_context: MakeContext, **params: object) -> FedVit:
@@ -71,13 +71,13 @@ class PlayedRound:
 def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> list[PlayedRound]:
     """Play rounds of one client: one in the first and the last task, two in the second."""
     random = torch.Generator().manual_seed(5)
-    base, initial = method.base_message(net.initial_weights()).tensors, method.initial_state(net.initial_weights())
+    base, initial = method.initial_broadcast(net.initial_weights()).tensors, method.initial_state(net.initial_weights())
     state: State | None = None
     played: list[PlayedRound] = []
     for position, task_index in enumerate(TASK_OF_ROUND):
         round, shard, scale = position + 1, make_shard(*shard_bounds(task_index)), 0.1 if position else 0.0
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.tensors.items()}
-        job = ClientJob(round, 0, Message(sent), base, state, shard, task_index)
+        job = ClientRoundInput(round, 0, Message(sent), base, state, shard, task_index)
         update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         head = base if state is None else method.parts.head.take(state.tensors)
         played.append(PlayedRound(round, task_index, {**head, **sent}, state, update))

@@ -60,7 +60,7 @@ def test_a_round_with_earlier_tasks_and_other_clients_is_that_of_autograd_by_han
     method: FedWeit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     """Every term of the loss, by every tensor that trains, over all steps of two rounds of the third task."""
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=CLASS_TASKS)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
     base, body = tiny_net.parts.head.take(initial), tiny_net.parts.body.take(initial)
     vectors = [random_sparse(method, seed) for seed in (1, 2, 3)]
@@ -135,7 +135,7 @@ def test_a_client_sends_its_base_weights_and_the_sparse_adaptive_weights(
     method: FedWeit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     initial = tiny_net.initial_weights()
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=CLASS_TASKS)
     body = tiny_net.parts.body.take(initial)
     update = update_of(method, trainer, make_shard(0, 10), Message(body), tiny_net.parts.head.take(initial))
     tasks = tasks_of(method, update)
@@ -172,7 +172,7 @@ def test_a_client_without_images_keeps_its_state_and_sends_no_weights(
 def test_every_task_is_evaluated_with_its_own_mask_and_adaptive_weights(
     method: FedWeit, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=CLASS_TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=CLASS_TASKS)
     initial = tiny_net.initial_weights()
     body, base = tiny_net.parts.body.take(initial), tiny_net.parts.head.take(initial)
     sparse = random_sparse(method, 1).tensors("knowledge.0000.")

@@ -45,7 +45,7 @@ def test_downloads_grow_with_clients_times_tasks(
     kept, size = 50, tensors_size(Message(body))
     state, last_round, downloaded = State(body), dict.fromkeys(range(clients)), 0
     for round in range(1, 2 * tasks + 1):
-        messages = [method.client_message(state, round, client, last_round[client]) for client in range(clients)]
+        messages = [method.message_to_client(state, round, client, last_round[client]) for client in range(clients)]
         downloaded += sum(tensors_size(message) - size for message in messages)
         aggregator = method.aggregator(state, round)
         for client, message in enumerate(updates(method, body, [kept] * clients, method.task_of(round))):
@@ -72,7 +72,7 @@ def test_the_server_keeps_the_adaptive_weights_of_every_client(method: FedWeit, 
     assert {len(part.tensors["values"]) for part in state.parts.values()} == {10, 20, 40}
 
     def received(round: int, client: int, last_round: int | None) -> list[list[float]]:
-        message = method.client_message(state, round, client, last_round)
+        message = method.message_to_client(state, round, client, last_round)
         return [vector.values.tolist() for vector in read_knowledge(message.tensors)]
 
     values = [message.tensors["adaptive.values"].tolist() for message in stored]

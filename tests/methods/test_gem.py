@@ -11,12 +11,12 @@ from torch import Tensor
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.gem import AGem, AGemParams, Gem, GemParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -24,7 +24,7 @@ TASKS = torch.tensor([0, 0, 1, 1, 1])
 
 @pytest.fixture
 def trainer(make_trainer: MakeTrainer) -> Trainer:
-    return replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=TASKS)
+    return replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=TASKS)
 
 
 def of_kind(kind: str, make_context: MakeContext) -> Gem | AGem:
@@ -42,9 +42,9 @@ def ask(
     round: int,
 ) -> ClientUpdate:
     initial, shard = net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
-    down, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
+    down, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     return run_participant(
-        method.client_update(ClientJob(round, 0, down, base, own, shard, task_index)),
+        method.client_update(ClientRoundInput(round, 0, down, base, own, shard, task_index)),
         trainer,
         shard,
         RngContext(0, round, 0),

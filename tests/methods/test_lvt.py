@@ -19,15 +19,15 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate, Lvt, MethodContext, adapt_model
+from vitfleet.methods import ClientRoundInput, ClientUpdate, Lvt, MethodContext, adapt_model
 from vitfleet.methods.continual.lvt import LvtParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.driver import Participant, run_cohort, run_participant
-from vitfleet.training.stack_inputs import RngContext
-from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -149,8 +149,8 @@ def run_client(
     method: Lvt, trainer: Trainer, shard: Shard, task_index: int, own: State | None, round: int
 ) -> ClientUpdate:
     initial = trainer.net.initial_weights()
-    message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
-    job = ClientJob(round, CLIENT, message, base, own, shard, task_index)
+    message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
+    job = ClientRoundInput(round, CLIENT, message, base, own, shard, task_index)
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
@@ -213,7 +213,7 @@ def train_by_hand(
 @pytest.mark.parametrize("known", [True, False])
 def test_two_tasks_as_by_hand(known: bool, net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     """The weights after a first task and two rounds of a second, and the keys and gradients of the penalty."""
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_tasks=TASKS if known else None)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_to_task=TASKS if known else None)
     method, initial = make_lvt(net), net.initial_weights()
     keys = [name for name in initial if name.endswith(("key", "key_bias"))]
     own: State | None = None
@@ -242,7 +242,7 @@ def test_two_tasks_as_by_hand(known: bool, net: Net, make_trainer: MakeTrainer, 
 def test_the_samples_of_highest_confidence_are_stored(
     net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_tasks=TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_to_task=TASKS)
     shard = task_shard(make_shard, 1)
     update = run_client(make_lvt(net), trainer, shard, 0, None, 1)
     assert update.client_state is not None
@@ -265,7 +265,7 @@ def test_local_keys_stay_on_the_client(net: Net, make_trainer: MakeTrainer, make
     keys = {name for name in net.parts.body if name.endswith(("key", "key_bias"))}
     assert len(keys) == 4
     assert set(first.message.tensors) == set(net.parts.body) - keys
-    assert set(method.base_message(net.initial_weights()).tensors) == {*net.parts.head, *keys}
+    assert set(method.initial_broadcast(net.initial_weights()).tensors) == {*net.parts.head, *keys}
     still = replace(trainer, config=trainer.config.model_copy(update={"lr": 0.0}))
     second = run_client(method, still, task_shard(make_shard, 1), 0, first.client_state, 2)
     for name in net.parts.body:
@@ -290,11 +290,11 @@ def test_clients_are_trained_together(
     graphs: bool, captured: list[CudaGraphRunner], net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     """In double precision: |K − K'| and the choice of stored samples turn rounding errors into larger ones."""
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_tasks=TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), net=net, class_to_task=TASKS)
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std))
     method, initial = make_lvt(net), {name: tensor.double() for name, tensor in net.initial_weights().items()}
-    message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
+    message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     states: dict[int, State | None] = {0: None, 1: None}
     for round in (1, 2):
         shards = {client: task_shard(make_shard, (client + round) % 2) for client in states}
@@ -302,7 +302,7 @@ def test_clients_are_trained_together(
         def participant(
             client: int, round: int = round, shards: dict[int, Shard] = shards
         ) -> Participant[ClientUpdate]:
-            job = ClientJob(round, client, message, base, states[client], shards[client], round - 1)
+            job = ClientRoundInput(round, client, message, base, states[client], shards[client], round - 1)
             return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
 
         alone = [run_cohort([participant(client)], trainer)[0] for client in states]

@@ -19,7 +19,7 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate, weight_importance
+from vitfleet.methods import ClientRoundInput, ClientUpdate, weight_importance
 from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
 from vitfleet.methods.continual.mas import Mas, MasParams
 from vitfleet.methods.continual.quadratic_penalty import (
@@ -32,7 +32,7 @@ from vitfleet.methods.continual.quadratic_penalty import (
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Step
 from vitfleet.training.trainer import Trainer
 
@@ -109,7 +109,7 @@ def test_importance_is_the_mean_over_single_images(
     monkeypatch.setattr(weight_importance, "images_per_step", lambda gradients: images)
     train = {"mask_ratio": 0.5, "clip": 1e-3, "weight_decay": 0.5, "batch_size": 8}
     method = of_kind(kind, make_context, **train)
-    trainer = replace(make_trainer(AugmentConfig(crop=0.25, flip=True, brightness=0.4), **train), class_tasks=TASKS)
+    trainer = replace(make_trainer(AugmentConfig(crop=0.25, flip=True, brightness=0.4), **train), class_to_task=TASKS)
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std))
     trainer = replace(trainer, machine=replace(trainer.machine, graphs="captured" in execution))
@@ -119,7 +119,7 @@ def test_importance_is_the_mean_over_single_images(
     for client, shard in enumerate(shards):
         noise = {name: torch.randn(shape, generator=random) for name, shape in tiny_net.parts.shapes.items()}
         weights = {name: (tensor + 0.3 * noise[name]).double() for name, tensor in tiny_net.initial_weights().items()}
-        fit = method.importance_fit(ClientJob(ROUND, client, Message(), {}, None, shard), weights)
+        fit = method.importance_fit(ClientRoundInput(ROUND, client, Message(), {}, None, shard), weights)
         group.append(ClientFit(fit, shard, RngContext(0, ROUND, client)))
     groups = [group] if "stacked" in execution else [[client_fit] for client_fit in group]
     results = [result for part in groups for result in trainer.fit_cohort(part)]
@@ -211,8 +211,8 @@ def ask(
     round: int,
 ) -> ClientUpdate:
     initial = net.initial_weights()
-    down, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
-    job = ClientJob(round, 0, down, base, own, shard, task_index)
+    down, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
+    job = ClientRoundInput(round, 0, down, base, own, shard, task_index)
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
 
 
@@ -238,7 +238,7 @@ def test_three_tasks_as_by_hand(
     """Two rounds in the first task, one in the others: the importance of a task's last round counts."""
     weight = 0.2 if kind == "mas" else 0.5
     method = of_kind(kind, make_context, weight, epochs=2, **PLAIN_SGD)
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=TASKS)
     own: State | None = None
     names = list(tiny_net.parts.whole)
     learned: dict[int, tuple[Tensors, Tensors]] = {}
@@ -269,7 +269,7 @@ def test_a_task_without_samples_leaves_the_importance(
     kind: str, case: str, make_context: MakeContext, make_trainer: MakeTrainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
     method = of_kind(kind, make_context)
-    trainer = replace(make_trainer(), class_tasks=TASKS)
+    trainer = replace(make_trainer(), class_to_task=TASKS)
     first = ask(method, trainer, tiny_net, make_shard(0, 8), 0, None, 1).client_state
     assert first is not None
     second = first

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, ClientUpdate, DerPlusPlus, ExperienceReplay
+from vitfleet.methods import ClientRoundInput, ClientUpdate, DerPlusPlus, ExperienceReplay
 from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams, ErParams
 from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer
 
@@ -102,8 +102,8 @@ def run_client(
     round: int,
 ) -> ClientUpdate:
     initial, shard = trainer.net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
-    message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
-    job = ClientJob(round, CLIENT, message, base, own, shard, task_index)
+    message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
+    job = ClientRoundInput(round, CLIENT, message, base, own, shard, task_index)
     return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
@@ -127,7 +127,7 @@ def test_three_tasks_as_by_hand(
     kind: str, known: bool, make_context: MakeContext, make_trainer: MakeTrainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
     tasks = TASKS if known else None
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=tasks)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=tasks)
     method, hand = make_replay_method(kind, make_context), ByHand(tiny_net, tasks)
     own: State | None = None
     for task_index, round in ((0, 1), (1, 2), (1, 3), (2, 4)):  # two rounds in the second task
@@ -145,7 +145,7 @@ def test_three_tasks_as_by_hand(
 def test_stored_logits_are_those_of_the_model_that_was_just_trained(
     make_context: MakeContext, make_trainer: MakeTrainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
-    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=TASKS)
+    trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=TASKS)
     method, hand = make_replay_method("der++", make_context), ByHand(tiny_net, TASKS)
     own: State | None = None
     kept: dict[int, Tensor] = {}

@@ -78,7 +78,7 @@ def test_bytes_of_a_round_are_those_of_the_whole_model(method: str, tmp_path: Pa
     for heads in ("local", "shared"):
         context = open_run(tiny(method, f"method.heads={heads}"), tmp_path / heads)
         _, record = run_round(context, load_state(context), 1)
-        down = context.method.client_message(context.initial_server_state(), 1, 0, None)
+        down = context.method.message_to_client(context.initial_server_state(), 1, 0, None)
         parts = context.net.parts
         selection = parts.whole if heads == "shared" else parts.body
         assert sum(tensor.nbytes for tensor in down.tensors.values()) == 4 * parts.count_parameters(selection)

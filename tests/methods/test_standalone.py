@@ -9,10 +9,10 @@ from conftest import NO_IMAGES, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientJob, MethodContext
+from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, Objective
 
 
@@ -28,11 +28,11 @@ def same(left: Tensors, correct: Tensors) -> bool:
 
 def test_nothing_travels_but_the_first_model(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
-    assert same(method.base_message(initial).tensors, initial)
+    assert same(method.initial_broadcast(initial).tensors, initial)
     server = method.initial_state(initial)
     assert (server.tensors, server.numbers) == ({}, {})
-    assert method.client_message(server, round=1, client=0, last_round=None) == Message()
-    assert method.client_message(server, round=9, client=0, last_round=8) == Message()
+    assert method.message_to_client(server, round=1, client=0, last_round=None) == Message()
+    assert method.message_to_client(server, round=9, client=0, last_round=8) == Message()
 
 
 def test_replies_change_nothing(method: Standalone) -> None:
@@ -45,8 +45,8 @@ def test_replies_change_nothing(method: Standalone) -> None:
 def test_a_client_goes_on_from_its_own_weights(method: Standalone, tiny_net: Net) -> None:
     initial = tiny_net.initial_weights()
     own = State({name: weight + 1 for name, weight in initial.items()})
-    first = next(method.client_update(ClientJob(1, 0, Message(), initial, None, NO_IMAGES)))
-    later = next(method.client_update(ClientJob(2, 0, Message(), initial, own, NO_IMAGES)))
+    first = next(method.client_update(ClientRoundInput(1, 0, Message(), initial, None, NO_IMAGES)))
+    later = next(method.client_update(ClientRoundInput(2, 0, Message(), initial, own, NO_IMAGES)))
     assert same(first.weights, initial)
     assert same(later.weights, own.tensors)
     assert (first.epochs, tuple(first.objective.trainable)) == (2, tuple(tiny_net.parts.shapes))

@@ -18,7 +18,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
-from vitfleet.methods import ClientJob, MethodContext
+from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes, top_k
 from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
@@ -29,8 +29,8 @@ from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_participant
-from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.settings import ExecutionSettings
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size
@@ -128,10 +128,10 @@ def test_each_layer_is_averaged_over_those_who_sent_it(transfl: TransFL, tiny_ne
 def test_only_what_was_updated_since_goes_down(transfl: TransFL, tiny_net: Net) -> None:
     parts = tiny_net.parts
     server = State(tiny_net.initial_weights(), {"updated": [3, 5]})
-    assert set(transfl.client_message(server, 6, 0, last_round=None).tensors) == set(parts.whole)
-    assert set(transfl.client_message(server, 6, 0, last_round=5).tensors) == {*parts.non_blocks, *parts.blocks[1]}
-    assert set(transfl.client_message(server, 6, 0, last_round=3).tensors) == set(parts.whole)
-    assert set(transfl.client_message(server, 7, 0, last_round=6).tensors) == set(parts.non_blocks)
+    assert set(transfl.message_to_client(server, 6, 0, last_round=None).tensors) == set(parts.whole)
+    assert set(transfl.message_to_client(server, 6, 0, last_round=5).tensors) == {*parts.non_blocks, *parts.blocks[1]}
+    assert set(transfl.message_to_client(server, 6, 0, last_round=3).tensors) == set(parts.whole)
+    assert set(transfl.message_to_client(server, 7, 0, last_round=6).tensors) == set(parts.non_blocks)
 
 
 def _play(
@@ -143,7 +143,7 @@ def _play(
         gathering = method.aggregator(server, round)
         last_round = None if round == 1 else 1
         requests = [
-            Request(round, client, method.client_message(server, round, client, last_round)) for client in (0, 1)
+            Request(round, client, method.message_to_client(server, round, client, last_round)) for client in (0, 1)
         ]
         for reply in fleet.train(requests):
             assert reply.message is not None
@@ -189,7 +189,7 @@ def test_k_of_all_layers_sends_what_fedavg_sends(
     ups = []
     for method in (TransFL(TransFLParams(k=2), context), FedAvg(FedAvgParams(), context)):
         fleet = make_fleet(method, make_trainer(epochs=1, batch_size=8), lambda client: make_shard(0, 20))
-        request = Request(1, 0, method.client_message(method.initial_state(weights), 1, 0, None))
+        request = Request(1, 0, method.message_to_client(method.initial_state(weights), 1, 0, None))
         ups.append(next(fleet.train([request])).message)
     assert ups[0] is not None
     assert ups[1] is not None
@@ -208,7 +208,7 @@ def test_a_client_without_images_sends_nothing(
 ) -> None:
     fleet = make_fleet(transfl, make_trainer(), lambda client: make_shard(0, 0))
     server = transfl.initial_state(tiny_net.initial_weights())
-    reply = next(fleet.train([Request(1, 0, transfl.client_message(server, 1, 0, None))]))
+    reply = next(fleet.train([Request(1, 0, transfl.message_to_client(server, 1, 0, None))]))
     assert reply.message is not None
     assert not reply.message.tensors
     assert reply.message.numbers["samples"] == 0
@@ -226,13 +226,15 @@ def test_the_papers_message_sizes() -> None:
     context = MethodContext.from_net(net, config.train, config.rounds, config.seed, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
-    trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
+    trainer = Trainer(
+        net, preprocess_for(net, cpu), config.train, config.data.augment, 70, ExecutionSettings(cpu, bf16=False)
+    )
     assert isinstance(config.method, TransFLParams)
     methods = (FedAvg(FedAvgParams(), context), 18.2002), (TransFL(config.method, context), 9.1621)
     for method, mebibytes in methods:
-        down = method.client_message(method.initial_state(net.initial_weights()), 1, 0, None)
+        down = method.message_to_client(method.initial_state(net.initial_weights()), 1, 0, None)
         answer = run_participant(
-            method.client_update(ClientJob(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
+            method.client_update(ClientRoundInput(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
         )
         sent = encode(answer.message)
         payload = tensors_size(answer.message)

@@ -165,7 +165,7 @@ def test_the_continual_summary_has_the_numbers_of_the_records(fedvit: Finished) 
 
 def test_the_last_row_is_each_clients_model_on_its_own_test_images(fedvit: Finished) -> None:
     """Count image by image, among the classes of the image's task."""
-    assert fedvit.context.evaluator.class_tasks is not None
+    assert fedvit.context.evaluator.class_to_task is not None
     for client in range(4):
         state = fedvit.context.fleet.client_state(client)
         assert state is not None
@@ -180,7 +180,7 @@ def test_the_last_row_is_each_clients_model_on_its_own_test_images(fedvit: Finis
                 )
                 logits = fedvit.context.net(weights, fedvit.context.trainer.preprocess(pixels))[0]
                 rivals = torch.nonzero(
-                    fedvit.context.evaluator.class_tasks == fedvit.context.evaluator.class_tasks[label]
+                    fedvit.context.evaluator.class_to_task == fedvit.context.evaluator.class_to_task[label]
                 ).flatten()
                 correct += int(rivals[logits[rivals].argmax()]) == label
             assert fedvit.state.task_records[-1].matrix[client][task_index] == pytest.approx(correct / len(index))
@@ -214,8 +214,8 @@ def test_a_clients_memory_has_one_part_per_task_it_trained_on(fedvit: Finished) 
         assert set(known) == num_tasks
         for task_index, stored in known.items():
             task = streams_of(fedvit.context).task_order[client, task_index]
-            assert fedvit.context.evaluator.class_tasks is not None
-            assert set(fedvit.context.evaluator.class_tasks[stored.labels.long()].tolist()) == {task}
+            assert fedvit.context.evaluator.class_to_task is not None
+            assert set(fedvit.context.evaluator.class_to_task[stored.labels.long()].tolist()) == {task}
 
 
 METHODS = (
@@ -258,8 +258,8 @@ def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished
 def test_class_incremental_runs_predict_among_all_classes(tmp_path: Path) -> None:
     config = tiny("data.tasks.incremental=class", "data.tasks.count=2")
     context = open_run(config, tmp_path)
-    assert context.trainer.class_tasks is None
-    assert context.evaluator.class_tasks is None
+    assert context.trainer.class_to_task is None
+    assert context.evaluator.class_to_task is None
     initial, _ = context.evaluator.evaluate(context.net.initial_weights())
     assert float(initial.mean()) < 0.3, "an untrained model guesses among ten classes, not two"
     assert run_rounds(context).summary["continual"]["average_accuracy"] > 0

@@ -35,12 +35,12 @@ def model_by_hand(context: RunContext, state: RunState, client: int) -> Tensors:
 
 def accuracy_by_hand(context: RunContext, weights: Tensors, client: int, task_index: int) -> float:
     evaluator, correct = context.evaluator, 0
-    assert evaluator.class_tasks is not None
+    assert evaluator.class_to_task is not None
     indices = evaluator.client_indices.for_client(client, task_index).tolist()
     for image in indices:
         pixels, label = context.data.test.images[image : image + 1], int(context.data.test.labels[image])
         logits = context.net(weights, context.trainer.preprocess(pixels))[0]
-        rivals = torch.nonzero(evaluator.class_tasks == evaluator.class_tasks[label]).flatten()
+        rivals = torch.nonzero(evaluator.class_to_task == evaluator.class_to_task[label]).flatten()
         correct += int(rivals[logits[rivals].argmax()]) == label
     return correct / len(indices)
 

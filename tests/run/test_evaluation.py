@@ -29,7 +29,7 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.evaluate.accuracy import FleetEvaluator, GlobalEvaluation
 from vitfleet.training.evaluator import MAX_STACKED_MODELS, STACKED_BATCHES, Evaluator
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import preprocess_for
 
 # 40 test images: client 1 has none, the others unequally many, none of them neighbours.
@@ -45,7 +45,7 @@ def evaluator(tiny_net: Net, tiny_images: ImageSet) -> FleetEvaluator:
         preprocess=preprocess_for(tiny_net, cpu),
         test=tiny_images,
         client_indices=ClientIndices.from_owners(OWNERS, CLIENTS),
-        machine=Machine(cpu, bf16=False),
+        machine=ExecutionSettings(cpu, bf16=False),
         config=EvalConfig(batch_size=7),
         seed=0,
     )
@@ -216,13 +216,13 @@ class SpyForward:
 
 
 @pytest.mark.parametrize("cohort", [2, 3, 5, 100])
-@pytest.mark.parametrize("class_tasks", [None, torch.tensor([0, 0, 1, 1, 1])], ids=["all classes", "tasks"])
+@pytest.mark.parametrize("class_to_task", [None, torch.tensor([0, 0, 1, 1, 1])], ids=["all classes", "tasks"])
 def test_stacked_models_are_evaluated_as_one_after_the_other(
-    cohort: int, class_tasks: Tensor | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+    cohort: int, class_to_task: Tensor | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
 ) -> None:
     method = Standalone(StandaloneParams(), make_context())
     arguments = (method, 1, State(), random_weights(tiny_net, 3), client_models(tiny_net)[1])
-    alone = replace(evaluator, class_tasks=class_tasks)
+    alone = replace(evaluator, class_to_task=class_to_task)
     spy = SpyForward(tiny_net)
     together = stacked(replace(alone, net=spy.net), cohort)
     assert_equal_evaluations(together.evaluate_global(*arguments), alone.evaluate_global(*arguments))

@@ -27,8 +27,8 @@ from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.optim import learning_rate
-from vitfleet.training.stack_inputs import ClientFit
+from vitfleet.training.optimizers.optimizer import learning_rate
+from vitfleet.training.stacking.inputs import ClientFit
 from vitfleet.training.step import FitResult
 from vitfleet.training.trainer import Trainer
 from vitfleet.wire import decode

@@ -154,7 +154,7 @@ def test_no_message_has_a_moment(tiny_config: MakeConfig, tmp_path: Path) -> Non
     state = context.checkpoints.load(torch.device("cpu"))
     assert state is not None
     assert state.moments.tensors
-    message = context.method.client_message(state.server, 4, 0, None)
+    message = context.method.message_to_client(state.server, 4, 0, None)
     assert set(message.tensors) == set(context.net.parts.shapes)
     assert not state.server.parts
 

@@ -14,7 +14,7 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.training.local_training import ReplayBuffer
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult
 from vitfleet.training.trainer import Trainer
 

@@ -128,7 +128,7 @@ def test_cohort_replays_the_stored_samples_of_each_client(
     make_shard: MakeShard,
 ) -> None:
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, mask_ratio=mask_ratio, optimizer="sgd")
-    trainer = replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1]) if known else None)
+    trainer = replace(trainer, class_to_task=torch.tensor([0, 0, 1, 1, 1]) if known else None)
     objective = Objective(tiny_net.parts.whole, DarkExperienceLoss(0.5, 0.5, 2))
     fits = [
         Fit(start, objective, 2, replay=make_buffer(tiny_images, client))

@@ -15,7 +15,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
 from vitfleet.training.driver import group_fits
 from vitfleet.training.local_training import ReplayBuffer
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective
 from vitfleet.training.trainer import Trainer
 

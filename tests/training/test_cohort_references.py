@@ -16,10 +16,10 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.client_stack import Cohort
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.stacking.client_stack import Cohort
+from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
 
 
@@ -96,7 +96,7 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
 ) -> None:
     trainer = replace(
         make_trainer(batch_size=8, mask_ratio=mask_ratio),
-        class_tasks=torch.tensor([0, 0, 1, 1, 1]),
+        class_to_task=torch.tensor([0, 0, 1, 1, 1]),
         parts_at_once=parts_at_once,
     )
     weights = random_weights(tiny_net)

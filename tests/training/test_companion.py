@@ -14,9 +14,9 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, Step
-from vitfleet.training.step_runner import CudaGraphRunner
 
 SIZES = (20, 11, 36, 3)
 

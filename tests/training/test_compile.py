@@ -15,10 +15,10 @@ from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
-from vitfleet.training.machine import set_up_machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.execution.settings import set_up_execution
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
 
 
@@ -119,9 +119,9 @@ def test_scoring_is_compiled_once_for_similar_numbers_of_images(
 
 def test_compiling_allows_a_block_for_each_combination() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
-        set_up_machine(MachineConfig(device="cpu"))
+        set_up_execution(MachineConfig(device="cpu"))
         assert torch._dynamo.config.recompile_limit == 8
-        set_up_machine(MachineConfig(device="cpu", compile=True))
+        set_up_execution(MachineConfig(device="cpu", compile=True))
         assert torch._dynamo.config.recompile_limit > 8
 
 

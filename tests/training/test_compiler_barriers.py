@@ -18,10 +18,10 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from vitfleet.training.execution.compiler_barriers import BARRIER, CACHE_TAG, add_compiler_barriers
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.training import machine
-from vitfleet.training.compiler_barriers import BARRIER, CACHE_TAG, add_compiler_barriers
 
 H200 = {
     "multi_processor_count": 132,
@@ -129,5 +129,5 @@ def test_a_machine_with_a_gpu_that_compiles_has_barriers(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     with torch._dynamo.config.patch(recompile_limit=8):
-        machine.set_up_machine(MachineConfig(compile=compiles, precision="fp32", kernels=False))
+        machine.set_up_execution(MachineConfig(compile=compiles, precision="fp32", kernels=False))
     assert len(calls) == expected

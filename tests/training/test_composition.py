@@ -18,10 +18,10 @@ from vitfleet.message import Tensors
 from vitfleet.methods.continual.decomposition import ComposedSelection
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 SIZES = (20, 11, 36, 3)

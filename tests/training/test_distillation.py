@@ -19,10 +19,10 @@ from vitfleet.methods.continual.fedknow import distillation_losses, expand_weigh
 from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import Teachers
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
-from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -87,7 +87,7 @@ def loss_by_hand(net: Net, weights: Tensors, teacher: Tensors, images: Tensor, c
 def test_gradient_of_a_teacher_is_that_of_autograd_by_hand(
     known: bool, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = replace(make_trainer(batch_size=12, **SGD), class_tasks=TASKS if known else None)
+    trainer = replace(make_trainer(batch_size=12, **SGD), class_to_task=TASKS if known else None)
     weights, shard, teachers = tiny_net.initial_weights(), make_shard(0, 12), make_teachers(tiny_net, 0, absent=2)
     fit = Fit(weights, Objective(tiny_net.parts.whole, transform=LastReference()), 1, memory=teachers)
     result = trainer.fit(fit, shard, RngContext(7, 3, 0))
@@ -162,7 +162,7 @@ def test_stacked_clients_have_the_gradients_of_their_own_teachers(
     augment = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
     trainer = make_trainer(augment, batch_size=8, mask_ratio=mask_ratio, **SGD)
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
-    trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std), class_tasks=TASKS)
+    trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std), class_to_task=TASKS)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     objective = Objective(
         tiny_net.parts.whole,

@@ -14,12 +14,12 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.models.net import Net
+from vitfleet.training.capture.path import ExecutionSummary
+from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner
 from vitfleet.training.driver import group_fits
-from vitfleet.training.execution import ExecutionSummary
-from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.execution.settings import ExecutionSettings
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 
@@ -135,7 +135,7 @@ def family_group(family: str) -> tuple[Trainer, list[ClientFit]]:
     preprocess = preprocess_for(net, cpu)
     exact = Preprocess(preprocess.image_size, preprocess.mean.double(), preprocess.std.double())
     config = TrainConfig(batch_size=4, optimizer="sgd", lr=0.05)
-    trainer = Trainer(net, exact, config, AugmentConfig(), 1, Machine(cpu, False))
+    trainer = Trainer(net, exact, config, AugmentConfig(), 1, ExecutionSettings(cpu, False))
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (9, 1, net.image_size, net.image_size), generator=generator, dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(9) % 4)

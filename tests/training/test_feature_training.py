@@ -12,10 +12,10 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.machine import normalize_device, resolve_machine_config, set_up_machine
-from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.execution.settings import normalize_device, resolve_machine_config, set_up_execution
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective, Step
-from vitfleet.training.step_runner import CudaGraphRunner
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -91,7 +91,7 @@ def test_a_gpu_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_was_chosen_without_an_index_is_recorded_without_it() -> None:
-    machine = set_up_machine(MachineConfig(device="cpu"))
+    machine = set_up_execution(MachineConfig(device="cpu"))
     gpu = replace(machine, device=torch.device("cuda:0"))
     for device, recorded in (("auto", "cuda"), ("cuda", "cuda"), ("cuda:0", "cuda:0")):
         assert resolve_machine_config(MachineConfig(device=device), gpu).device == recorded

@@ -17,8 +17,8 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a GPU, or with TRITON_INTERPRET=1", allow_module_level=True)
 
 from vitfleet.config.schema import TrainConfig  # noqa: E402
-from vitfleet.training.fused_adamw import adamw  # noqa: E402
-from vitfleet.training.optim import Optimizer  # noqa: E402
+from vitfleet.training.optimizers.fused_adamw import adamw  # noqa: E402
+from vitfleet.training.optimizers.optimizer import Optimizer  # noqa: E402
 
 RATE, DECAY, EPSILON = 3e-3, 0.05, 1e-8
 PATTERNS = ([1, 1, 1], [1, 0, 1], [0, 0, 1], [1, 0, 0], [1, 1, 1], [0, 1, 1])

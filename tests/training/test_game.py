@@ -17,10 +17,10 @@ from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.methods.continual.bcn import SequentialGame, game_gradients, unit_per_image
 from vitfleet.models.net import Net
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import ReplayBuffer
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, cross_entropy
-from vitfleet.training.step_runner import CudaGraphRunner
 
 GAME = SequentialGame(cross_entropy, beta=0.9, epsilon=0.3, ascent_steps=1, descent_rate=0.05, descent_steps=1)
 GAMES = [GAME, replace(GAME, ascent_steps=3, descent_steps=2)]
@@ -137,7 +137,7 @@ def test_stacked_and_captured_clients_play_as_each_would_alone(
     trainer = replace(
         trainer,
         preprocess=Preprocess(trainer.preprocess.image_size, mean, std),
-        class_tasks=torch.tensor([0, 0, 1, 1, 1]),
+        class_to_task=torch.tensor([0, 0, 1, 1, 1]),
     )
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     weights = {name: tensor.double() for name, tensor in tiny_net.initial_weights().items()}

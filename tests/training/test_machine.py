@@ -12,18 +12,7 @@ from typing import Literal
 
 import pytest
 import torch
-
-from vitfleet.config.schema import MachineConfig
-from vitfleet.errors import ConfigError, UserError
-from vitfleet.training import cpu_bf16, machine
-from vitfleet.training.machine import (
-    MAX_WORKERS,
-    gpu_memory_bytes,
-    resolve_machine_config,
-    set_up_machine,
-    thread_limit,
-)
-from vitfleet.training.memory_budget import (
+from vitfleet.training.execution.memory_budget import (
     CAPTURED_FRACTION,
     CONTEXT_BYTES,
     GPU_SHARE_VARIABLE,
@@ -34,6 +23,17 @@ from vitfleet.training.memory_budget import (
     memory_fraction,
 )
 
+from vitfleet.config.schema import MachineConfig
+from vitfleet.errors import ConfigError, UserError
+from vitfleet.training import cpu_bf16, machine
+from vitfleet.training.execution.settings import (
+    MAX_WORKERS,
+    gpu_memory_bytes,
+    resolve_machine_config,
+    set_up_execution,
+    thread_limit,
+)
+
 
 @pytest.mark.parametrize(
     ("has_bf16", "width", "expected"), [(True, 256, True), (True, 64, False), (False, 256, False)], ids=str
@@ -42,9 +42,9 @@ def test_cpu_uses_bf16_where_it_is_supported_and_the_model_is_wide(
     has_bf16: bool, width: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cpu_has_bf16", lambda: has_bf16)
-    assert set_up_machine(MachineConfig(device="cpu"), width).bf16 is expected
-    assert set_up_machine(MachineConfig(device="cpu", precision="bf16"), width).bf16
-    assert not set_up_machine(MachineConfig(device="cpu", precision="fp32"), width).bf16
+    assert set_up_execution(MachineConfig(device="cpu"), width).bf16 is expected
+    assert set_up_execution(MachineConfig(device="cpu", precision="bf16"), width).bf16
+    assert not set_up_execution(MachineConfig(device="cpu", precision="fp32"), width).bf16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a product is tried in a forked process")
@@ -58,9 +58,9 @@ def test_a_cpu_whose_matrix_instructions_fail_computes_in_fp32(monkeypatch: pyte
     monkeypatch.setattr(cpu_bf16, "multiply", illegal_instruction)
     cpu_bf16.product_runs.cache_clear()
     try:
-        assert not set_up_machine(MachineConfig(device="cpu"), 256).bf16
+        assert not set_up_execution(MachineConfig(device="cpu"), 256).bf16
         with pytest.raises(ConfigError, match=r"machine\.precision = 'bf16'.*announces.*set it to fp32"):
-            set_up_machine(MachineConfig(device="cpu", precision="bf16"), 256)
+            set_up_execution(MachineConfig(device="cpu", precision="bf16"), 256)
     finally:
         cpu_bf16.product_runs.cache_clear()
 
@@ -92,15 +92,15 @@ def raise_os_error() -> int:
 
 
 def test_cpu_does_not_stack_clients_by_default() -> None:
-    default = set_up_machine(MachineConfig(device="cpu"))
+    default = set_up_execution(MachineConfig(device="cpu"))
     assert (default.cohort, default.graphs, default.compile) == (1, False, False)
-    assert set_up_machine(MachineConfig(device="cpu", cohort=7)).cohort == 7
+    assert set_up_execution(MachineConfig(device="cpu", cohort=7)).cohort == 7
 
 
 @pytest.mark.parametrize(("compile", "expected"), [(True, True), (False, False), ("auto", False)])
 def test_auto_compiles_on_a_gpu_only(compile: bool | Literal["auto"], expected: bool) -> None:
     config = MachineConfig(device="cpu", compile=compile)
-    chosen = set_up_machine(config)
+    chosen = set_up_execution(config)
     assert chosen.compile is expected
     assert resolve_machine_config(config, chosen).compile is expected
 
@@ -108,12 +108,12 @@ def test_auto_compiles_on_a_gpu_only(compile: bool | Literal["auto"], expected: 
 def test_cpu_trains_one_client_per_thread_as_memory_allows() -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with thread_limit(1):
-        assert set_up_machine(MachineConfig(device="cpu", threads=1)).workers == 1
-        assert set_up_machine(MachineConfig(device="cpu", threads=3), client_bytes=1).workers == 3
-        assert set_up_machine(MachineConfig(device="cpu", threads=3), client_bytes=memory // 4).workers == 2
-        assert set_up_machine(MachineConfig(device="cpu", threads=3), client_bytes=memory).workers == 1
-        assert set_up_machine(MachineConfig(device="cpu", threads=MAX_WORKERS + 1)).workers == MAX_WORKERS
-        assert set_up_machine(MachineConfig(device="cpu", threads=3, workers=2)).workers == 2
+        assert set_up_execution(MachineConfig(device="cpu", threads=1)).workers == 1
+        assert set_up_execution(MachineConfig(device="cpu", threads=3), client_bytes=1).workers == 3
+        assert set_up_execution(MachineConfig(device="cpu", threads=3), client_bytes=memory // 4).workers == 2
+        assert set_up_execution(MachineConfig(device="cpu", threads=3), client_bytes=memory).workers == 1
+        assert set_up_execution(MachineConfig(device="cpu", threads=MAX_WORKERS + 1)).workers == MAX_WORKERS
+        assert set_up_execution(MachineConfig(device="cpu", threads=3, workers=2)).workers == 2
 
 
 def test_thread_limit_restores_the_number_of_threads() -> None:

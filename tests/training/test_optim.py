@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.training.optim import Optimizer, learning_rate
+from vitfleet.training.optimizers.optimizer import Optimizer, learning_rate
 
 
 def test_learning_rate_rises_linearly_then_follows_half_a_cosine() -> None:

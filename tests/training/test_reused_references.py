@@ -16,11 +16,11 @@ from vitfleet.message import Tensors
 from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, project_gradient
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.client_stack import Cohort
+from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.stacking.client_stack import Cohort
+from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
-from vitfleet.training.step_runner import CudaGraphRunner
 
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "lr": 0.1}
 MakeMemory = Callable[[int], EpisodicMemory]

@@ -12,10 +12,10 @@ import pytest
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.training import runner_cache
-from vitfleet.training.runner_cache import RunnerCache
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.capture.cache import RunnerCache
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.stacking.inputs import ClientFit, RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.step_runner import CudaGraphRunner
 
 
 @pytest.fixture

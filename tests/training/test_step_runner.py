@@ -23,11 +23,11 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.client_stack import Cohort
+from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
 from vitfleet.training.local_training import EpisodicMemory, ReplayBuffer
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.stacking.client_stack import Cohort
+from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
 from vitfleet.training.step import Fit, FitResult, Objective
-from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
 from vitfleet.training.trainer import Trainer
 
 
@@ -119,7 +119,7 @@ OTHER_SETTINGS: dict[str, Callable[[Trainer], Trainer]] = {
     "momentum": lambda trainer: with_train(trainer, momentum=0.0),
     "optimizer": lambda trainer: with_train(trainer, optimizer="adamw"),
     "precision": lambda trainer: with_machine(trainer, bf16=True),
-    "tasks of the classes": lambda trainer: replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1])),
+    "tasks of the classes": lambda trainer: replace(trainer, class_to_task=torch.tensor([0, 0, 1, 1, 1])),
     "parts at once": lambda trainer: replace(trainer, parts_at_once=2),
     "preprocessing": with_other_normalisation,
     "net": with_other_net,
@@ -308,7 +308,7 @@ def test_client_states_are_not_overwritten_by_later_clients(
     losses = []
     monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
     for graphs in (False, True):
-        monkeypatch.setattr(setup, "set_up_machine", partial(set_up_with_graphs, graphs))
+        monkeypatch.setattr(setup, "set_up_execution", partial(set_up_with_graphs, graphs))
         run_rounds(open_run(config, tmp_path / str(graphs)))
         records = read_records(tmp_path / str(graphs))
         losses.append([entry.numbers["loss"] for record in records for entry in record.clients])

@@ -18,8 +18,8 @@ from vitfleet.message import Tensors
 from vitfleet.models.forward.functional_vit import FunctionalViT
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.optim import learning_rate
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.optimizers.optimizer import learning_rate
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step, cross_entropy
 from vitfleet.training.trainer import Trainer
 

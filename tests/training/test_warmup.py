@@ -12,9 +12,9 @@ import torch
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.progress import Advance
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.capture.path import WarmupTimer
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.step import Fit, Objective
-from vitfleet.training.warmup import WarmupTimer
 
 
 class RecordingProgress:

@@ -26,7 +26,7 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.output.folder import RunFolder, create_run_folder
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
+from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
 
 if TYPE_CHECKING:
     from vitfleet.api.run import Run

@@ -123,6 +123,6 @@ class CostModel:
         blank = shapes_of(self.net)
         server: State = self.method.initial_state(blank)
         return (
-            message_size(self.method.client_message(server, self.method.cost_round, 0, None)),
-            message_size(self.method.base_message(blank)),
+            message_size(self.method.message_to_client(server, self.method.cost_round, 0, None)),
+            message_size(self.method.initial_broadcast(blank)),
         )

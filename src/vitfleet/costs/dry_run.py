@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.base import ClientJob, ClientUpdate, Method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method
 from vitfleet.models.net import Net
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.wire import encoded_size
@@ -73,12 +73,12 @@ def dry_run(
         The model's weights as meta tensors; created if not given.
     """
     blank = shapes_of(net) if blank is None else blank
-    received = method.client_message(method.initial_state(blank), round, client, None)
+    received = method.message_to_client(method.initial_state(blank), round, client, None)
     targets = torch.from_numpy(np.asarray(labels, dtype=np.int64))
     pixels = torch.empty(len(targets), len(net.mean), image_size, image_size, dtype=torch.uint8, device="meta")
     shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
-    base = method.base_message(blank).tensors
-    requested = method.client_update(ClientJob(round, client, received, base, client_state, shard, task_index))
+    base = method.initial_broadcast(blank).tensors
+    requested = method.client_update(ClientRoundInput(round, client, received, base, client_state, shard, task_index))
     held_tensors = [
         *received.tensors.values(),
         *base.values(),

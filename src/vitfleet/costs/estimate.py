@@ -28,14 +28,14 @@ from vitfleet.costs.flops import FlopCounter
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
-from vitfleet.data.tasks import task_classes
+from vitfleet.data.tasks import class_to_task
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
+from vitfleet.training.execution.memory_budget import estimate_client_bytes
+from vitfleet.training.execution.settings import set_up_execution, thread_limit
 from vitfleet.training.local_training import LocalTraining
-from vitfleet.training.machine import set_up_machine, thread_limit
-from vitfleet.training.memory_budget import estimate_client_bytes
 
 Labels = NDArray[np.int64]
 
@@ -113,14 +113,14 @@ def estimate_run(
     size = size or known_size(config.data)
     if size is None:
         return None
-    tasks = task_classes(config.data.tasks, config.seed, size.classes)
-    net = cost_net(config, size, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
+    tasks = class_to_task(config.data.tasks, config.seed, size.classes)
+    net = cost_net(config, size, partial(adapt_model, config.method, class_to_task=tasks))
     context = MethodContext(config, net, size.classes, torch.device("cpu"))
     method = make_method(config.method, context)
     client_bytes = estimate_client_bytes(net, config.train)
     work = _RunWork.of(config, size, method, net)
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
-        machine = set_up_machine(config.machine, net.embed_dim, client_bytes)
+        machine = set_up_execution(config.machine, net.embed_dim, client_bytes)
         trained_here = 0 if _remote(config) else config.fleet.asked
         at_once = min(trained_here, max(machine.workers, machine.cohort))
         parallel = at_once if machine.device.type == "cuda" else min(trained_here, machine.workers)

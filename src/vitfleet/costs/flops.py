@@ -23,13 +23,13 @@ from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.client_stack import ClientStack
 from vitfleet.training.engine import ModelOutputs
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.local_training import LocalTraining, SampleSet
-from vitfleet.training.machine import Machine
 from vitfleet.training.passes import ClientModels, Pass, PassOptions
 from vitfleet.training.samples import Loss, Outputs, Parts, Samples
-from vitfleet.training.stack_inputs import ClientTraining, RngContext, part_widths, stack_inputs
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext, part_widths, stack_inputs
 from vitfleet.training.step import StepView, kind_of_step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -151,7 +151,7 @@ def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int)
     training = replace(training, sets=sets).with_tensor_groups(
         {name: empty_like(tensors) for name, tensors in groups.items()}
     )
-    machine = Machine(torch.device("cpu"), bf16=False)  # autocast knows no meta device
+    machine = ExecutionSettings(torch.device("cpu"), bf16=False)  # autocast knows no meta device
     trainer = Trainer(net, preprocess_for(net, META), train, AugmentConfig(), 1, machine, parts_at_once=1)
     pixels = torch.empty(size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8, device="meta")
     indices = torch.empty(size, dtype=torch.long, device="meta")

@@ -25,10 +25,10 @@ from vitfleet.costs.flops import empty_batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.local_training import LocalTraining
-from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import ClientTraining, RngContext, stack_inputs, trained_tensors
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs, trained_tensors
 from vitfleet.training.step import kind_of_step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -183,7 +183,7 @@ def _track_step(
     Return the bytes after the inputs were copied, before the first step, and at the peak.
     """
     cpu_net = net.with_constants_on("cpu")
-    machine = Machine(torch.device("cpu"), bf16)
+    machine = ExecutionSettings(torch.device("cpu"), bf16)
     preprocess = preprocess_for(cpu_net, machine.device)
     trainer = Trainer(cpu_net, preprocess, train, AugmentConfig(), 1, machine, parts_at_once=parts_at_once)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -24,7 +24,7 @@ from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundW
 from vitfleet.costs.memory import TrackedStep, round_memory
 from vitfleet.data.partitions.assign import make_partition
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.data.tasks import make_task_streams, task_classes
+from vitfleet.data.tasks import class_to_task, make_task_streams
 from vitfleet.errors import UserError
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
@@ -145,8 +145,8 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
 
 
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
-    tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
-    net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
+    tasks = class_to_task(config.data.tasks, config.seed, dataset.classes)
+    net = cost_net(config, dataset, partial(adapt_model, config.method, class_to_task=tasks))
     context = MethodContext(config, net, dataset.classes, torch.device("cpu"))
     return make_method(config.method, context), net
 

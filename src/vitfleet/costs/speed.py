@@ -12,10 +12,10 @@ from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
-from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.execution.settings import ExecutionSettings, thread_limit
 from vitfleet.training.local_training import LocalTraining
-from vitfleet.training.machine import Machine, thread_limit
-from vitfleet.training.stack_inputs import ClientTraining, RngContext, stack_inputs
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs
 from vitfleet.training.step import kind_of_step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -34,7 +34,7 @@ class SpeedRequest:
     net: Net
     training: LocalTraining
     train: TrainConfig
-    machine: Machine
+    machine: ExecutionSettings
     flops_per_sample: int
     clients_at_once: int
 

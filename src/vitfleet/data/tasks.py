@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,31 +21,13 @@ from vitfleet.randomness import Address, Purpose
 NO_TASK = -1
 
 
-class TaskClasses(NamedTuple):
-    """Which task each class belongs to.
-
-    Attributes
-    ----------
-    class_tasks
-        The task of each class, −1 for a class that belongs to none; empty without tasks.
-    task_known
-        Whether the task of an image is known: then only the classes of its task are candidates.
-    """
-
-    class_tasks: tuple[int, ...] = ()
-    task_known: bool = False
-
-
-NO_TASKS = TaskClasses()
-
-
 @dataclass(frozen=True, eq=False)
 class TaskStreams:
     """The stream of tasks of every client.
 
     Attributes
     ----------
-    task_of_class
+    class_to_task
         ``[classes]``: the task of each class, −1 for a class that belongs to none.
     task_order
         ``[clients, tasks]``: the tasks in the order in which each client learns them.
@@ -56,7 +37,7 @@ class TaskStreams:
         ``[clients, classes]``: training images over all tasks.
     """
 
-    task_of_class: Ints
+    class_to_task: Ints
     task_order: Ints
     train: ClientIndices
     test: ClientIndices
@@ -75,7 +56,7 @@ class TaskStreams:
     def arrays(self) -> tuple[Ints, ...]:
         """Return the arrays that define the streams; the class counts follow from them."""
         train, test = self.train, self.test
-        return (self.task_of_class, self.task_order, train.indices, train.offsets, test.indices, test.offsets)
+        return (self.class_to_task, self.task_order, train.indices, train.offsets, test.indices, test.offsets)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the streams: equal exactly if the tasks and images of every client are the same."""
@@ -122,17 +103,14 @@ def make_task_streams(
 
 def assign_classes_to_tasks(config: TasksConfig, seed: int, classes: int) -> Ints:
     """Return the task of each class, −1 for a class that belongs to none."""
-    task_of_class = np.full(classes, NO_TASK, np.int64)
-    task_of_class[_split_classes(config, seed, classes)] = np.arange(config.count)[:, None]
-    return task_of_class
+    class_to_task = np.full(classes, NO_TASK, np.int64)
+    class_to_task[_split_classes(config, seed, classes)] = np.arange(config.count)[:, None]
+    return class_to_task
 
 
-def task_classes(config: TasksConfig | None, seed: int, classes: int) -> TaskClasses:
-    """Return the task of each class."""
-    if config is None:
-        return NO_TASKS
-    tasks = assign_classes_to_tasks(config, seed, classes)
-    return TaskClasses(tuple(int(task) for task in tasks), config.incremental == "task")
+def class_to_task(config: TasksConfig | None, seed: int, classes: int) -> tuple[int, ...]:
+    """Return the task of each class, −1 for a class that belongs to none; empty without tasks."""
+    return () if config is None else tuple(int(task) for task in assign_classes_to_tasks(config, seed, classes))
 
 
 def draw_task_order(config: TasksConfig, seed: int, client: int) -> Ints:

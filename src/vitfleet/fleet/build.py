@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from vitfleet.config.schema import Config
-from vitfleet.data.tasks import task_classes
+from vitfleet.data.tasks import class_to_task
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 
@@ -28,19 +28,19 @@ class Components:
 
 def build_net(config: Config, classes: int, channels: int, image_size: int) -> Net:
     """Build a run's model for images of ``image_size`` x ``image_size`` pixels."""
-    class_tasks = task_classes(config.data.tasks, config.seed, classes).class_tasks
-    adapt = partial(adapt_model, config.method, class_tasks=class_tasks)
+    tasks = class_to_task(config.data.tasks, config.seed, classes)
+    adapt = partial(adapt_model, config.method, class_to_task=tasks)
     return build_model(config.model, classes, channels, image_size, config.seed, adapt)
 
 
 def build_components(
-    config: Config, net: Net, classes: int, machine: Machine, class_tasks: Tensor | None = None
+    config: Config, net: Net, classes: int, machine: ExecutionSettings, class_to_task: Tensor | None = None
 ) -> Components:
     """Build everything that a machine needs to train a run's model.
 
     Parameters
     ----------
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, if the model is given an image's task.
     """
     net = net.to(machine.device)
@@ -49,5 +49,7 @@ def build_components(
         net = net.with_unfused_attention()
     context = MethodContext(config, net, classes, machine.device)
     preprocess = preprocess_for(net, machine.device)
-    trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)
+    trainer = Trainer(
+        net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_to_task
+    )
     return Components(net, make_method(config.method, context), trainer)

@@ -14,10 +14,10 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
-from vitfleet.methods.base import ClientJob, ClientUpdate, Method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method
 from vitfleet.training.driver import PendingUpdate, run_updates
-from vitfleet.training.memory_budget import is_out_of_memory
-from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.execution.memory_budget import is_out_of_memory
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 #: Evaluates model weights on the test images of clients' tasks.
@@ -51,7 +51,7 @@ class ClientRuntime:
         self, request: Request, base_weights: Tensors, client_state: State | None, shard: Shard
     ) -> PendingUpdate[ClientUpdate]:
         """Return a client's update before its first step."""
-        job = ClientJob(
+        job = ClientRoundInput(
             request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
         )
         return PendingUpdate(

@@ -17,7 +17,7 @@ from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
 from vitfleet.training.driver import PendingUpdate
-from vitfleet.training.machine import thread_limit
+from vitfleet.training.execution.settings import thread_limit
 
 # Requests per worker thread that are sorted by size together. Early replies wait in memory, so the window is small.
 SORT_WINDOW = 4

@@ -86,7 +86,7 @@ class Classifier(nn.Module):
     @property
     def tasks(self) -> list[list[int]]:
         """The classes of each task, as indices; empty for a model that was not trained on tasks."""
-        of_class = self.info.task_of_class or ()
+        of_class = self.info.class_to_task or ()
         return [[i for i, own in enumerate(of_class) if own == task] for task in range(max(of_class, default=-1) + 1)]
 
     def forward(self, images: Tensor) -> Tensor:
@@ -130,24 +130,24 @@ class Classifier(nn.Module):
         logits = self(images).float()
         if task is not None:
             tasks = [task] * len(images) if isinstance(task, int) else list(task)
-            of_class = torch.tensor(self._task_of_class(), device=logits.device)
+            of_class = torch.tensor(self._class_to_task(), device=logits.device)
             logits = logits.masked_fill(of_class != torch.tensor(tasks, device=logits.device)[:, None], float("-inf"))
         probabilities: Tensor = logits.softmax(dim=-1)
         return probabilities
 
     def tasks_of(self, labels: Sequence[int]) -> list[int]:
         """Return the task of each label."""
-        of_class = self._task_of_class()
+        of_class = self._class_to_task()
         return [of_class[label] for label in labels]
 
-    def _task_of_class(self) -> tuple[int, ...]:
-        if self.info.task_of_class is None:
+    def _class_to_task(self) -> tuple[int, ...]:
+        if self.info.class_to_task is None:
             raise UserError("the model was not trained on tasks; leave the task out")
-        return self.info.task_of_class
+        return self.info.class_to_task
 
-    def task_classes(self, task: int) -> list[int]:
+    def classes_of_task(self, task: int) -> list[int]:
         """Return the classes of a task, as indices."""
-        self._task_of_class()
+        self._class_to_task()
         tasks = self.tasks
         if not 0 <= task < len(tasks):
             raise UserError(f"task = {task}: must be between 0 and {len(tasks) - 1}")
@@ -167,7 +167,7 @@ class Classifier(nn.Module):
 
     def prediction(self, probabilities: Sequence[float], task: int | None = None) -> Prediction:
         """Return the prediction that the probabilities of all classes mean."""
-        candidates = range(len(self.classes)) if task is None else self.task_classes(task)
+        candidates = range(len(self.classes)) if task is None else self.classes_of_task(task)
         named = {self.classes[index]: probabilities[index] for index in candidates}
         best = max(named, key=lambda name: named[name])
         return Prediction(best, named[best], named)

@@ -50,7 +50,7 @@ def predict_files(
         The task of the images, where it is known: only its classes are candidates.
     """
     if task is not None:
-        model.task_classes(task)  # a wrong number is an error before the first image is read
+        model.classes_of_task(task)  # a wrong number is an error before the first image is read
     decode = partial(decode_file, image_size=model.image_size, channels=model.channels)
     with ThreadPoolExecutor(DECODING_THREADS) as pool, progress.task("predicting", len(paths)) as advance:
         for start in range(0, len(paths), batch_size):

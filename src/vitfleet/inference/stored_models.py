@@ -28,9 +28,9 @@ from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.output.model_file import DataInfo, model_info, read_base, read_data_info, read_model, server_model
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 
-CPU = Machine(torch.device("cpu"), bf16=False)
+CPU = ExecutionSettings(torch.device("cpu"), bf16=False)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StoredModels:
     ----------
     base_weights
         What every client received once, before its first round.
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, if the model is told an image's task.
     """
 
@@ -51,11 +51,11 @@ class StoredModels:
     method: Method[Any]
     base_weights: Tensors
     states: StoredStates
-    class_tasks: Tensor | None = None
+    class_to_task: Tensor | None = None
 
     @classmethod
     def open(
-        cls, folder: Path, config: Config, states: StoredStates | None = None, machine: Machine = CPU
+        cls, folder: Path, config: Config, states: StoredStates | None = None, machine: ExecutionSettings = CPU
     ) -> StoredModels:
         """Open the models of a run.
 
@@ -70,13 +70,13 @@ class StoredModels:
         # The weights are in the folder: the file that training began with need not exist any more.
         without_file = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
         net = build_net(without_file, len(data.classes), data.channels, data.image_size)
-        class_tasks = None
+        class_to_task = None
         if config.data.tasks is not None and config.task_known:
-            class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
-        components = build_components(without_file, net, len(data.classes), machine, class_tasks)
+            class_to_task = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, len(data.classes)))
+        components = build_components(without_file, net, len(data.classes), machine, class_to_task)
         base = read_base(folder).tensors
         states = states or StoredStates.of_run(folder)
-        return cls(config, data, components.net, components.method, base, states, class_tasks)
+        return cls(config, data, components.net, components.method, base, states, class_to_task)
 
     def classifier(self, client: int | None = None) -> Classifier:
         """Return the model of a client, or of the server."""
@@ -124,7 +124,7 @@ def load_model_file(path: Path) -> Classifier:
     except ValidationError as error:
         raise UserError(f"{path}: its model cannot be built here ({error.errors()[0]['msg']})") from None
     data = info.data
-    adapt = partial(adapt_model, method, class_tasks=info.task_of_class or ())
+    adapt = partial(adapt_model, method, class_to_task=info.class_to_task or ())
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
     return Classifier(net, weights, info)
 

@@ -20,7 +20,7 @@ from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.clients import open_partition, training_clients
 from vitfleet.run.evaluate.accuracy import FleetEvaluator
 from vitfleet.run.evaluate.continual import ContinualMetrics, Rows, as_array, as_matrix, compute_metrics
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import preprocess_for
 
 
@@ -87,7 +87,7 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
         machine,
         config.eval,
         config.seed,
-        models.class_tasks,
+        models.class_to_task,
     )
     rows: Rows = [[None] * evaluated_tasks for _ in range(config.fleet.clients)]
     for client in training_clients(config):
@@ -97,7 +97,7 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
     return rows
 
 
-def _machine(folder: Path) -> Machine:
+def _machine(folder: Path) -> ExecutionSettings:
     """Return a CPU that computes in the precision of a run that was evaluated on a CPU; else in float32."""
     machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
-    return Machine(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")
+    return ExecutionSettings(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")

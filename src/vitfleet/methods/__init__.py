@@ -26,7 +26,7 @@ from vitfleet.methods.reported import ClientMetric, reduce_client_metrics  # iso
 from vitfleet.methods.base import (  # isort: skip
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -41,8 +41,8 @@ __all__ = [
     "Apfl",
     "Bcn",
     "ClientGenerator",
-    "ClientJob",
     "ClientMetric",
+    "ClientRoundInput",
     "ClientUpdate",
     "DerPlusPlus",
     "DyTox",

@@ -28,7 +28,7 @@ from vitfleet.config.base import AggregationParams, MethodParams
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
-from vitfleet.data.tasks import TaskClasses, task_classes
+from vitfleet.data.tasks import class_to_task
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.reported import ClientMetric
@@ -89,9 +89,9 @@ class MethodContext:
         return self.config.num_tasks
 
     @cached_property
-    def task_classes(self) -> TaskClasses:
-        """Which task each class belongs to, and whether the task of an image is known."""
-        return task_classes(self.config.data.tasks, self.seed, self.num_classes)
+    def class_to_task(self) -> tuple[int, ...]:
+        """The task of each class, −1 for a class that belongs to none; empty without tasks."""
+        return class_to_task(self.config.data.tasks, self.seed, self.num_classes)
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +105,7 @@ class MethodContext:
 
 
 @dataclass(frozen=True)
-class ClientJob:
+class ClientRoundInput:
     """The input of a client's round.
 
     Attributes
@@ -113,7 +113,7 @@ class ClientJob:
     message
         The server's message of this round.
     base_weights
-        The tensors that every client received once, before its first round: see :meth:`Method.base_message`.
+        The tensors that every client received once, before its first round: see :meth:`Method.initial_broadcast`.
     client_state
         The client's state after its last round; ``None`` before its first round.
     shard
@@ -275,12 +275,12 @@ class Method(ABC, Generic[Params]):
         return True
 
     @classmethod
-    def adapt_model(cls, params: Params, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+    def adapt_model(cls, params: Params, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
 
         Parameters
         ----------
-        class_tasks
+        class_to_task
             The task of each class, −1 for a class that belongs to none; empty without tasks.
         """
 
@@ -301,7 +301,7 @@ class Method(ABC, Generic[Params]):
         """Whether the parts of the server's state are memory-mapped from the checkpoint's files."""
         return False
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return what every client receives once, before its first round, and keeps: nothing by default."""
         return Message()
 
@@ -310,7 +310,7 @@ class Method(ABC, Generic[Params]):
         """Return the server's state before the first round."""
 
     @abstractmethod
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the message to a client in a round.
 
         Parameters
@@ -345,7 +345,7 @@ class Method(ABC, Generic[Params]):
     # Client
 
     @abstractmethod
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Run a client's round, yielding each training."""
 
     @abstractmethod
@@ -411,6 +411,6 @@ def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
     return method_class(params)(params, context)
 
 
-def adapt_model(params: MethodParams, vit: nn.Module, class_tasks: Sequence[int] = ()) -> None:
+def adapt_model(params: MethodParams, vit: nn.Module, class_to_task: Sequence[int] = ()) -> None:
     """Change an architecture as the configured method needs it; see :meth:`Method.adapt_model`."""
-    method_class(params).adapt_model(params, vit, class_tasks)
+    method_class(params).adapt_model(params, vit, class_to_task)

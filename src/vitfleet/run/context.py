@@ -27,7 +27,7 @@ from vitfleet.run.evaluate.accuracy import FleetEvaluator
 from vitfleet.run.records import ClientCosts, read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.trainer import Trainer
 
 
@@ -85,7 +85,7 @@ class RunContext:
         return self.components.trainer
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> ExecutionSettings:
         """The device and precision of this process."""
         return self.components.trainer.machine
 

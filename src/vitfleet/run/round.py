@@ -24,8 +24,8 @@ from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
 from vitfleet.training.driver import run_update
-from vitfleet.training.optim import learning_rate
-from vitfleet.training.stack_inputs import SERVER_CLIENT, RngContext
+from vitfleet.training.optimizers.optimizer import learning_rate
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, RngContext
 from vitfleet.wire import encode
 
 Known = TypeVar("Known")

@@ -77,7 +77,7 @@ class RoundPlanner:
     def _plan_client(
         self, server: State, round: int, client: int, last_round: int | None, evaluates: bool
     ) -> ClientPlan:
-        message = self.method.client_message(server, round, client, last_round)
+        message = self.method.message_to_client(server, round, client, last_round)
         if evaluates:
             more = self.method.evaluation_message(server, round)
             message = Message({**message.tensors, **more.tensors}, {**message.numbers, **more.numbers})

@@ -36,8 +36,13 @@ from vitfleet.run.context import RunContext
 from vitfleet.run.evaluate.accuracy import FleetEvaluator
 from vitfleet.run.output.model_file import write_base, write_data_info
 from vitfleet.run.round_plan import RoundPlanner
-from vitfleet.training.machine import Machine, gpu_memory_bytes, resolve_machine_config, set_up_machine
-from vitfleet.training.memory_budget import estimate_client_bytes
+from vitfleet.training.execution.memory_budget import estimate_client_bytes
+from vitfleet.training.execution.settings import (
+    ExecutionSettings,
+    gpu_memory_bytes,
+    resolve_machine_config,
+    set_up_execution,
+)
 
 STATE_CACHE_SHARE = 16  # client states may take 1/16 of a GPU's memory
 
@@ -77,9 +82,9 @@ def open_run(
             write_data_info(data, config.data.eval_split, folder)
         partition = open_partition(config, data, folder) if make_fleet is None else empty_partition(config)
         checkpoints = Checkpoints(folder, verify=processes.is_first, keep_every=config.kept_rounds)
-    class_tasks = _class_tasks(config, data)
-    components = build_components(config, net, len(data.classes), machine, class_tasks)
-    base = components.method.base_message(to_device(components.net.initial_weights(), machine.device))
+    class_to_task = _class_tasks(config, data)
+    components = build_components(config, net, len(data.classes), machine, class_to_task)
+    base = components.method.initial_broadcast(to_device(components.net.initial_weights(), machine.device))
     if processes.is_first:
         write_base(base, folder)
     images = ClientImages(config, data, partition, components.method.accumulates_tasks)
@@ -107,7 +112,7 @@ def _checked(config: Config, data: DataSet) -> DataSet:
     return hold_out_validation(limit_images(data, config.data.limit), config.data.validation)
 
 
-def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
+def _open_machine(config: Config, folder: Path, net: Net) -> ExecutionSettings:
     """Set this process up. A resumed run computes as it began, whatever this shell or machine would choose."""
     path = folder / MACHINE_FILE
     if path.exists():
@@ -115,8 +120,8 @@ def _open_machine(config: Config, folder: Path, net: Net) -> Machine:
             recorded = MachineConfig.model_validate(read_json(path))
         except ValidationError:
             raise UserError(f"{path}: is damaged; restore it from a copy") from None
-        return set_up_machine(recorded, net.embed_dim)
-    machine = set_up_machine(config.machine, net.embed_dim, estimate_client_bytes(net, config.train))
+        return set_up_execution(recorded, net.embed_dim)
+    machine = set_up_execution(config.machine, net.embed_dim, estimate_client_bytes(net, config.train))
     write_atomically(path, resolve_machine_config(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 
@@ -141,7 +146,7 @@ def _make_evaluator(images: ClientImages, components: Components, has_local_clie
         trainer.machine,
         evaluation,
         config.seed,
-        trainer.class_tasks,
+        trainer.class_to_task,
         held_out_clients(config),
     )
 

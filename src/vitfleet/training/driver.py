@@ -8,7 +8,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from vitfleet.data.images import Shard
 from vitfleet.training.local_training import LocalResult, LocalTraining
-from vitfleet.training.stack_inputs import ClientTraining, RngContext
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 from vitfleet.training.trainer import Trainer
 
 Outcome = TypeVar("Outcome")

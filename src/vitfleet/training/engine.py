@@ -14,7 +14,7 @@ from vitfleet.config.schema import TrainConfig
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import BatchStatistics, Net
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.samples import Samples, mask_other_tasks
 
 # Keys of the table `train` that no step depends on: they decide how many steps there are and at which learning rate,
@@ -53,7 +53,7 @@ class StepEngine:
     ----------
     preprocess
         From stored pixels to the model's input.
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, where the task of an image is known; else ``None``.
     parts_at_once
         Number of parts of an episodic memory whose gradients are computed together.
@@ -62,8 +62,8 @@ class StepEngine:
     net: Net
     preprocess: Preprocess
     config: TrainConfig
-    machine: Machine
-    class_tasks: Tensor | None
+    machine: ExecutionSettings
+    class_to_task: Tensor | None
     parts_at_once: int
 
     @property
@@ -150,7 +150,7 @@ class StepEngine:
 
     def sample_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of each sample, in the shape of ``labels``."""
-        logits = mask_other_tasks(logits, labels, self.class_tasks).float()
+        logits = mask_other_tasks(logits, labels, self.class_to_task).float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").reshape(labels.shape)
 
     def with_config(self, config: TrainConfig) -> StepEngine:
@@ -172,7 +172,7 @@ class StepEngine:
             self.net is other.net
             and self.preprocess is other.preprocess
             and self.machine == other.machine
-            and self.class_tasks is other.class_tasks
+            and self.class_to_task is other.class_to_task
             and self.parts_at_once == other.parts_at_once
             and self._step_settings() == other._step_settings()
         )

@@ -13,9 +13,9 @@ from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.samples import mask_other_tasks
-from vitfleet.training.stack import stack
+from vitfleet.training.stacking.stack import stack
 
 MAX_STACKED_MODELS = 8  # in one forward pass: their weights are copied
 STACKED_BATCHES = 4  # a forward pass of stacked models has at most this many times ``batch_size`` images
@@ -27,16 +27,16 @@ class Evaluator:
 
     Attributes
     ----------
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
         then possible. ``None``: all classes are.
     """
 
     net: Net
     preprocess: Preprocess
-    machine: Machine
+    machine: ExecutionSettings
     batch_size: int
-    class_tasks: Tensor | None = None
+    class_to_task: Tensor | None = None
 
     @property
     def models_at_once(self) -> int:
@@ -115,5 +115,5 @@ class Evaluator:
             if num_models is not None:
                 pixels = pixels.expand(num_models, *pixels.shape)
             with self.machine.autocast():
-                logits = mask_other_tasks(self.net(weights, pixels), labels, self.class_tasks)
+                logits = mask_other_tasks(self.net(weights, pixels), labels, self.class_to_task)
             yield logits, labels

@@ -13,10 +13,10 @@ from torch import Tensor
 from vitfleet.message import Tensors
 from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.engine import ModelOutputs, StepEngine
-from vitfleet.training.gradients import client_gradients
-from vitfleet.training.repeated_weights import by_part, repeat_constants, repeat_weights
+from vitfleet.training.optimizers.gradients import client_gradients
 from vitfleet.training.samples import Loss, Outputs, Samples, mask_other_tasks
-from vitfleet.training.stack import Stack, vmap_over_clients
+from vitfleet.training.stacking.repeated_weights import by_part, repeat_constants, repeat_weights
+from vitfleet.training.stacking.stack import Stack, vmap_over_clients
 
 #: Returns the model's weights, composed of what trains and of the constants.
 Compose: TypeAlias = Callable[[Tensors, Tensors], Tensors]
@@ -240,7 +240,7 @@ class ClientModels:
             options.get("representation", False),
         )
         if not options.get("all_classes", False):
-            logits = mask_other_tasks(computed.logits, samples.labels, self.engine.class_tasks)
+            logits = mask_other_tasks(computed.logits, samples.labels, self.engine.class_to_task)
             computed = computed._replace(logits=logits)
         if len(groups) == 1:
             return (self.outputs(samples, computed, leaves),)

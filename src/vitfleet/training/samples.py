@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.message import Tensors
-from vitfleet.training.stack import register_fields
+from vitfleet.training.stacking.stack import register_fields
 
 
 @register_fields
@@ -131,14 +131,14 @@ def cross_entropy(outputs: Outputs) -> Tensor:
     return torch.dot(losses, outputs.sample_weight)
 
 
-def mask_other_tasks(logits: Tensor, labels: Tensor, class_tasks: Tensor | None) -> Tensor:
+def mask_other_tasks(logits: Tensor, labels: Tensor, class_to_task: Tensor | None) -> Tensor:
     """Return logits in which the classes of all tasks but the sample's own are −∞.
 
     Parameters
     ----------
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``; ``None``: nothing is masked.
     """
-    if class_tasks is None:
+    if class_to_task is None:
         return logits
-    return logits.masked_fill(class_tasks != class_tasks[labels].unsqueeze(-1), -torch.inf)
+    return logits.masked_fill(class_to_task != class_to_task[labels].unsqueeze(-1), -torch.inf)

@@ -34,10 +34,10 @@ from vitfleet.message import Tensors
 from vitfleet.training.passes import ClientModels, Pass, PassOptions
 from vitfleet.training.random_numbers import normal_numbers
 from vitfleet.training.samples import Loss, Outputs, Parts, Samples, cross_entropy
-from vitfleet.training.stack import rows_at
+from vitfleet.training.stacking.stack import rows_at
 
 if TYPE_CHECKING:
-    from vitfleet.training.client_stack import ClientStack
+    from vitfleet.training.stacking.client_stack import ClientStack
 
 SET_TENSORS = frozenset({"images", "labels", "sample_weight", "keep"})
 
@@ -97,7 +97,7 @@ class StepView:
         self.epoch = models.epoch
         self.weights = models.leaves
         self.all_weights = models.weights.tensors
-        self.class_to_task = models.engine.class_tasks
+        self.class_to_task = models.engine.class_to_task
         self.constants = stack.inputs.constants.tensors
         self.kept = stack.inputs.kept.tensors
         self.scratch = stack.inputs.scratch.tensors

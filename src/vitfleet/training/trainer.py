@@ -20,16 +20,16 @@ from vitfleet.data.features import FeatureBlock, FeatureLoader
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.models.net import Net, num_kept
+from vitfleet.training.capture.cache import RunnerCache
+from vitfleet.training.capture.path import ExecutionSummary
+from vitfleet.training.capture.runner import StepRunner
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.execution import ExecutionSummary
-from vitfleet.training.local_results import local_results
+from vitfleet.training.execution.memory_budget import MemoryBudget, is_out_of_memory
+from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.local_training import LocalResult, LocalTraining
-from vitfleet.training.machine import Machine
-from vitfleet.training.memory_budget import MemoryBudget, is_out_of_memory
-from vitfleet.training.optim import learning_rate
-from vitfleet.training.runner_cache import RunnerCache
-from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientTraining, RngContext, stack_inputs
-from vitfleet.training.step_runner import StepRunner
+from vitfleet.training.optimizers.optimizer import learning_rate
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientTraining, RngContext, stack_inputs
+from vitfleet.training.stacking.results import local_results
 
 ALL_PARTS = 1 << 30
 CAPTURED_WIDTH_MULTIPLE = 8  # samples; the width of a captured batch is rounded up, so that shapes recur
@@ -43,7 +43,7 @@ class Trainer:
     ----------
     rounds
         The number of rounds of the learning-rate schedule.
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
         then possible. ``None``: all classes are.
     parts_at_once
@@ -56,8 +56,8 @@ class Trainer:
     config: TrainConfig
     augment: AugmentConfig
     rounds: int
-    machine: Machine
-    class_tasks: Tensor | None = None
+    machine: ExecutionSettings
+    class_to_task: Tensor | None = None
     parts_at_once: int | None = None
     runners: RunnerCache = field(default_factory=RunnerCache)
     memory_budget: MemoryBudget = field(default_factory=MemoryBudget)
@@ -67,7 +67,7 @@ class Trainer:
     def engine(self) -> StepEngine:
         """What steps are computed with."""
         parts_at_once = self.parts_at_once or (1 if self.machine.device.type == "cpu" else ALL_PARTS)
-        return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_tasks, parts_at_once)
+        return StepEngine(self.net, self.preprocess, self.config, self.machine, self.class_to_task, parts_at_once)
 
     def execution_summary(self) -> ExecutionSummary:
         """Return the execution path of all trainings so far, of all trainers that share the runner cache."""

@@ -23,7 +23,7 @@ from vitfleet.errors import ConfigError, DataError
 from vitfleet.files import PARTITION_ARRAYS, PARTITION_FILE, TASKS_ARRAYS, TASKS_FILE, parse_json, write_atomically
 
 _INDICES = ("train_indices", "train_offsets", "test_indices", "test_offsets", "counts")
-_STREAMS = ("task_of_class", "order", *_INDICES)
+_STREAMS = ("class_to_task", "order", *_INDICES)
 
 
 def save_partition(
@@ -102,7 +102,7 @@ def save_task_streams(
         "train_images_per_task": _describe(streams.train.sizes()),
         "test_images_per_task": _describe(streams.test.sizes()),
         **identity,
-        "task_of_class": streams.task_of_class.tolist(),
+        "class_to_task": streams.class_to_task.tolist(),
         "order": streams.task_order.tolist(),
     }
     arrays = dict(zip(_STREAMS, (*streams.arrays(), streams.class_counts), strict=True))
@@ -116,10 +116,10 @@ def load_task_streams(folder: Path, train_labels: Ints, test_labels: Ints) -> Ta
     file = folder / TASKS_ARRAYS
     damaged = f"{file}: damaged, or not a saved stream of tasks; the run cannot be resumed"
     arrays, sha256, labels_sha256 = _read_arrays(file, _STREAMS, damaged)
-    task_of_class, task_order, train_indices, train_offsets, test_indices, test_offsets, class_counts = arrays
+    class_to_task, task_order, train_indices, train_offsets, test_indices, test_offsets, class_counts = arrays
     num_tasks = task_order.shape[1]
     streams = TaskStreams(
-        task_of_class,
+        class_to_task,
         task_order,
         ClientIndices(train_indices, train_offsets, num_tasks),
         ClientIndices(test_indices, test_offsets, num_tasks),

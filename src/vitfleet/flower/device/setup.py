@@ -17,7 +17,7 @@ from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.transport.payloads import RunSpec
 from vitfleet.message import Tensors
 from vitfleet.training.evaluator import Evaluator
-from vitfleet.training.machine import set_up_machine
+from vitfleet.training.execution.settings import set_up_execution
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LocalTasks:
 
     Attributes
     ----------
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``; ``None`` without tasks.
     task_order
         The tasks in the order in which the client learns them.
@@ -35,7 +35,7 @@ class LocalTasks:
     """
 
     data: DataSet
-    class_tasks: Tensor | None
+    class_to_task: Tensor | None
     task_order: Sequence[int]
     accumulate: bool
 
@@ -54,9 +54,9 @@ class LocalTasks:
         return EvalResult(int(correct.sum()), len(indices))
 
     def _indices(self, images: ImageSet, task_index: int) -> Tensor:
-        if self.class_tasks is None:
+        if self.class_to_task is None:
             return torch.arange(len(images), device=images.labels.device)
-        return torch.nonzero(self.class_tasks[images.labels] == self.task_order[task_index]).flatten()
+        return torch.nonzero(self.class_to_task[images.labels] == self.task_order[task_index]).flatten()
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ def set_up_client(
     """Build a client's model, method and trainer, and move its images to the training device."""
     classes = len(run_spec.classes)
     net = build_net(config, classes, run_spec.channels, run_spec.image_size)
-    machine = set_up_machine(machine_config, net.embed_dim)
-    class_tasks, task_order = None, list[int]()
+    machine = set_up_execution(machine_config, net.embed_dim)
+    class_to_task, task_order = None, list[int]()
     if config.data.tasks is not None:  # server and clients derive the same tasks from the seed
-        class_tasks = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, classes))
-        class_tasks = class_tasks.to(machine.device)
+        class_to_task = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, classes))
+        class_to_task = class_to_task.to(machine.device)
         task_order = draw_task_order(config.data.tasks, config.seed, client).tolist()
-    known = class_tasks if config.task_known else None
+    known = class_to_task if config.task_known else None
     components = build_components(config, net, classes, machine, known)
     net.drop_weights()  # the server sends all weights that a client uses
     evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
-    tasks = LocalTasks(data.to(machine.device), class_tasks, task_order, components.method.accumulates_tasks)
+    tasks = LocalTasks(data.to(machine.device), class_to_task, task_order, components.method.accumulates_tasks)
 
     def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
         return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]

@@ -12,7 +12,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
-from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
+from vitfleet.methods.base import Aggregator, ClientGenerator, ClientRoundInput, ClientUpdate, Method, train_metrics
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.step import Step, cross_entropy_step
@@ -38,7 +38,7 @@ class WeightAveraging(Method[Params]):
 
     # Server
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the weights that are not trained."""
         trainable = set(self.trainable)
         return Message({name: weight for name, weight in initial_weights.items() if name not in trainable})
@@ -47,7 +47,7 @@ class WeightAveraging(Method[Params]):
         """Return the initial weights."""
         return State(self.trainable.take(initial_weights))
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the current weights."""
         return Message(server_state.tensors)
 
@@ -57,7 +57,7 @@ class WeightAveraging(Method[Params]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the received weights and send them back."""
         received = {**job.base_weights, **job.message.tensors}
         result = yield LocalTraining(

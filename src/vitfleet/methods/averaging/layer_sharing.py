@@ -113,7 +113,7 @@ class LayerSharing:
         """Return what the server's state records besides weights: the last round in which each layer changed."""
         return {"updated": [0] * self.parts.depth}
 
-    def client_message(self, server_state: State, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, last_round: int | None) -> Message:
         """Return what has changed since the client's last round; for a new client, all of the server's weights."""
         if last_round is None:
             return Message(server_state.tensors)

@@ -27,7 +27,7 @@ from vitfleet.methods.averaging.layer_sharing import (
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -93,9 +93,9 @@ class TransFL(Method[TransFLParams]):
         """Return the initial model; ``updated`` is the last round in which each layer changed."""
         return State(initial_weights, self.sharing.initial_numbers())
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return what has changed since the client's last round; for a new client, the whole model."""
-        return self.sharing.client_message(server_state, last_round)
+        return self.sharing.message_to_client(server_state, last_round)
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the mean of each layer over the clients that sent it."""
@@ -103,7 +103,7 @@ class TransFL(Method[TransFLParams]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the whole model; send the top-k layers and the weights that are always sent; keep the model."""
         own_weights = {} if job.client_state is None else job.client_state.tensors
         magnitude = self.sharing.magnitude

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Numbers, State, Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.stored_samples import (
     MEMORY_METRICS,
     REPLAY,
@@ -166,9 +166,9 @@ class DyTox(MemoryMethod[DyToxParams]):
     )
 
     @classmethod
-    def adapt_model(cls, params: DyToxParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+    def adapt_model(cls, params: DyToxParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Turn the model's last block into the task-attention block, with a token and a head per task."""
-        add_task_tokens(vit, class_tasks)
+        add_task_tokens(vit, class_to_task)
 
     @property
     def trainable(self) -> Selection:
@@ -186,7 +186,7 @@ class DyTox(MemoryMethod[DyToxParams]):
 
     # Client
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train the body with the token and the head of the current task; store random samples of the task."""
         stored, task = self.stored_tasks(job), self.current_task(job)
         begins = job.task_index not in stored
@@ -215,11 +215,11 @@ class DyTox(MemoryMethod[DyToxParams]):
             also_sent=sent,
         )
 
-    def current_task(self, job: ClientJob) -> int | None:
+    def current_task(self, job: ClientRoundInput) -> int | None:
         """Return the task that the client's samples belong to; ``None`` without samples."""
-        return self.context.task_classes.class_tasks[int(job.shard.labels[0])] if len(job.shard) else None
+        return self.context.class_to_task[int(job.shard.labels[0])] if len(job.shard) else None
 
-    def teacher(self, job: ClientJob, begins: bool) -> Tensors:
+    def teacher(self, job: ClientRoundInput, begins: bool) -> Tensors:
         """Return the body of the client's model after its earlier tasks; empty in its first task.
 
         Parameters
@@ -232,7 +232,7 @@ class DyTox(MemoryMethod[DyToxParams]):
             return body.take(kept) if self.stored_tasks(job) else {}
         return {name: kept[TEACHER + name] for name in body if TEACHER + name in kept}
 
-    def with_current_task(self, job: ClientJob, weights: Tensors, task: int, begins: bool) -> dict[str, Tensor]:
+    def with_current_task(self, job: ClientRoundInput, weights: Tensors, task: int, begins: bool) -> dict[str, Tensor]:
         """Return weights in which a task's token and head are those in training.
 
         Parameters
@@ -258,25 +258,25 @@ class DyTox(MemoryMethod[DyToxParams]):
         grown
             1 for each task that the client has learned, the current one among them or not.
         """
-        class_tasks = torch.tensor(self.context.task_classes.class_tasks, device=grown.device)
+        class_to_task = torch.tensor(self.context.class_to_task, device=grown.device)
         old_tasks = grown.clone()
         current = 0 if task is None else task
         old_tasks[current] = 0
         known_tasks = old_tasks.clone()
         known_tasks[current] = 1
-        of_task = (class_tasks == torch.arange(len(grown), device=grown.device).unsqueeze(-1)).float()
+        of_task = (class_to_task == torch.arange(len(grown), device=grown.device).unsqueeze(-1)).float()
         old = old_tasks.unsqueeze(-1) * of_task  # [tasks, classes]
         counted = known_tasks @ of_task
         return {
             _COUNTED: counted,
-            _OLD: old if self.context.task_classes.task_known else old.sum(dim=0, keepdim=True),
+            _OLD: old if self.context.config.task_known else old.sum(dim=0, keepdim=True),
             _OLD_SHARE: old.sum() / counted.sum(),
             _NEW_CLASSES: torch.tensor(self.classes_of(current), device=grown.device),
         }
 
     def classes_of(self, task: int) -> list[int]:
         """Return the classes of a task."""
-        return [label for label, of in enumerate(self.context.task_classes.class_tasks) if of == task]
+        return [label for label, of in enumerate(self.context.class_to_task) if of == task]
 
     def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
         """Return the shapes of the stored samples, and of the teacher if there is one."""

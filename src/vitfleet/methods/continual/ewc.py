@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.quadratic_penalty import ImportanceStep, Penalty, PenaltyParams, QuadraticPenalty
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.samples import Outputs, cross_entropy
@@ -53,7 +53,7 @@ class Ewc(QuadraticPenalty[EwcParams]):
         """Return the step that measures the diagonal of the Fisher information."""
         return ImportanceStep(drawn_label_loss if self.draws_labels else cross_entropy, "square")
 
-    def importance_constants(self, job: ClientJob) -> Tensors:
+    def importance_constants(self, job: ClientRoundInput) -> Tensors:
         """Return the numbers from which labels are drawn."""
         return {_UNIFORM: self.label_draws(job)} if self.draws_labels else {}
 
@@ -62,7 +62,7 @@ class Ewc(QuadraticPenalty[EwcParams]):
         """Whether the labels of the Fisher information are drawn from the model's predictions."""
         return self.params.fisher_labels == "model"
 
-    def label_draws(self, job: ClientJob) -> Tensor:
+    def label_draws(self, job: ClientRoundInput) -> Tensor:
         """Return one uniform number per sample of the client's shard, from which its label is drawn.
 
         There are more of them, a power of two, so that captured steps can be reused for shards of other sizes.

@@ -39,7 +39,7 @@ from torch import Tensor
 from vitfleet.config.registry import register_method
 from vitfleet.data.subsets import round_half_up
 from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
@@ -263,11 +263,11 @@ class FedKnow(SharedBody[FedKnowParams]):
         """The weights that are ranked: all parameters of the model."""
         return self.parts.trainable(self.parts.whole)
 
-    def known_tasks(self, job: ClientJob) -> KnownTasks:
+    def known_tasks(self, job: ClientRoundInput) -> KnownTasks:
         """Return what the client has kept so far."""
         return {} if job.client_state is None else read_knowledge(job.client_state.tensors)
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Fine-tune after the aggregation, train with integration, extract knowledge."""
         known = self.known_tasks(job)
         numbers: Numbers = {}

@@ -33,7 +33,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors, add_prefix
 from vitfleet.methods.averaging.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
 from vitfleet.methods.averaging.transfl import MeasuredStep
-from vitfleet.methods.base import Aggregator, ClientJob, MethodContext
+from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Ranking, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.continual.stored_samples import MEMORY, MemoryMethod, MemoryParams, parts_before
@@ -118,11 +118,11 @@ class FedVit(MemoryMethod[FedVitParams]):
         state = super().initial_state(initial_weights)
         return state if self.sharing is None else replace(state, numbers=self.sharing.initial_numbers())
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the body; where only some layers are sent, what of it has changed since the client's last round."""
         if self.sharing is None:
-            return super().client_message(server_state, round, client, last_round)
-        return self.sharing.client_message(server_state, last_round)
+            return super().message_to_client(server_state, round, client, last_round)
+        return self.sharing.message_to_client(server_state, last_round)
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the mean of the bodies; where only some layers are sent, of each over the clients that sent it."""
@@ -132,7 +132,7 @@ class FedVit(MemoryMethod[FedVitParams]):
 
     # Client
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Fine-tune after the aggregation, train the head, train with integration, extract knowledge."""
         params, model_parts = self.params, self.parts
         memory = self.memory(job)
@@ -152,7 +152,7 @@ class FedVit(MemoryMethod[FedVitParams]):
             numbers = {**numbers, **layer_numbers}
         return self.with_memory(job, weights, result, result.sample_losses, numbers, sent)
 
-    def memory(self, job: ClientJob) -> SampleSet | None:
+    def memory(self, job: ClientRoundInput) -> SampleSet | None:
         """Return the stored samples of earlier tasks; where the body trains on masked images, masked for this round."""
         memory = parts_before(self.stored_tasks(job), job.task_index)
         train = self.body_training()
@@ -172,7 +172,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         ratio = self.params.body_mask_ratio
         return None if ratio is None else self.context.train.model_copy(update={"mask_ratio": ratio})
 
-    def tunes(self, job: ClientJob) -> bool:
+    def tunes(self, job: ClientRoundInput) -> bool:
         """Return whether the client's round begins with fine-tuning: it has taken part before, in this task if need be.
 
         A client that has taken part in a task has stored samples of it.
@@ -180,7 +180,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         has_body = job.client_state is not None and self.params.tune_epochs > 0
         return has_body and (self.params.tune_first_round or job.task_index in self.stored_tasks(job))
 
-    def fine_tuning(self, job: ClientJob, weights: Tensors, memory: SampleSet | None) -> LocalTraining:
+    def fine_tuning(self, job: ClientRoundInput, weights: Tensors, memory: SampleSet | None) -> LocalTraining:
         """Return the fine-tuning of the aggregated body, with or without the stored tasks as constraints."""
         assert job.client_state is not None
         body = self.parts.trainable(self.parts.body)

@@ -56,7 +56,7 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -138,7 +138,7 @@ class FedWeit(Method[FedWeitParams]):
 
     # Server
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial head: all clients start from the same one."""
         return Message(self.parts.head.take(initial_weights))
 
@@ -146,7 +146,7 @@ class FedWeit(Method[FedWeitParams]):
         """Return the initial base weights, and all other weights of the body."""
         return State(self.parts.body.take(initial_weights))
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the shared weights; in a client's first round of a task, the other clients' adaptive weights too."""
         task_index = self.task_of(round)
         if last_round is not None and self.task_of(last_round) == task_index:
@@ -166,7 +166,7 @@ class FedWeit(Method[FedWeitParams]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the decomposed weights of the current task; send B and the sparse adaptive weights."""
         before = self.tasks_of(job)
         continues = before.latest_task == job.task_index
@@ -208,7 +208,7 @@ class FedWeit(Method[FedWeitParams]):
         )
         return ClientUpdate(message, after.task_model(job.task_index), after.state())
 
-    def tasks_of(self, job: ClientJob) -> ClientTasks:
+    def tasks_of(self, job: ClientRoundInput) -> ClientTasks:
         """Return the client's state; before its first round, the received model without any task."""
         if job.client_state is None:
             received = self.parts.body.take(job.message.tensors)

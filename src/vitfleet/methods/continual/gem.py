@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.projection import (
     References,
     project,
@@ -74,7 +74,7 @@ class GradientEpisodicMemory(MemoryMethod[Params]):
         """The step of a client that has stored samples of earlier tasks."""
         return ProjectedStep()
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and head with projected gradients; store random samples of the task."""
         training = LocalTraining(weights, self.trainable, self.context.train.epochs)
         memory = parts_before(self.stored_tasks(job), job.task_index, self.merges_tasks)

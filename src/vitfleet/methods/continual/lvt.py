@@ -37,7 +37,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, Tensors
-from vitfleet.methods.base import ClientJob, MethodContext
+from vitfleet.methods.base import ClientRoundInput, MethodContext
 from vitfleet.methods.continual.quadratic_penalty import whole_images
 from vitfleet.methods.continual.replay import ReplayParams
 from vitfleet.methods.continual.stored_samples import (
@@ -162,7 +162,7 @@ class Lvt(MemoryMethod[LvtParams]):
             raise ConfigError("method.keys", params.keys, 'must be "shared" where method.heads is')
 
     @classmethod
-    def adapt_model(cls, params: LvtParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+    def adapt_model(cls, params: LvtParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Give every block external keys, and the model a second classifier."""
         add_external_keys(vit)
 
@@ -173,12 +173,12 @@ class Lvt(MemoryMethod[LvtParams]):
         kept = set(self.keys) if self.params.keys == "local" else set()
         return self.parts.select(name for name in shared if name not in kept)
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial weights of what is local."""
         shared = set(self.shared)
         return Message({name: initial_weights[name] for name in self.parts.whole if name not in shared})
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and classifiers; measure the gradients of the keys; store the samples of highest confidence."""
         stored, params = self.stored_tasks(job), self.params
         previous = self.previous_task(job, stored)
@@ -214,7 +214,7 @@ class Lvt(MemoryMethod[LvtParams]):
         local = self.with_memory(job, weights, result, result.sample_losses, {"penalized": int(bool(previous))})
         return replace(local, extra_state={**local.extra_state, **previous, **latest})
 
-    def previous_task(self, job: ClientJob, stored: StoredTasks) -> dict[str, Tensor]:
+    def previous_task(self, job: ClientRoundInput, stored: StoredTasks) -> dict[str, Tensor]:
         """Return the keys and their gradients after the client's previous task; empty in its first task.
 
         When a client begins a task, they are those of its last round.

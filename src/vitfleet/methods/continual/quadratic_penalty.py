@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
 from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
@@ -172,7 +172,7 @@ class QuadraticPenalty(SharedBody[Params]):
     def importance_step(self) -> ImportanceStep:
         """Return the step that measures the importance of each weight."""
 
-    def importance_constants(self, job: ClientJob) -> Tensors:
+    def importance_constants(self, job: ClientRoundInput) -> Tensors:
         """Return the constants of these steps."""
         return {}
 
@@ -193,7 +193,7 @@ class QuadraticPenalty(SharedBody[Params]):
         """The weights that have an importance: all that train."""
         return self.parts.trainable(self.trainable)
 
-    def learned_before(self, job: ClientJob) -> LearnedTasks:
+    def learned_before(self, job: ClientRoundInput) -> LearnedTasks:
         """Return what the client keeps of its tasks; a task before the current one is consolidated."""
         if job.client_state is None:
             return LearnedTasks()
@@ -203,7 +203,7 @@ class QuadraticPenalty(SharedBody[Params]):
         anchor = self.penalized.take(job.client_state.tensors)
         return LearnedTasks(self.consolidate(learned.penalty, learned.latest_importance, anchor))
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and head with the penalty of earlier tasks; measure the importance for this one."""
         learned = self.learned_before(job)
         penalty = learned.penalty
@@ -221,7 +221,7 @@ class QuadraticPenalty(SharedBody[Params]):
         numbers = {"penalized": int(penalty is not None), "latest_task": _task_number(learned)}
         return TrainedClient(trained, result, numbers, learned_tensors(learned))
 
-    def importance_training(self, job: ClientJob, weights: Tensors) -> LocalTraining:
+    def importance_training(self, job: ClientRoundInput, weights: Tensors) -> LocalTraining:
         """Return the pass over the client's images that measures the importance of each weight.
 
         Images are whole and not augmented. The pass costs as many operations as one epoch of training, in steps of one

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.stored_samples import REPLAY, MemoryMethod, MemoryParams, drawn_before
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.training.local_training import LocalTraining
@@ -70,7 +70,7 @@ class ReplayMethod(MemoryMethod[Params]):
     def replay_step(self) -> Step:
         """The step of a client that has stored samples of earlier tasks."""
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and head with replayed samples; store random samples of the task."""
         training = LocalTraining(weights, self.trainable, self.context.train.epochs, score_samples=self.stores_logits)
         stored = drawn_before(self.stored_tasks(job), job.task_index, self.replays)

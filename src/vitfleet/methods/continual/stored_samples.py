@@ -20,7 +20,7 @@ from vitfleet.data.images import Shard
 from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
 from vitfleet.message import Numbers, Tensors, label_dtype
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.parts import Selection
@@ -244,11 +244,11 @@ class MemoryMethod(SharedBody[Params]):
     #: Whether samples are stored with their logits under the model that the client has just trained.
     stores_logits: ClassVar[bool] = False
 
-    def stored_tasks(self, job: ClientJob) -> StoredTasks:
+    def stored_tasks(self, job: ClientRoundInput) -> StoredTasks:
         """Return the samples that the client has stored so far."""
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
 
-    def random_scores(self, job: ClientJob) -> Tensor:
+    def random_scores(self, job: ClientRoundInput) -> Tensor:
         """Return a random score for each of the client's samples: the same in every round of a task.
 
         So the samples that are stored of a task stay the same.
@@ -258,7 +258,7 @@ class MemoryMethod(SharedBody[Params]):
 
     def with_memory(
         self,
-        job: ClientJob,
+        job: ClientRoundInput,
         weights: Tensors,
         result: LocalResult,
         scores: Tensor,

@@ -34,7 +34,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.averaging.fedavg import WeightAveraging
-from vitfleet.methods.base import ClientGenerator, ClientJob, ClientUpdate, train_metrics
+from vitfleet.methods.base import ClientGenerator, ClientRoundInput, ClientUpdate, train_metrics
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
@@ -62,7 +62,7 @@ class Apfl(WeightAveraging[ApflParams]):
         ClientMetric(ALPHA, "weight α of the personal model, mean over clients and rounds", "mean", form="number"),
     )
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train w and v on the same batches, update α, send w."""
         received = {**job.base_weights, **job.message.tensors}
         state = job.client_state or State(self.trainable.take(received), {ALPHA: self.params.alpha})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.training.local_training import LocalTraining
 
@@ -21,7 +21,7 @@ class FedPerParams(MethodParams):
 class FedPer(SharedBody[FedPerParams]):
     """Federated averaging of the body."""
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and head together."""
         result = yield LocalTraining(weights, self.trainable, self.context.train.epochs)
         return TrainedClient({**weights, **result.weights}, result)

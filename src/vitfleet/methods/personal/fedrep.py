@@ -12,7 +12,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientJob
+from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.params import check_head_epochs
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.training.local_training import LocalTraining
@@ -34,7 +34,7 @@ class FedRep(SharedBody[FedRepParams]):
         super().check_config(params, config)
         check_head_epochs(params.head_epochs, config.train.epochs)
 
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train the head, then the body."""
         epochs, head_epochs = self.context.train.epochs, self.params.head_epochs
         if head_epochs:

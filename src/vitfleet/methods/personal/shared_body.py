@@ -23,7 +23,7 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -99,7 +99,7 @@ class SharedBody(Method[Params]):
         return self.parts.whole
 
     @abstractmethod
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
+    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train a client's model, yielding each training.
 
         Parameters
@@ -110,7 +110,7 @@ class SharedBody(Method[Params]):
 
     # Server
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial head: all clients start from the same one. Shared heads come with every message."""
         return Message({} if self.shares_heads else self.parts.head.take(initial_weights))
 
@@ -118,7 +118,7 @@ class SharedBody(Method[Params]):
         """Return the initial weights that are shared."""
         return State(self.shared.take(initial_weights))
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the shared weights."""
         return Message(server_state.tensors)
 
@@ -128,7 +128,7 @@ class SharedBody(Method[Params]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the received weights with the client's own; send what is shared, keep the model."""
         own = job.base_weights if job.client_state is None else self.parts.whole.take(job.client_state.tensors)
         local = yield from self.local_training(job, {**own, **job.message.tensors})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.base import Aggregator, ClientGenerator, ClientJob, ClientUpdate, Method, train_metrics
+from vitfleet.methods.base import Aggregator, ClientGenerator, ClientRoundInput, ClientUpdate, Method, train_metrics
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 
@@ -32,7 +32,7 @@ class Standalone(Method[StandaloneParams]):
 
     # Server
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial model: all clients start from the same weights."""
         return Message(initial_weights)
 
@@ -40,7 +40,7 @@ class Standalone(Method[StandaloneParams]):
         """Return an empty state."""
         return State()
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return an empty message."""
         return Message()
 
@@ -50,7 +50,7 @@ class Standalone(Method[StandaloneParams]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Continue training from the weights of the client's last round."""
         weights = self.model_weights(State(), job.base_weights, job.client_state)
         result = yield LocalTraining(weights, self.trainable, self.context.train.epochs)

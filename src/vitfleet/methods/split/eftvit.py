@@ -28,7 +28,7 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -144,7 +144,7 @@ class EftVit(Method[EftVitParams]):
         """Whether the stored features are on disk."""
         return self.params.store_on == "disk"
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial local module: all clients start from the same one."""
         return Message(self.local_module.take(initial_weights))
 
@@ -153,7 +153,7 @@ class EftVit(Method[EftVitParams]):
         server = self.parts.whole if self.has_global_model else self.server_module
         return State(server.take(initial_weights))
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the global module and the head, and the mean local module if the client does not have it yet.
 
         A client that only computes features needs neither.
@@ -229,7 +229,7 @@ class EftVit(Method[EftVitParams]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the local module and the head through the frozen global module; send features (Algorithm 1)."""
         epochs, params = self.context.train.epochs, self.params
         local_weights = job.base_weights if job.client_state is None else job.client_state.tensors

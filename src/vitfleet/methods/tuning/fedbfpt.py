@@ -28,7 +28,7 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
-    ClientJob,
+    ClientRoundInput,
     ClientUpdate,
     Method,
     MethodContext,
@@ -152,7 +152,7 @@ class FedBfpt(Method[FedBfptParams]):
 
     # Server
 
-    def base_message(self, initial_weights: Tensors) -> Message:
+    def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial model: the embedding never changes, a layer not before it is trained."""
         return Message(initial_weights)
 
@@ -160,7 +160,7 @@ class FedBfpt(Method[FedBfptParams]):
         """Return the initial model."""
         return State(initial_weights)
 
-    def client_message(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
+    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the layers trained so far and the head."""
         layer = self.schedule[round - 1]
         trained_blocks = () if layer is None else self.parts.blocks[: layer + 1]
@@ -172,7 +172,7 @@ class FedBfpt(Method[FedBfptParams]):
 
     # Client
 
-    def client_update(self, job: ClientJob) -> ClientGenerator:
+    def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train one layer of a shallow model, and the head; in the first ``head_rounds`` rounds the head alone."""
         layer = self.schedule[job.round - 1]
         received = {**job.base_weights, **job.message.tensors}

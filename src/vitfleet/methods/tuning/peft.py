@@ -66,7 +66,7 @@ class FedPrompt(WeightAveraging[FedPromptParams]):
     """Visual prompt tuning: Jia et al., 2022."""
 
     @classmethod
-    def adapt_model(cls, params: FedPromptParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+    def adapt_model(cls, params: FedPromptParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Add the prompts."""
         add_prompts(vit, params.prompts, params.deep)
 
@@ -89,7 +89,7 @@ class FedLora(WeightAveraging[FedLoraParams]):
     """Low-rank adaptation: Hu et al., "LoRA", 2022. The two factors A and B are averaged separately."""
 
     @classmethod
-    def adapt_model(cls, params: FedLoraParams, vit: nn.Module, class_tasks: Sequence[int]) -> None:
+    def adapt_model(cls, params: FedLoraParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Add the low-rank factors."""
         add_lora(vit, params.rank, params.alpha, params.targets)
 

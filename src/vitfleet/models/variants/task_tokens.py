@@ -46,21 +46,21 @@ class TaskHeads(nn.Module):
 
     Parameters
     ----------
-    class_tasks
+    class_to_task
         The task of each class; −1 for a class that belongs to none.
     """
 
     class_slots: Tensor
 
-    def __init__(self, embed_dim: int, class_tasks: Sequence[int]) -> None:
+    def __init__(self, embed_dim: int, class_to_task: Sequence[int]) -> None:
         super().__init__()
-        tasks = max(class_tasks) + 1
-        classes = [[label for label, task in enumerate(class_tasks) if task == index] for index in range(tasks)]
+        tasks = max(class_to_task) + 1
+        classes = [[label for label, task in enumerate(class_to_task) if task == index] for index in range(tasks)]
         width = max(len(of_task) for of_task in classes)
         slots = {
             label: task * width + place for task, of_task in enumerate(classes) for place, label in enumerate(of_task)
         }
-        ordered = [slots.get(label, tasks * width) for label in range(len(class_tasks))]
+        ordered = [slots.get(label, tasks * width) for label in range(len(class_to_task))]
         self.register_buffer("class_slots", torch.tensor(ordered), persistent=False)
         self.register_buffer("current", torch.zeros(tasks))
         self.register_buffer("grown", torch.zeros(tasks))
@@ -77,7 +77,7 @@ def _random(*shape: int) -> nn.Parameter:
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=_STD))
 
 
-def add_task_tokens(vit: Any, class_tasks: Sequence[int]) -> None:
+def add_task_tokens(vit: Any, class_to_task: Sequence[int]) -> None:
     """Turn a plain ViT into one with task tokens: without class token, its last block a task-attention block."""
     if not is_plain_vit(vit) or getattr(vit, "dist_token", None) is not None or vit.attn_pool is not None:
         raise UserError(
@@ -91,7 +91,7 @@ def add_task_tokens(vit: Any, class_tasks: Sequence[int]) -> None:
     vit.cls_token = vit.reg_token = None
     vit.num_prefix_tokens = 0
     vit.norm, vit.fc_norm = nn.Identity(), nn.Identity()
-    vit.head = TaskHeads(vit.embed_dim, class_tasks)
+    vit.head = TaskHeads(vit.embed_dim, class_to_task)
     setattr(vit, FORWARD_PASS, TaskTokenViT)
 
 

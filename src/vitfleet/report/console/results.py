@@ -11,7 +11,7 @@ from vitfleet.config.registry import METHODS, method_label
 from vitfleet.report.columns import COLUMNS, Column, metric_columns, metric_text, metric_title
 from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds, format_target
 from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
-from vitfleet.training.execution import ExecutionSummary
+from vitfleet.training.capture.path import ExecutionSummary
 
 _TASK_COLUMNS = ("average", "forgetting", "backward", "forward")
 _HEADINGS = {

@@ -15,7 +15,7 @@ from vitfleet.config import read_config
 from vitfleet.files import CONFIG_FILE, OUTPUT_FILE, RECORDS_FILE
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.system import die_with_parent
-from vitfleet.training.memory_budget import GPU_SHARE_VARIABLE
+from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE
 
 POLL_SECONDS = 0.2
 TERMINATE_SECONDS = 20.0  # after which a process that was asked to end is killed

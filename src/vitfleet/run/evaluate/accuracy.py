@@ -24,7 +24,7 @@ from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.evaluator import Evaluator
-from vitfleet.training.machine import Machine
+from vitfleet.training.execution.settings import ExecutionSettings
 
 
 class GlobalEvaluation(NamedTuple):
@@ -46,7 +46,7 @@ class FleetEvaluator:
     ----------
     client_indices
         Each client's test images, task by task.
-    class_tasks
+    class_to_task
         The task of each class, ``[classes]``, if the model is told an image's task; ``None``: all classes compete.
     held_out_clients
         Clients that never train: their models do not stand for the global one.
@@ -56,10 +56,10 @@ class FleetEvaluator:
     preprocess: Preprocess
     test: ImageSet
     client_indices: ClientIndices
-    machine: Machine
+    machine: ExecutionSettings
     config: EvalConfig
     seed: int
-    class_tasks: Tensor | None = None
+    class_to_task: Tensor | None = None
     held_out_clients: Sequence[int] = ()
 
     def evaluate_global(
@@ -134,7 +134,7 @@ class FleetEvaluator:
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_tasks)
+        return Evaluator(self.net, self.preprocess, self.machine, self.config.batch_size, self.class_to_task)
 
     def _evaluated_clients(self) -> list[int]:
         # The draw has no round: between other clients each time, a curve would also show how clients differ.

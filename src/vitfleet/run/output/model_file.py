@@ -88,7 +88,7 @@ class ModelInfo:
         The client whose own model it is; ``None``: the server's.
     averaged_clients
         Of how many clients the parts that the server does not have are the mean; 0: the server has a whole model.
-    task_of_class
+    class_to_task
         The task of each class, −1 for none; ``None`` without tasks.
     """
 
@@ -101,7 +101,7 @@ class ModelInfo:
     std: tuple[float, ...]
     client: int | None = None
     averaged_clients: int = 0
-    task_of_class: tuple[int, ...] | None = None
+    class_to_task: tuple[int, ...] | None = None
 
 
 def write_data_info(data: DataSet, eval_split: EvalSplit, folder: Path) -> None:
@@ -139,9 +139,9 @@ def model_info(
     config: Config, data: DataInfo, net: Net, rounds: int, client: int | None = None, averaged_clients: int = 0
 ) -> ModelInfo:
     """Return the description of a run's model."""
-    tasks, task_of_class = config.data.tasks, None
+    tasks, class_to_task = config.data.tasks, None
     if tasks is not None:
-        task_of_class = tuple(assign_classes_to_tasks(tasks, config.seed, len(data.classes)).tolist())
+        class_to_task = tuple(assign_classes_to_tasks(tasks, config.seed, len(data.classes)).tolist())
     return ModelInfo(
         model=config.model.model_dump(mode="json", exclude={"weights"}),
         method=config.method.model_dump(mode="json"),
@@ -152,7 +152,7 @@ def model_info(
         std=net.std,
         client=client,
         averaged_clients=averaged_clients,
-        task_of_class=task_of_class,
+        class_to_task=class_to_task,
     )
 
 
@@ -191,7 +191,7 @@ def _read_info(path: Path) -> ModelInfo:
     try:
         with safe_open(path, "pt") as file:
             tree = parse_json((file.metadata() or {})[METADATA_KEY])
-        lists = {key: tuple(tree[key]) for key in ("mean", "std", "task_of_class") if tree[key] is not None}
+        lists = {key: tuple(tree[key]) for key in ("mean", "std", "class_to_task") if tree[key] is not None}
         return ModelInfo(**{**tree, **lists, "data": DataInfo.of_tree(tree["data"])})
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

@@ -14,9 +14,9 @@ import torch
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError
-from vitfleet.training.compiler_barriers import add_compiler_barriers
-from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
-from vitfleet.training.memory_budget import limit_to_share, memory_fraction
+from vitfleet.training.execution.compiler_barriers import add_compiler_barriers
+from vitfleet.training.execution.cpu_bf16 import bf16_runs, cpu_has_bf16
+from vitfleet.training.execution.memory_budget import limit_to_share, memory_fraction
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
 DEFAULT_COHORT = 32  # clients stacked on a GPU
@@ -25,7 +25,7 @@ MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many co
 
 
 @dataclass(frozen=True)
-class Machine:
+class ExecutionSettings:
     """A device, and how it is used.
 
     Attributes
@@ -59,7 +59,7 @@ class Machine:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
 
-def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> Machine:
+def set_up_execution(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> ExecutionSettings:
     """Apply a configuration to this process, and return its machine.
 
     Parameters
@@ -93,7 +93,7 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         torch.set_float32_matmul_precision("high" if not config.deterministic else "highest")
         # The thread of the first backward pass warns once and then sets the context: the user need not do anything.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-    return Machine(
+    return ExecutionSettings(
         device,
         bf16=_uses_bf16(config.precision, device, width),
         graphs=cuda and config.graphs,
@@ -104,7 +104,7 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
     )
 
 
-def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineConfig:
+def resolve_machine_config(config: MachineConfig, machine: ExecutionSettings) -> MachineConfig:
     """Return the configuration with all automatic choices filled in, so that a resumed run computes the same."""
     precision: Literal["bf16", "fp32"] = "bf16" if machine.bf16 else "fp32"
     return config.model_copy(

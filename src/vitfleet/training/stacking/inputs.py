@@ -15,7 +15,7 @@ from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining, SampleSet
-from vitfleet.training.stack import Stack, stack, unpad, unstacked
+from vitfleet.training.stacking.stack import Stack, stack, unpad, unstacked
 
 SERVER_CLIENT = -2  # the client number in the random addresses of the server's own trainings
 PART_WIDTH_MULTIPLE = 8  # samples

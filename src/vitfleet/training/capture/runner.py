@@ -12,13 +12,12 @@ import torch
 
 from vitfleet.data.batches import Batch, EpochBatches
 from vitfleet.errors import UserError
-from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.capture.path import ExecutionLog, RunnerName, WarmupTimer
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.execution import ExecutionLog, RunnerName
-from vitfleet.training.memory_budget import is_out_of_memory
-from vitfleet.training.stack_inputs import ClientTraining, StackInputs
+from vitfleet.training.execution.memory_budget import is_out_of_memory
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, StackInputs
 from vitfleet.training.step import kind_of_step
-from vitfleet.training.warmup import WarmupTimer
 
 # A capture takes some tenths of a second. Epochs of at least so many steps are worth it for steps of half of the
 # clients, and for steps of any number of clients.

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from vitfleet.data.batches import EpochBatches
-from vitfleet.training.client_stack import ClientStack
+from vitfleet.training.capture.path import ExecutionLog, WarmupTimer
+from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner, EagerRunner, StepRunner
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.execution import ExecutionLog
-from vitfleet.training.memory_budget import captured_bytes_limit
-from vitfleet.training.stack_inputs import ClientTraining, StackInputs, trained_tensors
-from vitfleet.training.step_runner import CaptureSpace, CudaGraphRunner, EagerRunner, StepRunner
-from vitfleet.training.warmup import WarmupTimer
+from vitfleet.training.execution.memory_budget import captured_bytes_limit
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, StackInputs, trained_tensors
 
 MAX_RUNNERS = 10  # with captured steps
 MAX_GRAPHS = 128  # captured steps, those of dropped runners included: beyond it, the next new runner drops all
@@ -24,7 +23,7 @@ class RunnerCache:
 
     With more than ``MAX_RUNNERS``, or if the tensors of all take more than their part of the device's memory, the
     tensors of the least recently used runner are freed. Its graphs, which keep no tensors alive, are kept until all are
-    dropped: see :class:`~vitfleet.training.step_runner.CaptureSpace`.
+    dropped: see :class:`~vitfleet.training.capture.runner.CaptureSpace`.
     """
 
     def __init__(self) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from vitfleet.data.batches import Batch
 from vitfleet.message import Tensors
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.gradients import clip_gradients
-from vitfleet.training.optim import Optimizer
+from vitfleet.training.optimizers.gradients import clip_gradients
+from vitfleet.training.optimizers.optimizer import Optimizer
 from vitfleet.training.passes import ClientModels
-from vitfleet.training.stack_inputs import ClientTraining, StackInputs, trained_tensors
+from vitfleet.training.stacking.inputs import ClientTraining, StackInputs, trained_tensors
 from vitfleet.training.step import StepView
 
 

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from vitfleet.message import Tensors
 from vitfleet.packing import pack_tensors
-from vitfleet.training.client_stack import ClientStack
 from vitfleet.training.local_training import LocalResult
 from vitfleet.training.samples import Samples
-from vitfleet.training.stack import unpad
-from vitfleet.training.stack_inputs import ClientTraining
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining
+from vitfleet.training.stacking.stack import unpad
 
 SCORING_BATCH = 256  # images per client in one forward pass
 SCORING_MULTIPLE = 64  # a compiled model is compiled for each number of images: it is rounded up, so that few occur

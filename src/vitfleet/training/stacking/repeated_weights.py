@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.stack import Stack
+from vitfleet.training.stacking.stack import Stack
 
 
 def repeat_weights(

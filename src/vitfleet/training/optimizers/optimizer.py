@@ -73,7 +73,9 @@ class Optimizer:
         self.step_counts = torch.zeros(num_clients or 1, device=device)
         self.kernel: Any = None
         if kernels and is_adamw and num_clients is not None:
-            self.kernel = import_module("vitfleet.training.fused_adamw")  # imported only here, because it needs Triton
+            self.kernel = import_module(
+                "vitfleet.training.optimizers.fused_adamw"
+            )  # imported only here, because it needs Triton
 
     def restart(self, lr: float) -> None:
         """Reset all state, and set the learning rate."""

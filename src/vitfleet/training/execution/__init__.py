@@ -1,0 +1,1 @@
+"""What a run computes on: device, precision, determinism, memory, and mends of torch's compiler."""

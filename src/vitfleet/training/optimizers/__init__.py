@@ -1,0 +1,1 @@
+"""The optimiser of clients and server, its learning-rate schedule, gradients and their clipping."""

@@ -1,0 +1,1 @@
+"""Several clients as one: their tensors on a leading axis, their steps, their results."""
