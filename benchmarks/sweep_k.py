@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
 
-from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE
-
 from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.training import run_in
 from vitfleet.config import Config, load_config
@@ -38,6 +36,7 @@ from vitfleet.run.context import RunContext
 from vitfleet.run.output.folder import create_run_folder
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
+from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE
 
 # Everything else in a run's folder is what it has trained so far.
 OWN_FILES = frozenset({ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, ".lock", OUTPUT_FILE, SUMMARY_FILE, "tensorboard"})

@@ -48,12 +48,14 @@ DEPTHS = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> tuple[str, Net]:
-    return request.param, build_model(FAMILIES[request.param], classes=5, channels=3, data_image_size=32, seed=0)
+    return request.param, build_model(FAMILIES[request.param], num_classes=5, channels=3, data_image_size=32, seed=0)
 
 
 @pytest.fixture(scope="module")
 def parts() -> ModelParts:
-    return build_model(ModelConfig(dim=16, depth=3, heads=2), classes=5, channels=3, data_image_size=32, seed=0).parts
+    return build_model(
+        ModelConfig(dim=16, depth=3, heads=2), num_classes=5, channels=3, data_image_size=32, seed=0
+    ).parts
 
 
 def every_part(parts: ModelParts) -> list[Selection]:
@@ -61,7 +63,7 @@ def every_part(parts: ModelParts) -> list[Selection]:
 
 
 def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
-    net = build_model(load_config("transfl-cifar10").model, classes=10, channels=3, data_image_size=32, seed=0)
+    net = build_model(load_config("transfl-cifar10").model, num_classes=10, channels=3, data_image_size=32, seed=0)
     parts = net.parts
     assert [parts.count_parameters(block) for block in parts.blocks] == [789_760] * 6
     assert parts.count_parameters(parts.non_blocks) == 32_522
@@ -73,7 +75,7 @@ def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
 
 def test_count_parameters_gives_the_sizes_of_the_fedvit_paper() -> None:
     config = load_config("fedavg-cifar100").model
-    parts = build_model(config, classes=100, channels=3, data_image_size=32, seed=0).parts
+    parts = build_model(config, num_classes=100, channels=3, data_image_size=32, seed=0).parts
     assert (config.dim, parts.depth, config.heads) == (192, 6, 12)
     assert parts.count_parameters(parts.body) == 2_691_648
     assert parts.count_parameters(parts.whole) - parts.count_parameters(parts.body) == 192 * 100 + 100
@@ -108,7 +110,7 @@ def test_blocks_are_the_transformer_blocks_in_order(family: tuple[str, Net]) -> 
 
 def test_only_the_head_depends_on_the_number_of_classes(family: tuple[str, Net]) -> None:
     name, net = family
-    wider = build_model(FAMILIES[name], classes=7, channels=3, data_image_size=32, seed=0).parts
+    wider = build_model(FAMILIES[name], num_classes=7, channels=3, data_image_size=32, seed=0).parts
     differing = {weight for weight, shape in net.parts.shapes.items() if wider.shapes[weight] != shape}
     assert differing
     assert differing <= set(net.parts.head)
@@ -117,14 +119,14 @@ def test_only_the_head_depends_on_the_number_of_classes(family: tuple[str, Net])
 
 def test_only_the_embedding_depends_on_the_number_of_channels(family: tuple[str, Net]) -> None:
     name, net = family
-    grey = build_model(FAMILIES[name], classes=5, channels=1, data_image_size=32, seed=0).parts
+    grey = build_model(FAMILIES[name], num_classes=5, channels=1, data_image_size=32, seed=0).parts
     differing = {weight for weight, shape in net.parts.shapes.items() if grey.shapes[weight] != shape}
     assert differing
     assert differing <= set(net.parts.embed)
 
 
 def test_running_statistics_are_weights_but_not_trainable() -> None:
-    parts = build_model(FAMILIES["levit"], classes=5, channels=3, data_image_size=32, seed=0).parts
+    parts = build_model(FAMILIES["levit"], num_classes=5, channels=3, data_image_size=32, seed=0).parts
     statistics = {name for name in parts.shapes if name.endswith(("running_mean", "running_var"))}
     assert statistics
     assert statistics <= set(parts.whole)
@@ -133,7 +135,7 @@ def test_running_statistics_are_weights_but_not_trainable() -> None:
 
 
 def test_head_of_a_distilled_model_is_both_heads() -> None:
-    parts = build_model(FAMILIES["deit, distilled"], classes=5, channels=3, data_image_size=32, seed=0).parts
+    parts = build_model(FAMILIES["deit, distilled"], num_classes=5, channels=3, data_image_size=32, seed=0).parts
     assert set(parts.head) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
     assert "dist_token" in parts.embed
 

@@ -18,10 +18,10 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from vitfleet.training.execution.compiler_barriers import BARRIER, CACHE_TAG, add_compiler_barriers
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.training import machine
+from vitfleet.training.execution.compiler_barriers import BARRIER, CACHE_TAG, add_compiler_barriers
 
 H200 = {
     "multi_processor_count": 132,

@@ -12,6 +12,10 @@ from typing import Literal
 
 import pytest
 import torch
+
+from vitfleet.config.schema import MachineConfig
+from vitfleet.errors import ConfigError, UserError
+from vitfleet.training import cpu_bf16, machine
 from vitfleet.training.execution.memory_budget import (
     CAPTURED_FRACTION,
     CONTEXT_BYTES,
@@ -22,10 +26,6 @@ from vitfleet.training.execution.memory_budget import (
     limit_to_share,
     memory_fraction,
 )
-
-from vitfleet.config.schema import MachineConfig
-from vitfleet.errors import ConfigError, UserError
-from vitfleet.training import cpu_bf16, machine
 from vitfleet.training.execution.settings import (
     MAX_WORKERS,
     gpu_memory_bytes,
@@ -93,8 +93,8 @@ def raise_os_error() -> int:
 
 def test_cpu_does_not_stack_clients_by_default() -> None:
     default = set_up_execution(MachineConfig(device="cpu"))
-    assert (default.cohort, default.graphs, default.compile) == (1, False, False)
-    assert set_up_execution(MachineConfig(device="cpu", cohort=7)).cohort == 7
+    assert (default.stack_size, default.graphs, default.compile) == (1, False, False)
+    assert set_up_execution(MachineConfig(device="cpu", stack_size=7)).stack_size == 7
 
 
 @pytest.mark.parametrize(("compile", "expected"), [(True, True), (False, False), ("auto", False)])

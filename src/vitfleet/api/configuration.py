@@ -104,7 +104,7 @@ def as_data_set(data: Any) -> DataSet | None:
         return from_tensors(*data)
     if isinstance(data, Mapping) and "train" in data:
         images, labels = data["train"]
-        return from_tensors(images, labels, test=data.get("test"), classes=data.get("classes"))
+        return from_tensors(images, labels, test=data.get("test"), class_names=data.get("classes"))
     raise UserError(
         f"data = {type(data).__name__}: must be a folder, a data set's name, hf:owner/name, a datasets.Dataset, "
         "(images, labels), or {'train': (images, labels), 'test': (images, labels)}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, model_validator
 
 from vitfleet.config.base import PartitionParams, Table
-from vitfleet.config.registry import DATASETS, PARTITIONS, OneOf, validate_params
+from vitfleet.config.registry import DATASETS, PARTITIONS, Parameters, validate_params
 
 #: The images that every accuracy of a run is measured on.
 EvalSplit: TypeAlias = Literal["test", "validation"]
@@ -31,7 +31,7 @@ class TasksConfig(Table):
         "random", description="whether classes are put into tasks at random or as the data lists them"
     )
     order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
-    incremental: Literal["task", "class"] = Field(
+    scenario: Literal["task", "class"] = Field(
         "task", description="whether an image's task is known, or its class is looked for among all"
     )
     keep_models: bool = Field(
@@ -117,7 +117,7 @@ class DataConfig(DataSource):
     )
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
-    partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(
+    partition: Annotated[PartitionParams, Parameters(PARTITIONS, default="dirichlet")] = Field(
         default_factory=lambda: PARTITIONS.make_params("dirichlet")
     )
     tasks: TasksConfig | None = None

@@ -9,7 +9,7 @@ from typing import get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from vitfleet.config.registry import ByName, registry_of, tables_of
+from vitfleet.config.registry import Parameters, registry_of, tables_of
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 
@@ -101,7 +101,7 @@ def _tag(table: type[BaseModel], path: str) -> str:
 
 def _component_names(tables: list[type[BaseModel]], field: str) -> list[str]:
     marks = [registry_of(table.model_fields[field]) for table in tables if field in table.model_fields]
-    return [name for mark in marks if isinstance(mark, ByName) for name in mark.registry.names()]
+    return [name for mark in marks if isinstance(mark, Parameters) for name in mark.registry.names()]
 
 
 def _tables_of(table: type[BaseModel], field: str, below: list[str]) -> list[type[BaseModel]]:
@@ -110,7 +110,7 @@ def _tables_of(table: type[BaseModel], field: str, below: list[str]) -> list[typ
         return []
     info = table.model_fields[field]
     mark = registry_of(info)
-    if isinstance(mark, ByName):
+    if isinstance(mark, Parameters):
         entry = mark.registry.get(below[0]) if below else None
         return [] if entry is None else [entry.params]
     if mark is not None:

@@ -70,8 +70,8 @@ class RemoteClients(Table):
 class FleetConfig(RemoteClients):
     """The clients, how many take part per round, and the hardware that the virtual clock assumes."""
 
-    kind: Literal["inline", "flower"] = Field(
-        "inline", description="where clients run: in this process, or on machines of their own (vitfleet server)"
+    kind: Literal["simulation", "flower"] = Field(
+        "simulation", description="where clients run: in this process, or on machines of their own (vitfleet server)"
     )
     clients: int = Field(10, ge=1, le=10**6, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
@@ -106,7 +106,7 @@ class FleetConfig(RemoteClients):
     @model_validator(mode="after")
     def _names_fit(self) -> FleetConfig:
         for key, value in (("over_provision", self.over_provision), ("names", list(self.names))):
-            if self.kind == "inline" and value:
+            if self.kind == "simulation" and value:
                 raise ValueError(f"fleet.{key} = {value}: needs fleet.kind = flower")
         if self.names and (len(self.names) != self.clients or len(set(self.names)) != self.clients):
             raise ValueError(
@@ -119,7 +119,7 @@ class FleetConfig(RemoteClients):
         schedule = self.schedule
         if schedule.kind != "synchronous" and self.kind == "flower":
             raise ValueError(
-                f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = inline; "
+                f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = simulation; "
                 "on Flower see fleet.deadline_s and fleet.over_provision"
             )
         if schedule.kind != "synchronous" and not self.devices:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vitfleet.config.explain import VARIANTS
-from vitfleet.config.registry import ByName, registry_of, tables_of
+from vitfleet.config.registry import Parameters, registry_of, tables_of
 from vitfleet.config.schema import Config
 
 _SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
@@ -38,7 +38,7 @@ def every_key(table: type[BaseModel] = Config, prefix: str = "", variant: str = 
         path = f"{prefix}{name}"
         mark = registry_of(field)
         inner = [member for member in _members(field.annotation) if _is_table(member)]
-        if isinstance(mark, ByName):
+        if isinstance(mark, Parameters):
             for entry in mark.registry:
                 yield Key(f"{path}.{entry.name}", "", "table", "", entry.summary)
                 yield from every_key(entry.params, f"{path}.{entry.name}.")

@@ -260,7 +260,7 @@ class ByName:
 
 def registry_of(field: FieldInfo) -> OneOf | ByName | None:
     """Return the annotation of a field whose tables come from a registry; ``None`` for any other field."""
-    return next((mark for mark in field.metadata if isinstance(mark, OneOf | ByName)), None)
+    return next((mark for mark in field.metadata if isinstance(mark, OneOf | Parameters)), None)
 
 
 def tables_of(field: FieldInfo) -> list[type[BaseModel]]:

@@ -28,8 +28,7 @@ from vitfleet.config.registry import (
     METRICS,
     SERVER_OPTIMIZERS,
     TRACKERS,
-    ByName,
-    OneOf,
+    Parameters,
     on_change,
 )
 from vitfleet.config.train import EvalConfig, MachineConfig, ModelConfig, TrainConfig
@@ -44,11 +43,11 @@ class Extensions(Table):
     plugins: tuple[str, ...] = Field(
         (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
     )
-    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field(
+    metrics: Annotated[dict[str, MetricParams], Parameters(METRICS)] = Field(
         {}, description="what is measured besides accuracy and loss"
     )
-    callbacks: Annotated[dict[str, CallbackParams], ByName(CALLBACKS)] = Field({}, description="called every round")
-    trackers: Annotated[dict[str, TrackerParams], ByName(TRACKERS)] = Field(
+    callbacks: Annotated[dict[str, CallbackParams], Parameters(CALLBACKS)] = Field({}, description="called every round")
+    trackers: Annotated[dict[str, TrackerParams], Parameters(TRACKERS)] = Field(
         default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
         description="where curves are shown",
     )
@@ -64,13 +63,13 @@ class Config(Extensions):
     rounds: int = Field(10, ge=1, le=10**6, description="rounds of the run; with data.tasks it follows from the tasks")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
-    method: Annotated[MethodParams, OneOf(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
+    method: Annotated[MethodParams, Parameters(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
     train: TrainConfig = TrainConfig()
     fleet: FleetConfig = FleetConfig()
-    aggregate: Annotated[AggregationParams, OneOf(AGGREGATIONS, default="mean")] = Field(
+    aggregate: Annotated[AggregationParams, Parameters(AGGREGATIONS, default="mean")] = Field(
         default_factory=lambda: AGGREGATIONS.make_params("mean")
     )
-    server: Annotated[ServerOptimizerParams, OneOf(SERVER_OPTIMIZERS, default="sgd")] = Field(
+    server: Annotated[ServerOptimizerParams, Parameters(SERVER_OPTIMIZERS, default="sgd")] = Field(
         default_factory=lambda: SERVER_OPTIMIZERS.make_params("sgd")
     )
     eval: EvalConfig = EvalConfig()
@@ -95,7 +94,7 @@ class Config(Extensions):
     @property
     def task_known(self) -> bool:
         """Whether an image's task is known, so that predictions are among the task's classes only."""
-        return self.data.tasks is not None and self.data.tasks.incremental == "task"
+        return self.data.tasks is not None and self.data.tasks.scenario == "task"
 
     def task_index(self, round: int) -> int:
         """Return the index of the task that is learned in a round; 0 without a task stream."""
@@ -139,14 +138,14 @@ class Config(Extensions):
         if self.fleet.kind == "flower" and self.data.validation:
             raise ValueError(
                 f"data.validation = {self.data.validation}: must be 0 with fleet.kind = flower, where clients have "
-                "their own images; choose settings with fleet.kind = inline"
+                "their own images; choose settings with fleet.kind = simulation"
             )
         return self
 
     @model_validator(mode="after")
     def _test_only_suits_the_fleet(self) -> Config:
         """Require clients with images of their own where the server's are all test images."""
-        if self.fleet.kind == "inline" and self.data.test_only:
+        if self.fleet.kind == "simulation" and self.data.test_only:
             raise ValueError("data.test_only = true: needs fleet.kind = flower, where clients have their own images")
         return self
 

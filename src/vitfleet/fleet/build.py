@@ -26,15 +26,15 @@ class Components:
     trainer: Trainer
 
 
-def build_net(config: Config, classes: int, channels: int, image_size: int) -> Net:
+def build_net(config: Config, num_classes: int, channels: int, image_size: int) -> Net:
     """Build a run's model for images of ``image_size`` x ``image_size`` pixels."""
-    tasks = class_to_task(config.data.tasks, config.seed, classes)
+    tasks = class_to_task(config.data.tasks, config.seed, num_classes)
     adapt = partial(adapt_model, config.method, class_to_task=tasks)
-    return build_model(config.model, classes, channels, image_size, config.seed, adapt)
+    return build_model(config.model, num_classes, channels, image_size, config.seed, adapt)
 
 
 def build_components(
-    config: Config, net: Net, classes: int, machine: ExecutionSettings, class_to_task: Tensor | None = None
+    config: Config, net: Net, num_classes: int, machine: ExecutionSettings, class_to_task: Tensor | None = None
 ) -> Components:
     """Build everything that a machine needs to train a run's model.
 
@@ -47,7 +47,7 @@ def build_components(
     if machine.bf16 and machine.device.type == "cpu":
         # On a CPU the fused kernel's backward pass takes three to five times as long in bfloat16.
         net = net.with_unfused_attention()
-    context = MethodContext(config, net, classes, machine.device)
+    context = MethodContext(config, net, num_classes, machine.device)
     preprocess = preprocess_for(net, machine.device)
     trainer = Trainer(
         net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_to_task

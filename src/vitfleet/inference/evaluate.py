@@ -88,12 +88,12 @@ def evaluate_images(
 
 
 def summarise(
-    model: str, probabilities: NDArray[np.float64], labels: NDArray[np.int64], classes: Sequence[str]
+    model: str, probabilities: NDArray[np.float64], labels: NDArray[np.int64], class_names: Sequence[str]
 ) -> Evaluation:
     """Return the evaluation of probabilities ``[images, classes]`` against the true classes ``[images]``."""
     predicted = probabilities.argmax(axis=1)
     correct = predicted == labels
-    confusion = np.zeros((len(classes), len(classes)), dtype=np.int64)
+    confusion = np.zeros((len(class_names), len(class_names)), dtype=np.int64)
     np.add.at(confusion, (labels, predicted), 1)
     counts = confusion.sum(axis=1)
     with np.errstate(divide="ignore"):
@@ -107,7 +107,7 @@ def summarise(
         loss=loss if math.isfinite(loss) else None,
         calibration_error=sum(gaps) / len(labels),
         class_accuracy={
-            name: int(confusion[i, i]) / int(counts[i]) if counts[i] else None for i, name in enumerate(classes)
+            name: int(confusion[i, i]) / int(counts[i]) if counts[i] else None for i, name in enumerate(class_names)
         },
         confusion=confusion.tolist(),
         calibration=bins,

@@ -103,7 +103,7 @@ class LocalTraining:
     trainable
         The names of those that train; ``step`` returns their gradients. All others have no gradient and no optimiser
         state. They need not be weights of the model: another model beside it has names with a prefix that ends in
-        ``/``, and ``train.clip`` then applies to each model for itself.
+        ``/``, and ``train.max_grad_norm`` then applies to each model for itself.
     epochs
         Passes over the client's samples.
     step

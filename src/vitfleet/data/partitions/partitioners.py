@@ -49,14 +49,14 @@ def dirichlet(params: DirichletPartition, data: PartitionInput) -> Ints:
     return _ensure_min_samples(owners, data.clients, params.min_samples, data.rng)
 
 
-def dirichlet_shares(beta: float, classes: int, clients: int, rng: np.random.Generator) -> Floats:
+def dirichlet_shares(beta: float, num_classes: int, clients: int, rng: np.random.Generator) -> Floats:
     """Draw ``[classes, clients]`` shares, each row from a symmetric Dirichlet(β), for any β > 0.
 
     A Dirichlet draw is a row of normalised Gamma(β) draws. For small β all of them underflow to 0, and 0 / 0 is NaN.
     Below 1 the logarithms are drawn instead, with Gamma(β) = Gamma(β + 1) · U^(1/β), and the row is normalised by a
     softmax that divides by β after the largest entry has been subtracted.
     """
-    size = (classes, clients)
+    size = (num_classes, clients)
     scale = min(beta, 1.0)
     if beta < 1:
         logs = beta * np.log(rng.standard_gamma(beta + 1, size)) - rng.standard_exponential(size)

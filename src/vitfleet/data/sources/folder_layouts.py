@@ -71,7 +71,7 @@ def _read_session_objects(root: Path) -> RawDataset:
     folders = {f"{session}/{label}": root / session / label for session in SESSIONS for label in OBJECTS}
     classes = tuple(name for name, folder in folders.items() if folder.is_dir())
     images = [ImageFile(path, name) for name in classes for path in image_files(folders[name])]
-    return list_dataset(root, images, classes=classes)
+    return list_dataset(root, images, class_names=classes)
 
 
 def read_miniimagenet(root: Path) -> RawDataset | None:

@@ -84,21 +84,21 @@ def list_dataset(
     root: Path,
     train: list[ImageFile],
     test: list[ImageFile] | None = None,
-    classes: tuple[str, ...] | None = None,
+    class_names: tuple[str, ...] | None = None,
     sources: tuple[str, ...] = (),
 ) -> RawDataset:
-    """Return listed image files as a data set; without ``classes``, those of the files, in sorted order."""
-    if classes is None:
-        classes = tuple(sorted({image.class_name for image in [*train, *(test or ())]}))
-    test_split = None if test is None else encode_labels(test, classes, sources, root)
-    return RawDataset(classes, encode_labels(train, classes, sources, root), test_split)
+    """Return listed image files as a data set; without ``class_names``, those of the files, in sorted order."""
+    if class_names is None:
+        class_names = tuple(sorted({image.class_name for image in [*train, *(test or ())]}))
+    test_split = None if test is None else encode_labels(test, class_names, sources, root)
+    return RawDataset(class_names, encode_labels(train, class_names, sources, root), test_split)
 
 
 def encode_labels(
-    images: list[ImageFile], classes: tuple[str, ...], sources: tuple[str, ...], root: Path
+    images: list[ImageFile], class_names: tuple[str, ...], sources: tuple[str, ...], root: Path
 ) -> EncodedSplit:
     """Return image files as a split, with classes and sources as numbers; without ``sources`` they are unknown."""
-    label_of = {name: label for label, name in enumerate(classes)}
+    label_of = {name: label for label, name in enumerate(class_names)}
     source_of = {name: number for number, name in enumerate(sources)}
     return EncodedSplit(
         [image.path for image in images],

@@ -78,7 +78,7 @@ def timm_family(
         def build(params: Table, request: ModelRequest) -> tuple[nn.Module, int]:
             refuse_hub_weights(request)
             sizes = choose_sizes(params, request.image_size, small, {**small, **standard})
-            data_arguments = {"in_chans": request.channels, "num_classes": request.classes}
+            data_arguments = {"in_chans": request.channels, "num_classes": request.num_classes}
             vit = getattr(import_module(package), class_name)(**data_arguments, **arguments(request, sizes))
             return vit, request.image_size
 

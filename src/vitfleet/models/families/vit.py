@@ -150,7 +150,7 @@ class PlainViT(nn.Module):
     def __init__(
         self,
         patch_embed: Any,
-        classes: int,
+        num_classes: int,
         dim: int,
         depth: int,
         num_heads: int,
@@ -167,7 +167,7 @@ class PlainViT(nn.Module):
         self.blocks = nn.Sequential(*(Block(dim, num_heads, mlp_ratio, qkv_bias, norm_eps) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.fc_norm = nn.Identity()
-        self.head = nn.Linear(dim, classes)
+        self.head = nn.Linear(dim, num_classes)
         # In timm's order: the same seed gives the same weights.
         init_normal_(self.pos_embed, INIT_STD)
         if not self.cls_token.is_meta:
@@ -227,7 +227,7 @@ def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module,
     check_patch_size(image_size, patch_size)
     vit = PlainViT(
         PatchEmbed(image_size, patch_size, request.channels, config.dim),
-        classes=request.classes,
+        num_classes=request.num_classes,
         dim=config.dim,
         depth=config.depth or DEFAULT_DEPTH,
         num_heads=config.heads,
@@ -244,7 +244,7 @@ def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
     check_patch_size(image_size, patch_size)
     embed = PatchEmbed(image_size, patch_size, request.channels, sizes.dim)
     depth = config.depth or sizes.depth
-    return PlainViT(embed, request.classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
+    return PlainViT(embed, request.num_classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
 
 
 @register_part_paths(TIMM_VIT)

@@ -113,7 +113,7 @@ class ClientStack:
 
     def _clip(self, gradients: Tensors) -> Tensors:
         """Clip the gradient of each model: of the client's own, and of one beside it, whose names have a prefix."""
-        max_norm = self.engine.config.clip
+        max_norm = self.engine.config.max_grad_norm
         if max_norm is None:
             return gradients
         models: dict[str, dict[str, Tensor]] = {}
