@@ -77,7 +77,7 @@ def clients(data_dir: str, rounds: int, repeats: int) -> None:
 def memory(rounds: int) -> None:
     for method in ("fedavg", "transfl"):
         stopwatch = run_simulation([f"rounds={rounds}", "train.epochs=1", f"method.name={method}"])
-        early, late = max(stopwatch.resident[10:60]), max(stopwatch.resident[-50:])
+        early, late = max(stopwatch.resident[:60][-50:]), max(stopwatch.resident[-50:])
         ratio = round(late / early, 4)
         print(json.dumps({"method": method, "rounds_10_60": early, "last_50": late, "ratio": ratio}), flush=True)
 

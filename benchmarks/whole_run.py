@@ -31,7 +31,7 @@ import torch
 
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
-from vitfleet.fleet import inline
+from vitfleet.fleet import client_runtime
 from vitfleet.methods.base import ClientJob
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
@@ -134,13 +134,13 @@ def main() -> None:
     context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
     device = context.machine.device
     stopwatch = Stopwatch(device, args.stop_after)
-    inline.run_cohort = stopwatch.timed("clients", inline.run_cohort)
+    client_runtime.run_cohort = stopwatch.timed("clients", run_cohort)
     round_module._update_server = stopwatch.timed("server", round_module._update_server)
     round_module._evaluate = stopwatch.timed("evaluation", round_module._evaluate)
     Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
     run_rounds(context, callbacks=[stopwatch])
-    inline.run_cohort = run_cohort
+    client_runtime.run_cohort = run_cohort
 
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"
