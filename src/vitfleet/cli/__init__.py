@@ -12,7 +12,7 @@ from vitfleet.cli.base import app, error_console
 from vitfleet.errors import UserError, describe_os_error
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
-for module in ("train", "compare", "inspect", "models", "fleet", "new"):
+for module in ("train", "compare", "inspect", "models", "fleet"):
     import_module(f"{__name__}.{module}")
 
 

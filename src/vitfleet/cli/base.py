@@ -1,7 +1,8 @@
-"""Shared by all commands: the application, its two consoles, and common options."""
+"""Shared by all commands: the application, its two consoles, common options, and consent to what would take much."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -11,9 +12,11 @@ import typer
 from rich.console import Console
 
 from vitfleet import __version__
+from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
     from vitfleet.config import Config
+    from vitfleet.costs.estimate import RunEstimate
 
 app = typer.Typer(
     help="Train vision transformers across a fleet of edge devices.",
@@ -48,6 +51,10 @@ Jobs = Annotated[
 ]
 DataDir = Annotated[
     str | None, typer.Option(envvar="VITFLEET_DATA", help="Folder of the data sets, one subfolder each.")
+]
+
+Yes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Start it even if it would take days, or more memory or disk than is free.")
 ]
 
 
@@ -101,3 +108,55 @@ def print_text(target: Console, text: str) -> None:
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def confirm_run(config: Config, folder: Path, yes: bool) -> None:
+    """Show what a run will take on this machine, and see that it is wanted: see :func:`require_consent`.
+
+    The sizes of data that must be decoded or downloaded first are not known: then nothing is shown. What clients on
+    other machines take is not part of it.
+    """
+    from vitfleet.costs.estimate import estimate_run
+
+    estimate = estimate_run(config)
+    if estimate is not None:
+        remote = config.fleet.kind == "flower"
+        show_estimate("estimated for this machine, without the clients" if remote else "estimated", estimate)
+        require_consent(estimate, folder, yes)
+
+
+def show_estimate(heading: str, estimate: RunEstimate) -> None:
+    """Print what runs will take, and what would change it."""
+    from vitfleet.report.estimate_text import estimate_line
+
+    print_text(console, f"{heading}: {estimate_line(estimate)}")
+    if estimate.remark:
+        print_text(console, f"note: {estimate.remark}")
+
+
+def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
+    """If runs take too much, ask, or refuse them where nobody can answer.
+
+    Parameters
+    ----------
+    folder
+        Where the runs are stored.
+    yes
+        Whether the user has consented already.
+
+    Raises
+    ------
+    UserError
+        The runs would take days or do not fit, and nobody consented.
+    """
+    from vitfleet.costs.estimate import available
+    from vitfleet.report.estimate_text import too_much
+
+    problem = too_much(estimate, available(estimate.device, folder))
+    if problem is None or yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"not started: {problem}; make it smaller, or start it with --yes")
+    print_text(error_console, f"This is much: {problem}.")
+    if not typer.confirm("Start it anyway?", err=True):
+        raise UserError("not started")

@@ -1,4 +1,7 @@
-"""The command ``compare``: several configurations on the same partition."""
+"""The command ``compare``: several configurations on the same partition.
+
+``vitfleet run`` without a configuration is one too: what TransFL, EFTViT and FedViT gain against FedAvg, on digits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,14 +23,16 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
     console,
     error_console,
     print_text,
+    require_consent,
     reserve_stdout,
+    show_estimate,
     with_data_dir,
 )
-from vitfleet.cli.estimate import Yes, require_consent, show_estimate
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
@@ -34,10 +40,16 @@ from vitfleet.files import read_json
 
 if TYPE_CHECKING:
     from vitfleet.api import Comparison
+    from vitfleet.api.request import ComparisonRequest
     from vitfleet.report.terminal import ComparisonClock
     from vitfleet.run.compare import ComparedRun
     from vitfleet.run.jobs import JobResult
 
+# What `vitfleet run` compares without a configuration; on tasks only if no key is set that these presets are fitted to.
+PRESETS = ("start-fedavg", "start-transfl", "start-eftvit")
+TASK_PRESETS = ("start-fedavg-tasks", "start-fedvit")
+FITTED = ("rounds", "data", "model", "method", "fleet")
+MAX_JOBS = 2  # runs at a time: more would wait for the longest one anyway
 
 Sweep = Annotated[
     list[str],
@@ -98,13 +110,14 @@ def compare(
     * `vitfleet compare --best-of runs/compare-001 --seeds 0,1,2`
     """
     from vitfleet.api.comparison import create
+    from vitfleet.api.request import ComparisonRequest
 
     check_single_process()
     reserve_stdout(as_json)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
-    comparison, _ = create(
-        sources or [],
+    request = ComparisonRequest(
+        configs=sources or [],
         best_of=best_of,
         methods=method,
         seeds=[int(seed) for seed in seeds.split(",")],
@@ -115,9 +128,28 @@ def compare(
         out=out,
         command=["vitfleet", *sys.argv[1:]],
     )
+    comparison, _ = create(request)
     if comparison.best_of is not None:
         _print_best_trials(comparison.best_of["trials"])
     run_new_comparison(comparison, yes, as_json, jobs)
+
+
+def first_run(request: ComparisonRequest, yes: bool, as_json: bool) -> None:
+    """Compare the methods, and FedViT with FedAvg on a sequence of tasks, and say what each gained."""
+    from vitfleet.api.comparison import create
+    from vitfleet.config.load import parse_overrides
+    from vitfleet.report.gains import gain_sentences
+
+    check_single_process()
+    changed = (key for key in parse_overrides(request.overrides) if key != "data.dir")
+    fits_tasks = not any(key.partition(".")[0] in FITTED for key in changed)
+    comparison, _ = create(replace(request, configs=(*PRESETS, *TASK_PRESETS) if fits_tasks else PRESETS))
+    # Each run is on one core: so small a model gains nothing from more.
+    jobs = min(MAX_JOBS, os.cpu_count() or 1)
+    run_new_comparison(comparison, yes, as_json, jobs, figure_files=False)
+    print_text(console, "")
+    for sentence in gain_sentences(comparison.result.rows):
+        print_text(console, sentence)
 
 
 def run_new_comparison(
@@ -207,7 +239,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     Raises
     ------
     UserError
-        They take too much, and nobody consented: see :func:`vitfleet.cli.estimate.require_consent`.
+        They take too much, and nobody consented: see :func:`vitfleet.cli.base.require_consent`.
     """
     from vitfleet.costs.estimate import combine
     from vitfleet.report.terminal import ComparisonClock

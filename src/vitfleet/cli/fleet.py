@@ -17,14 +17,15 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
     configure,
+    confirm_run,
     console,
     error_console,
     print_text,
     raise_interrupt,
 )
-from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 

@@ -15,7 +15,7 @@ from vitfleet.cli.base import AsJson, Plugins, app, console, error_console, prin
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.inference.predict import ImagePrediction
+    from vitfleet.inference.classifier import ImagePrediction
     from vitfleet.progress import Progress
 
 MAX_NOTES = 20
@@ -191,7 +191,7 @@ def demo(
     """
     import webbrowser
 
-    from vitfleet.api.demonstration import demo_server
+    from vitfleet.api.models import demo_server
 
     _prepare(plugin, False)
     numbers = None if clients is None else [int(str(_client(part.strip()))) for part in clients.split(",")]

@@ -21,7 +21,9 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
+    confirm_run,
     console,
     error_console,
     print_text,
@@ -29,7 +31,6 @@ from vitfleet.cli.base import (
     reserve_stdout,
     with_data_dir,
 )
-from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
@@ -61,19 +62,24 @@ def run(
 
     `vitfleet presets` lists the presets, `vitfleet keys` every key that -o can set.
     """
-    if source is None:
-        from vitfleet.cli.first_run import first_run
-
-        first_run(override, plugin, seed, out, data_dir, yes, as_json, ["vitfleet", *sys.argv[1:]])
-        return
-    if process_rank() > 0:
+    reserve_stdout(as_json)
+    if process_rank() > 0 and source is not None:
         _follow()
+        return
+    from vitfleet.api.request import ComparisonRequest, RunRequest
+
+    overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
+    if source is None:
+        from vitfleet.cli.compare import first_run
+
+        request = ComparisonRequest(seeds=[seed or 0], overrides=overrides, plugins=plugin, out=out, command=command)
+        first_run(request, yes, as_json)
         return
     from vitfleet.api.training import create_run
 
-    reserve_stdout(as_json)
-    overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
-    run_folder, _ = create_run(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
+    run_folder, _ = create_run(
+        RunRequest(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
+    )
     try:
         confirm_run(run_folder.config(), run_folder.path, yes)
     except (UserError, typer.Abort):

@@ -16,14 +16,16 @@ from torch import Tensor
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.onnx_format import onnx_logits, quantise_onnx, write_onnx
-from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
-from vitfleet.exporters.program_format import (
+from vitfleet.exporters.graph_formats import (
     executorch_logits,
+    onnx_logits,
+    quantise_onnx,
     torch_export_logits,
     write_executorch,
+    write_onnx,
     write_torch_export,
 )
+from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
 from vitfleet.exporters.timm_format import timm_logits, write_timm
 from vitfleet.files import write_atomically
 from vitfleet.inference.classifier import Classifier
@@ -192,3 +194,26 @@ def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet 
         bytes=path.stat().st_size,
         original_bytes=original.stat().st_size,
     )
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload an exported model to the Hugging Face hub as a private repository ``owner/name``; return its address.
+
+    Raises
+    ------
+    UserError
+        No token is set, or the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    token = get_token()
+    if token is None:
+        raise UserError(f"--push-to-hub {repository}: no token is set; set HF_TOKEN, or log in with `hf auth login`")
+    hub = HfApi(token=token)
+    try:
+        address = str(hub.create_repo(repository, private=True, exist_ok=True))
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by vitfleet")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"--push-to-hub {repository}: {str(error).splitlines()[0]}") from None
+    return address

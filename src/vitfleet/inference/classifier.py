@@ -1,9 +1,11 @@
-"""A trained model for inference."""
+"""A trained model for inference, and what it predicts of one image or of many files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from torch import Tensor, nn
 from vitfleet.data.decode import UNREADABLE, decode_image, fit_image
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
+from vitfleet.inference.image_files import decode_file
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.model_file import ModelInfo
+
+DECODING_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,23 @@ class Prediction:
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the most probable classes with their probabilities, the most probable first."""
         return sorted(self.probabilities.items(), key=lambda item: -item[1])[:count]
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The prediction of one image file.
+
+    Attributes
+    ----------
+    prediction
+        ``None`` if the file cannot be read.
+    note
+        Why it cannot be read, or that its colours were converted; ``None``: nothing to say.
+    """
+
+    path: Path
+    prediction: Prediction | None
+    note: str | None = None
 
 
 class Classifier(nn.Module):
@@ -182,3 +205,33 @@ class Classifier(nn.Module):
             image = fit_image(image, self.image_size, self.channels)
         tensor = torch.as_tensor(np.array(image) if isinstance(image, np.ndarray) else image)
         return (tensor[None] if tensor.dim() == 2 else tensor)[None]
+
+
+def predict_files(
+    model: Classifier,
+    paths: Sequence[Path],
+    task: int | None = None,
+    batch_size: int = 64,
+    progress: Progress = NO_PROGRESS,
+) -> Iterator[ImagePrediction]:
+    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others.
+
+    Parameters
+    ----------
+    task
+        The task of the images, where it is known: only its classes are candidates.
+    """
+    if task is not None:
+        model.task_classes(task)  # a wrong number is an error before the first image is read
+    decode = partial(decode_file, image_size=model.image_size, channels=model.channels)
+    with ThreadPoolExecutor(DECODING_THREADS) as pool, progress.task("predicting", len(paths)) as advance:
+        for start in range(0, len(paths), batch_size):
+            decoded = list(pool.map(decode, paths[start : start + batch_size]))
+            readable = [image.pixels for image in decoded if image.pixels is not None]
+            rows: Iterator[list[float]] = iter(())
+            if readable:
+                rows = iter(model.probabilities(torch.from_numpy(np.stack(readable)), task).tolist())
+            for image in decoded:
+                prediction = None if image.pixels is None else model.prediction(next(rows), task)
+                yield ImagePrediction(image.path, prediction, image.note)
+            advance(len(decoded))
