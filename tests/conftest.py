@@ -144,7 +144,6 @@ def _registries() -> Iterator[None]:
     if changed:
         plugins._loaded.clear()
         plugins._loaded.update(loaded)
-        registry_module._rebuild_configuration()
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from vitfleet.config.base import PartitionParams, Table
-from vitfleet.config.registry import DATASETS, PARTITIONS, OneOf, validate_params
+from vitfleet.config.registry import DATASETS, PARTITIONS, Parameters
 
 #: The images that every accuracy of a run is measured on.
 EvalSplit: TypeAlias = Literal["test", "validation"]
@@ -89,21 +89,16 @@ class DataSource(Table):
     test_split: str | None = Field(
         None, description="hf:owner/name: split to test on; default: test, valid, validation, val"
     )
-    params: dict[str, Any] = Field({}, description="parameters of a registered data set that has any")
+    params: Annotated[dict[str, Any], Parameters(DATASETS)] = Field(
+        {}, description="parameters of a registered data set that has any", validate_default=True
+    )
     fingerprint: str | None = Field(
         None, description="hash of data that was passed from Python: resuming needs the same data again"
     )
 
-    @model_validator(mode="after")
-    def _params_fit(self) -> DataSource:
-        validate_params(DATASETS, self.name, self.params, "data.params")
-        return self
-
 
 class DataConfig(DataSource):
     """Which images, and how they are partitioned among the clients."""
-
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
 
     test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
     validation: float = Field(
@@ -117,7 +112,7 @@ class DataConfig(DataSource):
     )
     max_corrupt: float = Field(0.01, ge=0, le=1, description="share of unreadable images that is tolerated")
     limit: int | None = Field(None, ge=1, description="number of training images to use, and a fifth of it for testing")
-    partition: Annotated[PartitionParams, OneOf(PARTITIONS, default="dirichlet")] = Field(
+    partition: Annotated[PartitionParams, Parameters(PARTITIONS, default="dirichlet")] = Field(
         default_factory=lambda: PARTITIONS.make_params("dirichlet")
     )
     tasks: TasksConfig | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
+from vitfleet.config.registry import SCHEDULES, Parameters
 
 DeviceName = Literal[
     "nano", "tx2", "nx", "agx", "orin-nano", "orin-nx", "orin-agx",
@@ -15,27 +16,33 @@ DeviceName = Literal[
 ]  # fmt: skip
 
 
-class SynchronousSchedule(Table):
+class Schedule(Table):
+    """When a round ends: the table ``[fleet.schedule]``."""
+
+    kind: str = ""
+
+
+class SynchronousSchedule(Schedule):
     """A round lasts until the slowest of its clients has replied."""
 
     kind: Literal["synchronous"] = "synchronous"
 
 
-class DeadlineSchedule(Table):
+class DeadlineSchedule(Schedule):
     """A round lasts until its deadline at most; later replies are dropped."""
 
     kind: Literal["deadline"] = "deadline"
     seconds: float = Field(600.0, gt=0, description="longest round, in virtual seconds")
 
 
-class OverSelectionSchedule(Table):
+class OverSelectionSchedule(Schedule):
     """More clients are asked than needed; the first ``fleet.per_round`` replies make the round."""
 
     kind: Literal["over-selection"] = "over-selection"
     share: float = Field(0.3, gt=0, le=100, description="additional clients, as a fraction of fleet.per_round")
 
 
-class BufferedSchedule(Table):
+class BufferedSchedule(Schedule):
     """Clients train continuously; every ``fleet.per_round`` replies are aggregated (FedBuff, Nguyen et al., 2022)."""
 
     kind: Literal["buffered"] = "buffered"
@@ -45,9 +52,13 @@ class BufferedSchedule(Table):
     )
 
 
-ScheduleConfig = Annotated[
-    SynchronousSchedule | DeadlineSchedule | OverSelectionSchedule | BufferedSchedule, Field(discriminator="kind")
-]
+for _kind, _schedule in (
+    ("synchronous", SynchronousSchedule),
+    ("deadline", DeadlineSchedule),
+    ("over-selection", OverSelectionSchedule),
+    ("buffered", BufferedSchedule),
+):
+    SCHEDULES.register(_kind, _schedule)(_schedule)
 
 
 class RemoteClients(Table):
@@ -81,7 +92,7 @@ class FleetConfig(RemoteClients):
     bandwidth: float | None = Field(
         None, ge=1e-6, le=1e6, description="MB/s per client, up and down; default: the hardware profile's own"
     )
-    schedule: ScheduleConfig = SynchronousSchedule()
+    schedule: Annotated[Schedule, Parameters(SCHEDULES)] = SynchronousSchedule()
 
     @model_validator(mode="after")
     def _clients_suffice(self) -> FleetConfig:
@@ -112,18 +123,18 @@ class FleetConfig(RemoteClients):
     @model_validator(mode="after")
     def _schedule_fits(self) -> FleetConfig:
         schedule = self.schedule
-        if schedule.kind != "synchronous" and self.kind == "flower":
+        if not isinstance(schedule, SynchronousSchedule) and self.kind == "flower":
             raise ValueError(
                 f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = inline; "
                 "on Flower see fleet.deadline_s and fleet.spare"
             )
-        if schedule.kind != "synchronous" and not self.devices:
+        if not isinstance(schedule, SynchronousSchedule) and not self.devices:
             raise ValueError(f"fleet.schedule.kind = {schedule.kind!r}: needs hardware profiles; set fleet.devices")
-        if schedule.kind == "over-selection" and self.asked > self.clients:
+        if isinstance(schedule, OverSelectionSchedule) and self.asked > self.clients:
             raise ValueError(
                 f"fleet.schedule.share = {schedule.share}: would ask {self.asked} of fleet.clients = {self.clients}"
             )
-        if schedule.kind == "buffered" and schedule.concurrency + self.per_round > self.clients:
+        if isinstance(schedule, BufferedSchedule) and schedule.concurrency + self.per_round > self.clients:
             # A client that has just replied is not asked again before the next aggregation.
             most = self.clients - self.per_round
             raise ValueError(
@@ -134,7 +145,7 @@ class FleetConfig(RemoteClients):
 
     @model_validator(mode="after")
     def _enough_clients_train(self) -> FleetConfig:
-        needed = self.asked + (self.schedule.concurrency if self.schedule.kind == "buffered" else 0)
+        needed = self.asked + (self.schedule.concurrency if isinstance(self.schedule, BufferedSchedule) else 0)
         left = self.clients - self.num_unseen
         if self.unseen and needed > left:
             raise ValueError(
@@ -151,7 +162,7 @@ class FleetConfig(RemoteClients):
     @property
     def asked(self) -> int:
         """Clients asked per round."""
-        extra = self.schedule.share if self.schedule.kind == "over-selection" else 0.0
+        extra = self.schedule.share if isinstance(self.schedule, OverSelectionSchedule) else 0.0
         return ceil(self.per_round * (1 + extra)) + self.spare
 
     def name_of(self, client: int) -> str:

@@ -120,7 +120,7 @@ def validate(tree: Tree, load_plugins: bool = True) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise explain(error.errors()[0]) from None
+        raise explain(error.errors()[0], Config) from None
 
 
 def _with_plugins(tree: Tree) -> Tree:

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vitfleet.config.base import AggregationParams, CallbackParams, MethodParams, MetricParams, Table, TrackerParams
 from vitfleet.config.data import AugmentConfig, DataConfig, TasksConfig
 from vitfleet.config.fleet import FleetConfig
-from vitfleet.config.registry import AGGREGATIONS, CALLBACKS, METHODS, METRICS, TRACKERS, ByName, OneOf, on_change
+from vitfleet.config.registry import AGGREGATIONS, CALLBACKS, METHODS, METRICS, TRACKERS, Parameters
 from vitfleet.config.train import EvalConfig, MachineConfig, ModelConfig, TrainConfig
 
 
 class Extensions(Table):
     """What a run uses from plug-ins, by name, besides the components that the other tables name."""
 
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
-
     plugins: tuple[str, ...] = Field(
         (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
     )
-    metrics: Annotated[dict[str, MetricParams], ByName(METRICS)] = Field(
+    metrics: Annotated[dict[str, MetricParams], Parameters(METRICS)] = Field(
         {}, description="what is measured besides accuracy and loss"
     )
-    callbacks: Annotated[dict[str, CallbackParams], ByName(CALLBACKS)] = Field({}, description="called every round")
-    trackers: Annotated[dict[str, TrackerParams], ByName(TRACKERS)] = Field(
+    callbacks: Annotated[dict[str, CallbackParams], Parameters(CALLBACKS)] = Field({}, description="called every round")
+    trackers: Annotated[dict[str, TrackerParams], Parameters(TRACKERS)] = Field(
         default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
         description="where curves are shown",
     )
@@ -38,17 +36,15 @@ class Extensions(Table):
 class Config(Extensions):
     """A whole run."""
 
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
-
     title: str = Field("", description="one line for `vitfleet presets` and the report")
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of every random draw")
     rounds: int = Field(10, ge=1, le=10**6, description="rounds of the run; with data.tasks it follows from the tasks")
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
-    method: Annotated[MethodParams, OneOf(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
+    method: Annotated[MethodParams, Parameters(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
     train: TrainConfig = TrainConfig()
     fleet: FleetConfig = FleetConfig()
-    aggregate: Annotated[AggregationParams, OneOf(AGGREGATIONS, default="mean")] = Field(
+    aggregate: Annotated[AggregationParams, Parameters(AGGREGATIONS, default="mean")] = Field(
         default_factory=lambda: AGGREGATIONS.make_params("mean")
     )
     eval: EvalConfig = EvalConfig()
@@ -140,14 +136,6 @@ class Config(Extensions):
         for params in self.metrics.values():
             params.check_config(self)
         return self
-
-
-@on_change
-def _rebuild() -> None:
-    """Build the tables again: their unions hold every registered component."""
-    for table in (DataConfig, Config):
-        if table.__pydantic_complete__:
-            table.model_rebuild(force=True)
 
 
 __all__ = [
