@@ -139,8 +139,22 @@ class Classifier(nn.Module):
         weights = {**dict(self.vit.named_parameters()), **dict(self.vit.named_buffers())}
         return self.net(weights, pixels)
 
+    @property
+    def class_tasks(self) -> Tensor:
+        """The task of each class, ``[classes]``, on the CPU."""
+        if self.info.task_of_class is None:
+            raise UserError("the model was not trained on tasks; leave the task out")
+        return torch.tensor(self.info.task_of_class)
+
+    def task_classes(self, task: int) -> list[int]:
+        """Return the classes of a task, as indices."""
+        last = int(self.class_tasks.max())
+        if not 0 <= task <= last:
+            raise UserError(f"task = {task}: must be between 0 and {last}")
+        return self.tasks[task]
+
     @torch.inference_mode()
-    def probabilities(self, images: Tensor, task: int | Sequence[int] | None = None) -> Tensor:
+    def probabilities(self, images: Tensor, task: int | None = None) -> Tensor:
         """Return the softmax probabilities ``[batch, classes]`` of images; 0 for classes of other tasks.
 
         Parameters
@@ -148,33 +162,13 @@ class Classifier(nn.Module):
         images
             As for :meth:`forward`.
         task
-            The task of the images, or of each of them, where it is known; ``None``: all classes are candidates.
+            The task of the images, where it is known; ``None``: all classes are candidates.
         """
         logits = self(images).float()
         if task is not None:
-            tasks = [task] * len(images) if isinstance(task, int) else list(task)
-            of_class = torch.tensor(self._task_of_class(), device=logits.device)
-            logits = logits.masked_fill(of_class != torch.tensor(tasks, device=logits.device)[:, None], float("-inf"))
+            logits = logits.masked_fill(self.class_tasks.to(logits.device) != task, float("-inf"))
         probabilities: Tensor = logits.softmax(dim=-1)
         return probabilities
-
-    def tasks_of(self, labels: Sequence[int]) -> list[int]:
-        """Return the task of each label."""
-        of_class = self._task_of_class()
-        return [of_class[label] for label in labels]
-
-    def _task_of_class(self) -> tuple[int, ...]:
-        if self.info.task_of_class is None:
-            raise UserError("the model was not trained on tasks; leave the task out")
-        return self.info.task_of_class
-
-    def task_classes(self, task: int) -> list[int]:
-        """Return the classes of a task, as indices."""
-        self._task_of_class()
-        tasks = self.tasks
-        if not 0 <= task < len(tasks):
-            raise UserError(f"task = {task}: must be between 0 and {len(tasks) - 1}")
-        return tasks[task]
 
     def predict(self, image: Any, task: int | None = None) -> Prediction:
         """Return the class of one image.

@@ -72,11 +72,10 @@ def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:
     write_model(context.folder / MODEL_FILE, context.net, model.weights, info)
     if method.has_global_model or context.config.data.tasks is not None:
         return {}
-    correct, losses = context.evaluator.evaluate(model.weights)
-    loss = float(losses.mean())
+    ((accuracy, loss),) = context.evaluator.evaluate(model.weights).means()
     return {
         "server_model": {
-            "accuracy": float(correct.mean()),
+            "accuracy": accuracy,
             "loss": loss if math.isfinite(loss) else None,
             "averaged_clients": model.averaged_clients,
         }
