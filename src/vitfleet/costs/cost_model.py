@@ -197,9 +197,3 @@ def parts_in_step(fit: Fit, step: int) -> int:
     if not restore:
         return 0
     return stored_tasks if select or selector is None else min(selector.k, stored_tasks)
-
-
-def client_flops(method: Method[Any], net: Net, mask_ratio: float) -> Flops:
-    """Count the operations per sample of a method's client training."""
-    cost_model = CostModel(method, net, method.context.train.model_copy(update={"mask_ratio": mask_ratio}))
-    return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
