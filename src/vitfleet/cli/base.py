@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,7 +15,7 @@ from vitfleet import __version__
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.config import Config
+    from vitfleet.config.schema import Config
     from vitfleet.costs.estimate import RunEstimate
 
 app = typer.Typer(
@@ -73,26 +73,12 @@ def _common(
     pass
 
 
-def configure(
-    source: str,
-    override: list[str],
-    seed: int | None,
-    data_dir: str | None,
-    more: Mapping[str, Any] | None = None,
-    plugins: Sequence[Path] = (),
-) -> Config:
-    """Load a configuration with the options of the command line."""
-    from vitfleet.config import load_config
-
-    options = {"seed": seed, "data.dir": data_dir, **(more or {})}
-    return load_config(source, override, {key: value for key, value in options.items() if value is not None}, plugins)
-
-
-def with_data_dir(data_dir: str | None, override: list[str]) -> dict[str, Any]:
-    """Return the overrides of a command, with ``--data-dir`` as one of them."""
+def with_options(override: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a command sets: those of its options that are given, then those of ``-o``."""
     from vitfleet.config.load import parse_overrides
 
-    return {**({} if data_dir is None else {"data.dir": data_dir}), **parse_overrides(override)}
+    given = {key: value for key, value in options.items() if value is not None}
+    return {**given, **parse_overrides(override)}
 
 
 def reserve_stdout(as_json: bool) -> None:
@@ -100,9 +86,14 @@ def reserve_stdout(as_json: bool) -> None:
     console.stderr = as_json
 
 
-def print_text(target: Console, text: str) -> None:
+def say(text: str) -> None:
     """Print text unchanged: without markup, colours or line breaks."""
-    target.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Print text unchanged to standard error."""
+    error_console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
@@ -129,9 +120,9 @@ def show_estimate(heading: str, estimate: RunEstimate) -> None:
     """Print what runs will take, and what would change it."""
     from vitfleet.report.estimate_text import estimate_line
 
-    print_text(console, f"{heading}: {estimate_line(estimate)}")
+    say(f"{heading}: {estimate_line(estimate)}")
     if estimate.remark:
-        print_text(console, f"note: {estimate.remark}")
+        say(f"note: {estimate.remark}")
 
 
 def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
@@ -157,6 +148,6 @@ def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UserError(f"not started: {problem}; make it smaller, or start it with --yes")
-    print_text(error_console, f"This is much: {problem}.")
+    warn(f"This is much: {problem}.")
     if not typer.confirm("Start it anyway?", err=True):
         raise UserError("not started")

@@ -26,12 +26,12 @@ from vitfleet.cli.base import (
     Yes,
     app,
     console,
-    error_console,
-    print_text,
     require_consent,
     reserve_stdout,
+    say,
     show_estimate,
-    with_data_dir,
+    warn,
+    with_options,
 )
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
@@ -122,7 +122,7 @@ def compare(
         methods=method,
         seeds=[int(seed) for seed in seeds.split(",")],
         sweep=parse_sweep(sweep),
-        overrides=with_data_dir(data_dir, override),
+        overrides=with_options(override, {"data.dir": data_dir}),
         plugins=plugin,
         target=target,
         out=out,
@@ -131,7 +131,7 @@ def compare(
     comparison, _ = create(request)
     if comparison.best_of is not None:
         _print_best_trials(comparison.best_of["trials"])
-    run_new_comparison(comparison, yes, as_json, jobs)
+    run_comparison(comparison, jobs, yes, is_new=True, as_json=as_json)
 
 
 def first_run(request: ComparisonRequest, yes: bool, as_json: bool) -> None:
@@ -146,24 +146,10 @@ def first_run(request: ComparisonRequest, yes: bool, as_json: bool) -> None:
     comparison, _ = create(replace(request, configs=(*PRESETS, *TASK_PRESETS) if fits_tasks else PRESETS))
     # Each run is on one core: so small a model gains nothing from more.
     jobs = min(MAX_JOBS, os.cpu_count() or 1)
-    run_new_comparison(comparison, yes, as_json, jobs, figure_files=False)
-    print_text(console, "")
+    run_comparison(comparison, jobs, yes, is_new=True, as_json=as_json, figure_files=False)
+    say("")
     for sentence in gain_sentences(comparison.result.rows):
-        print_text(console, sentence)
-
-
-def run_new_comparison(
-    comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1, figure_files: bool = True
-) -> None:
-    """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
-    from vitfleet.run.compare import discard_comparison
-
-    try:
-        clock = _show_plan(comparison, jobs, yes)
-    except (UserError, typer.Abort):
-        discard_comparison(comparison.path)
-        raise
-    _run_and_show(comparison, clock, as_json, jobs, figure_files)
+        say(sentence)
 
 
 def _print_best_trials(trials: Sequence[dict[str, Any]]) -> None:
@@ -172,11 +158,11 @@ def _print_best_trials(trials: Sequence[dict[str, Any]]) -> None:
         label = method_label(trial["name"])
         values = ", ".join(f"{key} = {value}" for key, value in trial["values"].items())
         accuracy = f"{trial['accuracy']:.1%} on held-out images"
-        print_text(console, f"{label}: {values} (best of {trial['trials']} trials, {accuracy})")
+        say(f"{label}: {values} (best of {trial['trials']} trials, {accuracy})")
         if trial["tied"]:
-            print_text(error_console, f"note: {label}: another trial was as good")
+            warn(f"note: {label}: another trial was as good")
         for key in trial["at_edge"]:
-            print_text(error_console, f"note: {label}: {key} is at the edge of what was tried; try a wider range")
+            warn(f"note: {label}: {key} is at the edge of what was tried; try a wider range")
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
@@ -193,25 +179,33 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
     return sweep
 
 
-def resume_comparison(comparison: Comparison, jobs: int = 1) -> None:
-    """Run the remaining runs of a comparison, whose start was wanted."""
-    _run_and_show(comparison, _show_plan(comparison, jobs, yes=True), as_json=False, jobs=jobs)
-
-
-def _run_and_show(
-    comparison: Comparison, clock: ComparisonClock | None, as_json: bool, jobs: int, figure_files: bool = True
+def run_comparison(
+    comparison: Comparison,
+    jobs: int,
+    yes: bool = True,
+    is_new: bool = False,
+    as_json: bool = False,
+    figure_files: bool = True,
 ) -> None:
-    """Run the remaining runs of a comparison, show its table and write its report.
+    """Run what is left of a comparison, if what it takes is wanted, show its table and write its report.
 
     Parameters
     ----------
+    is_new
+        Whether its folder only has its manifest: it is removed if the comparison is not wanted.
     figure_files
         Whether the report's figures are written as files too.
     """
     from vitfleet.cli.display import TerminalRun
     from vitfleet.report.tables import comparison_costs_table, comparison_metrics_tables, comparison_tables
-    from vitfleet.run.compare import partitions_differ
+    from vitfleet.run.compare import discard_comparison, partitions_differ
 
+    try:
+        clock = _show_plan(comparison, jobs, yes)
+    except (UserError, typer.Abort):
+        if is_new:
+            discard_comparison(comparison.path)
+        raise
     path = comparison.path
     display = TerminalRun(clock)
     with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
@@ -222,12 +216,12 @@ def _run_and_show(
         console.print(table)
         console.print()
     if partitions_differ(path):
-        print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
-    print_text(console, f"comparison folder: {path}")
+        warn("note: these runs have different partitions, so their accuracies are not comparable")
+    say(f"comparison folder: {path}")
     page = comparison.report(display, figure_files)
-    print_text(console, f"report: {page}")
+    say(f"report: {page}")
     if not figure_files:
-        print_text(console, f"figures as files: vitfleet report {shlex.quote(str(path))}")
+        say(f"figures as files: vitfleet report {shlex.quote(str(path))}")
     if as_json:
         tree = {"folder": str(path), "report": str(page), "target": result.target}
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))
@@ -250,7 +244,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     count = f"{len(left)} run{'s' if len(left) > 1 else ''}"
     estimates = comparison.estimate()
     if estimates is None:
-        print_text(console, f"{count}; how long they take is known after the first rounds")
+        say(f"{count}; how long they take is known after the first rounds")
         rounds = [float(member.config.rounds) for member in left]
         return None if jobs > 1 else ComparisonClock(rounds, _seeds(left), in_seconds=False)
     total = combine(estimates, jobs)
@@ -276,13 +270,13 @@ class _JobLines:
         member = self._members[job.folder]
         which = f"run {self._ended} of {len(self._members)}: {method_label(member.name)}, seed {member.config.seed}"
         if job.code:
-            print_text(error_console, f"{which}: failed: {job.last_line}")
+            warn(f"{which}: failed: {job.last_line}")
             return
         summary = read_json(job.folder / "summary.json")
         accuracy, continual = summary["accuracy"]["global"], summary.get("continual")
         reached = continual["average_accuracy"] / 100 if continual else accuracy
         shown = "" if reached is None else f", {reached:.1%} accuracy{' over all tasks' if continual else ''}"
-        print_text(console, f"{which}: finished after {job.seconds:.0f} s{shown}")
+        say(f"{which}: finished after {job.seconds:.0f} s{shown}")
 
 
 def check_single_process() -> None:

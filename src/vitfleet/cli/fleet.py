@@ -19,12 +19,13 @@ from vitfleet.cli.base import (
     Plugins,
     Yes,
     app,
-    configure,
     confirm_run,
     console,
     error_console,
-    print_text,
     raise_interrupt,
+    say,
+    warn,
+    with_options,
 )
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
@@ -59,6 +60,7 @@ def export_data(
 
     Example: `vitfleet export-data digits --out shards --names kitchen,garden,porch`
     """
+    from vitfleet.config import load_config
     from vitfleet.data.assignment import assign_images
     from vitfleet.data.export import ExportFormat, export_clients
     from vitfleet.data.sources import load_dataset
@@ -66,12 +68,13 @@ def export_data(
     if to not in get_args(ExportFormat):
         raise UserError(f"--to {to}: must be {' or '.join(get_args(ExportFormat))}")
     client_names = _split_names(names)
-    config = configure(source, override, None, data_dir, _fleet_size(client_names), plugin)
+    keys = with_options(override, {"data.dir": data_dir, **_fleet_size(client_names)})
+    config = load_config(source, keys, plugins=plugin)
     data = load_dataset(config.data)
     clients = config.fleet.clients
     folders = client_names or [str(client) for client in range(clients)]
     export_clients(data, assign_images(config, data), folders, out, cast(ExportFormat, to))
-    print_text(console, f"images of {clients} clients written to {out}")
+    say(f"images of {clients} clients written to {out}")
 
 
 @app.command()
@@ -90,9 +93,9 @@ def certs(
     from vitfleet.flower.certificates import make_certs
 
     fleet_certs = make_certs(folder, host, _split_names(names))
-    print_text(console, f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
+    say(f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
     for name in fleet_certs.names():
-        print_text(console, f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
+        say(f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
 
 
 @app.command()
@@ -124,9 +127,11 @@ def server(
     * `vitfleet server runs/eftvit-digits-eftvit-001` resumes a run that was stopped
     """
     _require("flower", "cryptography", "flwr")
+    from vitfleet.api.request import RunRequest
+    from vitfleet.api.training import create_run
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.commands import ServerSettings
-    from vitfleet.run.folder import create_run_folder, open_run_folder
+    from vitfleet.run.folder import open_run_folder
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
@@ -138,13 +143,14 @@ def server(
     else:
         client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
         # The clients have their own images: a folder of the server's is not split into training and test images.
-        fleet_keys = {"fleet.kind": "flower", "data.test_only": True, **_fleet_size(client_names)}
-        if client_names:
-            fleet_keys["fleet.names"] = client_names
-        config = configure(source, override, seed, data_dir, fleet_keys, plugin)
-        run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
+        fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
+        keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
+        command = ["vitfleet", *sys.argv[1:]]
+        run_folder, _ = create_run(
+            RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
+        )
         try:
-            confirm_run(config, run_folder.path, yes)
+            confirm_run(run_folder.config(), run_folder.path, yes)
         except (UserError, typer.Abort):
             run_folder.discard()
             raise
@@ -205,10 +211,9 @@ def client(
         if not insecure:
             check_authority(address, fleet_certs.ca)
         log = home / "flower" / SUPERNODE_LOG
-        print_text(error_console, f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
+        warn(f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
-        report = partial(print_text, error_console)
-        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, report, explain)
+        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -229,7 +234,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
 
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
-        print_text(console, f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
+        say(f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
 
     try:
         done = sum(1 for _ in read_records(folder))
@@ -237,12 +242,12 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
             serve(settings, folder, names, display.show_round, show_address, display)
     except KeyboardInterrupt:
         command = f"vitfleet server {shlex.quote(str(folder))}"
-        print_text(error_console, f"\nStopped. To resume from the last checkpoint: {command}")
+        warn(f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     draw_results(folder)
     summary = read_json(folder / "summary.json")
     console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
-    print_text(console, f"run folder: {folder}")
+    say(f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no client's reply could be used; see {folder / 'records.jsonl'}")
 

@@ -14,7 +14,7 @@ from click import Context
 from rich.table import Table
 from typer.core import TyperCommand
 
-from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
+from vitfleet.cli.base import Overrides, Plugins, app, console, say
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 
@@ -67,6 +67,7 @@ def cost(
     """
     from dataclasses import asdict
 
+    from vitfleet.config import load_config
     from vitfleet.costs.fitting import find_remedies
     from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
     from vitfleet.costs.report import cost_reports
@@ -75,7 +76,7 @@ def cost(
     from vitfleet.report.terminal import TerminalProgress
 
     devices = select_devices(device or list(HARDWARE_PROFILES))
-    config = configure(source, override, None, None, plugins=plugin)
+    config = load_config(source, override, plugins=plugin)
     reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
     remedies = find_remedies(config, reports, devices)
     if as_json:
@@ -111,15 +112,13 @@ def report(
     from vitfleet.report.write import watch_report, write_report
 
     if not watch:
-        print_text(console, f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
+        say(f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
         return
     try:
-        written = watch_report(
-            runs, out, lambda page: print_text(console, f"live report: {page} (stop with Ctrl-C)"), target=target
-        )
+        written = watch_report(runs, out, lambda page: say(f"live report: {page} (stop with Ctrl-C)"), target=target)
     except KeyboardInterrupt:
         return
-    print_text(console, f"report: {written.page}")
+    say(f"report: {written.page}")
 
 
 @app.command()
@@ -204,7 +203,7 @@ def table(
 
     if columns == "help":
         for name, column in COLUMNS.items():
-            print_text(console, f"{name}: {column.title}")
+            say(f"{name}: {column.title}")
         return
     if not runs:
         raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")
@@ -214,7 +213,7 @@ def table(
         print(text, end="")
         return
     write_atomically(out, text.encode())
-    print_text(console, f"table: {out}")
+    say(f"table: {out}")
 
 
 @new_app.command()
@@ -242,5 +241,5 @@ def method(
     for template, target in targets.items():
         text = (files("vitfleet") / "templates" / template).read_text(encoding="utf-8")
         target.write_text(text.format(**words), encoding="utf-8")
-        print_text(console, f"written: {target}")
-    print_text(console, f"run it: vitfleet run {targets['method.toml.txt']}")
+        say(f"written: {target}")
+    say(f"run it: vitfleet run {targets['method.toml.txt']}")

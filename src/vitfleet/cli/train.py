@@ -25,11 +25,11 @@ from vitfleet.cli.base import (
     app,
     confirm_run,
     console,
-    error_console,
-    print_text,
     raise_interrupt,
     reserve_stdout,
-    with_data_dir,
+    say,
+    warn,
+    with_options,
 )
 from vitfleet.errors import UserError, describe_os_error
 
@@ -68,7 +68,7 @@ def run(
         return
     from vitfleet.api.request import ComparisonRequest, RunRequest
 
-    overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
+    overrides, command = with_options(override, {"data.dir": data_dir}), ["vitfleet", *sys.argv[1:]]
     if source is None:
         from vitfleet.cli.compare import first_run
 
@@ -113,10 +113,10 @@ def resume(
         if rounds is not None:
             raise UserError(f"--rounds {rounds}: is for one run; name the folder of a run in {folder}")
         from vitfleet.api.comparison import Comparison
-        from vitfleet.cli.compare import check_single_process, resume_comparison
+        from vitfleet.cli.compare import check_single_process, run_comparison
 
         check_single_process()
-        resume_comparison(Comparison(folder), jobs)
+        run_comparison(Comparison(folder), jobs)
         return
     if process_rank() > 0:
         _follow()
@@ -157,7 +157,7 @@ def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
     except KeyboardInterrupt:
         display.close()
         arguments = shlex.quote(str(path)) + options
-        print_text(error_console, f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
+        warn(f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
         raise typer.Exit(130) from None
     except OSError as error:
         sentence = describe_os_error(error)
@@ -174,7 +174,7 @@ def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:
     from vitfleet.report.tables import summary_table
 
     console.print(summary_table(summary, run_title(run_folder.config().model_dump(mode="json"))))
-    print_text(console, f"run folder: {run_folder.path}")
+    say(f"run folder: {run_folder.path}")
     total = summary["total"]
     if total["failures"] == total["participations"]:
         raise UserError(f"no client's update could be used: {total['failure']}")

@@ -86,10 +86,14 @@ class ExportGraph(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of images in 0…1."""
+        return self.with_network(self.network, images)
+
+    def with_network(self, network: nn.Module, images: Tensor) -> Tensor:
+        """Return the logits that another network in the place of its own computes."""
         if self.info.input_size != self.info.model_size:
             size = (self.info.model_size, self.info.model_size)
             images = F.interpolate(images, size, mode="bilinear", antialias=False)
-        logits: Tensor = self.network((images - self.mean) / self.std)
+        logits: Tensor = network((images - self.mean) / self.std)
         return logits
 
     def prepare(self, pixels: Tensor) -> Tensor:

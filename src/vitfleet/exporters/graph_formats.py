@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,11 @@ def executorch_logits(path: Path, images: Tensor) -> Tensor:
 def _program(graph: ExportGraph, batched: bool) -> torch.export.ExportedProgram:
     shapes = {"images": {0: torch.export.Dim("batch")}} if batched else None
     return torch.export.export(graph, (graph.example(2 if batched else 1),), dynamic_shapes=shapes)
+
+
+#: The file of each format, the function that writes it, and the one that computes logits from it.
+GRAPH_FORMATS: dict[str, tuple[str, Callable[[ExportGraph, Path], None], Callable[[Path, Tensor], Tensor]]] = {
+    "onnx": ("model.onnx", write_onnx, onnx_logits),
+    "executorch": ("model.pte", write_executorch, executorch_logits),
+    "torch-export": ("model.pt2", write_torch_export, torch_export_logits),
+}

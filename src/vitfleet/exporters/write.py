@@ -16,25 +16,16 @@ from torch import Tensor
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.graph_formats import (
-    executorch_logits,
-    onnx_logits,
-    quantise_onnx,
-    torch_export_logits,
-    write_executorch,
-    write_onnx,
-    write_torch_export,
-)
+from vitfleet.exporters.graph_formats import GRAPH_FORMATS, onnx_logits, quantise_onnx
 from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
-from vitfleet.exporters.timm_format import timm_logits, write_timm
+from vitfleet.exporters.timm_format import write_timm
 from vitfleet.files import write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import load_model_file
 from vitfleet.run.model_file import MODEL_FILE, write_model
 
-FORMATS = ("safetensors", "timm", "onnx", "executorch", "torch-export")
+FORMATS = ("safetensors", "timm", *GRAPH_FORMATS)
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
-ONNX_FILE = "model.onnx"
 COMPARED_IMAGES = 100  # with which an exported model is compared with the original
 MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
 BATCH = 32
@@ -120,57 +111,30 @@ def write_export(
     quantised = None
     if int8:
         files.append(folder / "model-int8.onnx")
-        quantise_onnx(folder / ONNX_FILE, files[-1])
-        quantised = _measure(folder / ONNX_FILE, files[-1], graph, labelled, images)
+        quantise_onnx(files[0], files[-1])
+        quantised = _measure(files[0], files[-1], graph, labelled, images)
     write_atomically(folder / PREPROCESSING_FILE, json.dumps(graph.info.as_json(), indent=1).encode())
     return Export(folder, format, [*files, folder / PREPROCESSING_FILE], difference, len(images), quantised)
 
 
 def _write(model: Classifier, graph: ExportGraph, format: str, folder: Path) -> tuple[list[Path], Logits]:
     """Write a model and return its files, and the function that computes logits from them."""
-    files, logits = _WRITERS[format](model, graph, folder)
-    if has_lora(model) and format in {"safetensors", "timm"}:
+    logits: Logits
+    if format in GRAPH_FORMATS:
+        name, write_graph, logits_of_file = GRAPH_FORMATS[format]
+        write_graph(graph, folder / name)
+        return [folder / name], partial(logits_of_file, folder / name)
+    files = [folder / MODEL_FILE]
+    if format == "timm":
+        logits = partial(graph.with_network, write_timm(model, graph, folder))
+        files.append(folder / "config.json")
+    else:
+        write_model(files[0], model.net, model.vit.state_dict(), model.info)
+        logits = partial(_in_batches, ExportGraph(load_model_file(files[0])))
+    if has_lora(model):
         write_peft_adapter(model, folder)
         files += [folder / BASE_FILE, folder / ADAPTER_FOLDER]
     return files, logits
-
-
-def _write_safetensors(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / MODEL_FILE
-    write_model(path, model.net, model.vit.state_dict(), model.info)
-    return [path], partial(_in_batches, ExportGraph(load_model_file(path)))
-
-
-def _write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    built = write_timm(model, graph, folder)
-    return [folder / MODEL_FILE, folder / "config.json"], partial(timm_logits, built, graph)
-
-
-def _write_onnx(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / ONNX_FILE
-    write_onnx(graph, path)
-    return [path], partial(onnx_logits, path)
-
-
-def _write_torch_export(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / "model.pt2"
-    write_torch_export(graph, path)
-    return [path], partial(torch_export_logits, path)
-
-
-def _write_executorch(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / "model.pte"
-    write_executorch(graph, path)
-    return [path], partial(executorch_logits, path)
-
-
-_WRITERS: dict[str, Callable[[Classifier, ExportGraph, Path], tuple[list[Path], Logits]]] = {
-    "safetensors": _write_safetensors,
-    "timm": _write_timm,
-    "onnx": _write_onnx,
-    "executorch": _write_executorch,
-    "torch-export": _write_torch_export,
-}
 
 
 def _in_batches(graph: ExportGraph, images: Tensor) -> Tensor:
