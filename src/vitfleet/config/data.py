@@ -70,8 +70,8 @@ class AugmentConfig(Table):
         return self.crop > 0 or self.flip or self.brightness > 0
 
 
-class DataSource(Table):
-    """Keys of ``[data]`` that say where the images come from."""
+class DataConfig(Table):
+    """Which images, where they come from, and how they are partitioned among the clients."""
 
     name: str = Field(
         "digits", description="a registered data set, hf:owner/name[:config], or a name for your own (with data.path)"
@@ -95,11 +95,6 @@ class DataSource(Table):
     fingerprint: str | None = Field(
         None, description="hash of data that was passed from Python: resuming needs the same data again"
     )
-
-
-class DataConfig(DataSource):
-    """Which images, and how they are partitioned among the clients."""
-
     test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
     validation: float = Field(
         0.0,

@@ -61,9 +61,10 @@ for _kind, _schedule in (
     SCHEDULES.register(_kind, _schedule)(_schedule)
 
 
-class RemoteClients(Table):
-    """Keys of ``[fleet]`` that apply to clients on machines of their own (``fleet.kind = "flower"``)."""
+class FleetConfig(Table):
+    """The clients, how many take part per round, and the hardware that the virtual clock assumes."""
 
+    # These apply to clients on machines of their own (fleet.kind = "flower").
     names: tuple[str, ...] = Field(
         (), strict=False, description="flower: names of the clients, client 0 first; default: 0, 1, 2, …"
     )
@@ -74,11 +75,6 @@ class RemoteClients(Table):
     )
     join_s: float = Field(60.0, ge=0, description="flower: seconds that a server waits for all clients at its start")
     max_message_mb: float = Field(2048.0, gt=0, description="flower: largest message accepted from a client")
-
-
-class FleetConfig(RemoteClients):
-    """The clients, how many take part per round, and the hardware that the virtual clock assumes."""
-
     kind: Literal["inline", "flower"] = Field(
         "inline", description="where clients run: in this process, or on machines of their own (vitfleet server)"
     )
