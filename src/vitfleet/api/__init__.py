@@ -1,5 +1,8 @@
 """The public Python API: train, compare, load, cost, predict, evaluate, export. The commands use the same functions.
 
+What it does is done below: rounds in ``run``, loaded models in ``inference``, pages in ``report``. Here are the arguments
+of users (``request``), and the values that they get back (``run``, ``comparison``).
+
 import vitfleet
 
 run = vitfleet.train("digits", method="transfl", overrides={"rounds": 5})

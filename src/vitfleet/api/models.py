@@ -245,7 +245,7 @@ def labelled_images(
 def _comparison_images(
     source: Run | Classifier, model: Classifier, data: str | Path | None, count: int, progress: Progress
 ) -> ImageSet | None:
-    """Return labelled images, evenly spread over all; ``None`` if the run's own data is not to be had here."""
+    """Return labelled images, evenly spread over all; ``None`` if the run's own data is not on this machine."""
     if data is None and not isinstance(source, Run):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a run or a comparison is asked to be: the arguments of the public functions, each set as one value."""
+"""The arguments of ``train`` and ``compare`` as one value each, and the configuration that they describe."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ComparisonRequest:
 
     @property
     def sources(self) -> Sequence[ConfigSource]:
-        """The configurations, as a list also where there is one."""
+        """The configurations, as a list even if there is only one."""
         if isinstance(self.configs, str) or not isinstance(self.configs, Sequence):
             return [self.configs]
         return self.configs

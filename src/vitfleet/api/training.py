@@ -1,4 +1,4 @@
-"""What every run goes through, of whichever command or function: its cost, its folder, its rounds."""
+"""What every run goes through, whichever command or function asks for it: its estimate, its folder, its rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The command ``vitfleet``. Help is fast: torch is imported only by the commands that compute."""
+"""The command ``vitfleet``: options, questions and what is printed. What is done is done by the API.
+
+Help is fast: modules import torch, and everything that imports it, inside the commands that need it. ``display`` alone
+imports them at its top.
+"""
 
 from __future__ import annotations
 

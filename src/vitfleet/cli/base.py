@@ -1,4 +1,4 @@
-"""Shared by all commands: the application, its two consoles, common options, and consent to what would take much."""
+"""Shared by all commands: the application, its two consoles, common options, and consent to runs that take long."""
 
 from __future__ import annotations
 

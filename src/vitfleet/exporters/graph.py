@@ -89,7 +89,7 @@ class ExportGraph(nn.Module):
         return self.with_network(self.network, images)
 
     def with_network(self, network: nn.Module, images: Tensor) -> Tensor:
-        """Return the logits that another network in the place of its own computes."""
+        """Return the logits that another network computes instead of its own."""
         if self.info.input_size != self.info.model_size:
             size = (self.info.model_size, self.info.model_size)
             images = F.interpolate(images, size, mode="bilinear", antialias=False)
