@@ -45,7 +45,7 @@ class Stopwatch(Callback):
 
 
 def run_simulation(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
-    config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
+    config = load_config("digits", overrides, {"data.dir": data_dir})
     context = open_run(config, Path(tempfile.mkdtemp()))
     stopwatch = Stopwatch()
     run_rounds(context, callbacks=[stopwatch])

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="also measure the clients' steps alone")
     parser.add_argument("--json", type=Path, help="write every round's parts to this file")
     args = parser.parse_args()
-    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
+    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir})
     context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
     device = context.machine.device
     stopwatch = Stopwatch(device, args.stop_after)

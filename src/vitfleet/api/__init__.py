@@ -1,7 +1,7 @@
 """The public Python API: train, compare, load, cost, predict, evaluate, export. The commands use the same functions.
 
-What it does is done below: rounds in ``run``, loaded models in ``inference``, pages in ``report``. Here are the arguments
-of users (``request``), and the values that they get back (``run``, ``comparison``).
+What it does is done below: rounds in ``run``, loaded models in ``inference``, pages in ``report``. Here are the
+arguments of users (``request``), and the values that they get back (``run``, ``comparison``).
 
 import vitfleet
 

@@ -45,8 +45,7 @@ class RunRequest:
         load_plugins(paths)
         images = as_data_set(self.data)
         keys = {**_method_keys(self.method), **_data_keys(self.data, images), **parse_overrides(self.overrides)}
-        base = {} if self.seed is None else {"seed": self.seed}
-        source = self.config
+        base, source = {"seed": self.seed}, self.config
         if not isinstance(source, Config | Mapping):
             return load_config(os.fspath(source), keys, base, paths), images
         tree = source.model_dump(mode="json") if isinstance(source, Config) else dict(source)

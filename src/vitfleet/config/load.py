@@ -55,7 +55,8 @@ def load_config(
     overrides
         Values by dotted key, or ``key=value`` texts as given to ``-o``, whose value is TOML or a bare string.
     base
-        Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``).
+        Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``);
+        ``None``: not given.
     plugins
         Plug-in files to load in addition to those that the source names.
     """
@@ -77,7 +78,8 @@ def from_tree(
     plugin_loader.load_plugins(tree["plugins"])  # what they register counts as known below
     meant = copy.deepcopy(titled_parts(tree))
     for key, value in (base or {}).items():
-        _put(tree, key, value)
+        if value is not None:
+            _put(tree, key, value)
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
     for key, value in given:

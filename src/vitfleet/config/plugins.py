@@ -78,11 +78,10 @@ def load_file(path: Path) -> str:
     sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
     try:
         spec.loader.exec_module(module)
-    except UserError:
-        sys.modules.pop(name, None)
-        raise
     except Exception as error:
         sys.modules.pop(name, None)
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"plug-in {path}: {_location(error, file)}{type(error).__name__}: {error}") from error
     _loaded[str(file)] = digest
     return str(file)
