@@ -129,10 +129,10 @@ def as_data_set(data: Any) -> DataSet | None:
         return from_hf(data)
     if isinstance(data, tuple) and len(data) == 2:
         return from_tensors(*data)
-    if isinstance(data, Mapping) and "train" in data:
+    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test", "classes"}:
         images, labels = data["train"]
         return from_tensors(images, labels, test=data.get("test"), classes=data.get("classes"))
     raise UserError(
         f"data = {type(data).__name__}: must be a folder, a data set's name, hf:owner/name, a datasets.Dataset, "
-        "(images, labels), or {'train': (images, labels), 'test': (images, labels)}"
+        "(images, labels), or {'train': (images, labels), 'test': (images, labels), 'classes': names}"
     )

@@ -67,10 +67,10 @@ def from_tensors(
         counts = f"{len(train_images)} training and {len(test_images)} test images"
         raise DataError(f"{name}: {counts} are too few; pass more images, or a test set")
     largest = int(torch.cat([train_labels, test_labels]).max())
-    class_names = tuple(str(label) for label in range(largest + 1)) if classes is None else tuple(classes)
-    if largest >= len(class_names):
-        raise DataError(f"{name}: labels go up to {largest}, but classes has {len(class_names)} names")
-    return DataSet(name, class_names, ImageSet(train_images, train_labels), ImageSet(test_images, test_labels))
+    names = tuple(str(label) for label in range(largest + 1)) if classes is None else tuple(classes)
+    if largest >= len(names):
+        raise DataError(f"{name}: labels go up to {largest}, but classes has {len(names)} names")
+    return DataSet(name, names, ImageSet(train_images, train_labels), ImageSet(test_images, test_labels))
 
 
 def from_hf(
