@@ -325,7 +325,7 @@ def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
     dict
         The replies that were not used, and why.
     """
-    run, inline = out / "run", out / "inline"
+    run, simulation = out / "run", out / "simulation"
     records = list(read_records(run))
     assert [record.round for record in records] == list(range(1, plan.rounds + 1))
     failures = {
@@ -337,11 +337,11 @@ def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
     assert plan.faults <= set(failures), f"used in spite of a fault: {plan.faults - set(failures)}"
     for key, fault in plan.false_updates.items():
         assert any(part in failures[key] for part in (*REJECTED[fault], *LATE)), (key, failures[key])
-    run_without_replies(read_config(run / "config.json"), inline, set(failures))
-    for record, expected in zip(records, read_records(inline), strict=True):
+    run_without_replies(read_config(run / "config.json"), simulation, set(failures))
+    for record, expected in zip(records, read_records(simulation), strict=True):
         assert used_part(record) == used_part(expected), f"the records of round {record.round} differ"
         assert_same_evaluations(record.task, expected.task)
-    assert server_state(run) == server_state(inline), "the server states differ"
+    assert server_state(run) == server_state(simulation), "the server states differ"
     if plan.stolen:
         log = (out / "state" / "thief" / "flower" / SUPERNODE_LOG).read_text()
         assert "Failed to activate SuperNode" in log, "a stolen key was not refused"
@@ -351,7 +351,7 @@ def check(plan: FaultPlan, out: Path) -> dict[RoundClient, str]:
 
 def run_without_replies(config: Config, folder: Path, excluded: set[RoundClient]) -> None:
     """Run a configuration in one process without some replies."""
-    fleet = config.fleet.model_copy(update={"kind": "inline", "names": ()})
+    fleet = config.fleet.model_copy(update={"kind": "simulation", "names": ()})
     context = open_run(config.model_copy(update={"fleet": fleet}), folder)
     run_rounds(replace(context, fleet=FleetWithoutReplies(context.fleet, excluded)))
 

@@ -66,9 +66,9 @@ WITH_TASKS = {
     "joint": "",
 }
 MORE = {
-    "fedavg, stacked": ("digits", f"{COMMON} method.name=fedavg machine.cohort=3"),
-    "transfl, stacked": ("digits", f"{COMMON} method.name=transfl method.k=2 machine.cohort=3"),
-    "fedvit, stacked": ("fedvit-digits", f"{TASKS} method.name=fedvit machine.cohort=4"),
+    "fedavg, stacked": ("digits", f"{COMMON} method.name=fedavg machine.stack_size=3"),
+    "transfl, stacked": ("digits", f"{COMMON} method.name=transfl method.k=2 machine.stack_size=3"),
+    "fedvit, stacked": ("fedvit-digits", f"{TASKS} method.name=fedvit machine.stack_size=4"),
     "fedavg, buffered": (
         "digits",
         f"{COMMON} method.name=fedavg fleet.schedule.kind=buffered fleet.schedule.concurrency=3",

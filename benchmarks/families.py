@@ -79,7 +79,7 @@ def measure(family: str, way: str, machine: Machine, args: argparse.Namespace) -
         "family": family,
         "parameters": anatomy.count_parameters(anatomy.whole),
         "way": way,
-        "stacking": task.net.stacking if machine.cohort > 1 else "",
+        "stacking": task.net.stacking if machine.stack_size > 1 else "",
         "samples/s": round(args.clients * args.samples * args.epochs / best),
         "times eager": "",
         "memory MiB": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else "",
@@ -108,9 +108,9 @@ def main() -> None:
     versions = f"torch {torch.__version__}, timm {version('timm')}, Python {platform.python_version()}"
     print(f"{device}, {'bf16' if base.bf16 else 'fp32'}; {versions}", flush=True)
     machines = {
-        "eager": replace(base, graphs=False, cohort=1),
-        "graph": replace(base, graphs=on_gpu, cohort=1),
-        "cohort": replace(base, graphs=on_gpu, cohort=args.clients),
+        "eager": replace(base, graphs=False, stack_size=1),
+        "graph": replace(base, graphs=on_gpu, stack_size=1),
+        "cohort": replace(base, graphs=on_gpu, stack_size=args.clients),
     }
     rows: list[dict[str, object]] = []
     for family in args.families:

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--reference-dtype", choices=("fp32", "bf16"), default="fp32", help="type of stored gradients")
     args = parser.parse_args()
 
-    machine = replace(set_up_machine(MachineConfig(device=args.device, compile=args.compile)), cohort=args.clients)
+    machine = replace(set_up_machine(MachineConfig(device=args.device, compile=args.compile)), stack_size=args.clients)
     net = build_model(ModelConfig(dim=args.dim, depth=args.depth, heads=12, patch_size=4), CLASSES, 3, SIDE, 0)
     net = net.to(machine.device)
     config = TrainConfig(batch_size=args.batch, lr=5e-4, schedule="constant")

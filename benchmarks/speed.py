@@ -76,7 +76,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
 
 
 def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]:
-    """Return a function that trains the clients of one round as the inline fleet does."""
+    """Return a function that trains the clients of one round as the simulation does."""
     trainer = Trainer(
         task.net,
         preprocess_for(task.net, task.machine.device),
@@ -91,9 +91,9 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
     server = method.initial_state(initial)
 
     def run_round() -> None:
-        for start in range(0, clients, task.machine.cohort):
+        for start in range(0, clients, task.machine.stack_size):
             participants = []
-            for client in range(start, min(clients, start + task.machine.cohort)):
+            for client in range(start, min(clients, start + task.machine.stack_size)):
                 shard = task.shard(client, samples)
                 job = ClientJob(
                     1,
@@ -232,13 +232,13 @@ def main() -> None:
     peak = matmul_peak(base)
     print(f"a matrix product of {8192 if base.device.type == 'cuda' else 1024}²: {peak / 1e12:.3g} TFLOP/s", flush=True)
     ways = {
-        "eager": [replace(base, graphs=False, compile=False, cohort=1)],
-        "solo": [replace(base, graphs=False, compile=False, cohort=1)],
-        "graph": [replace(base, graphs=True, compile=False, cohort=1)],
-        "stacked": [replace(base, graphs=False, compile=False, cohort=n) for n in args.cohorts or [args.clients]],
-        "cohort": [replace(base, graphs=True, compile=False, cohort=n) for n in args.cohorts or [args.clients]],
-        "compiled": [replace(base, graphs=True, compile=True, cohort=n) for n in args.cohorts or [args.clients]],
-        "compiled-solo": [replace(base, graphs=True, compile=True, cohort=1)],
+        "eager": [replace(base, graphs=False, compile=False, stack_size=1)],
+        "solo": [replace(base, graphs=False, compile=False, stack_size=1)],
+        "graph": [replace(base, graphs=True, compile=False, stack_size=1)],
+        "stacked": [replace(base, graphs=False, compile=False, stack_size=n) for n in args.cohorts or [args.clients]],
+        "cohort": [replace(base, graphs=True, compile=False, stack_size=n) for n in args.cohorts or [args.clients]],
+        "compiled": [replace(base, graphs=True, compile=True, stack_size=n) for n in args.cohorts or [args.clients]],
+        "compiled-solo": [replace(base, graphs=True, compile=True, stack_size=1)],
     }
     rows = []
     for batch, way in itertools.product(args.batch, args.ways):
@@ -260,7 +260,7 @@ def main() -> None:
                 "model": args.model if args.task == "eftvit" else "6 layers, width 256",
                 "batch": batch,
                 "way": way,
-                "cohort": machine.cohort,
+                "stack size": machine.stack_size,
                 "clients": args.clients,
                 "samples/s": round(rate),
                 "times eager": round(rate / reference, 2),

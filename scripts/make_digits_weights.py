@@ -156,7 +156,7 @@ def count_blocks(image: Image.Image) -> Canvas:
 
 def pretrain(pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Train the model on images with values 0…1 and return its weights without the head."""
-    net = build_model(MODEL, classes=10, channels=1, data_image_size=8, seed=0)
+    net = build_model(MODEL, num_classes=10, channels=1, data_image_size=8, seed=0)
     vit = net.module.vit.requires_grad_(True).train()
     images = (pixels - net.mean[0]) / net.std[0]
     optimizer = torch.optim.AdamW(vit.parameters(), lr=RATE, weight_decay=0.05)

@@ -24,7 +24,7 @@ from vitfleet.config.schema import AugmentConfig, Config, ModelConfig, TrainConf
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.fleet.client_runtime import ClientRuntime
-from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import State, Tensors
 from vitfleet.methods import Method, MethodContext
 from vitfleet.models.net import Net
@@ -69,7 +69,7 @@ NO_IMAGES = Shard(
 
 MakeTrainer: TypeAlias = Callable[..., Trainer]
 MakeContext: TypeAlias = Callable[..., MethodContext]
-MakeFleet: TypeAlias = Callable[..., InlineFleet]
+MakeFleet: TypeAlias = Callable[..., SimulatedFleet]
 MakeShard: TypeAlias = Callable[[int, int], Shard]
 MakeConfig: TypeAlias = Callable[..., Config]
 Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
@@ -211,8 +211,8 @@ def make_fleet() -> MakeFleet:
         base: Tensors | None = None,
         client_states: Mapping[int, State] | None = None,
         seed: int = 0,
-    ) -> InlineFleet:
-        return InlineFleet(
+    ) -> SimulatedFleet:
+        return SimulatedFleet(
             runtime=ClientRuntime(method, trainer, seed, _evaluate_tasks),
             shard=lambda client, task_index: shard(client),
             base_weights=base or {},

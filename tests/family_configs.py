@@ -31,5 +31,5 @@ WITH_TOKEN_DROPPING = ("vit", "deit", "cait", "t2t")
 WITH_UNIFORM_BLOCKS = ("vit", "deit", "t2t")
 
 
-def tiny_family(name: str, classes: int = 4, channels: int = 1) -> Net:
-    return build_model(TINY_FAMILIES[name], classes, channels, IMAGE_SIZE, seed=0)
+def tiny_family(name: str, num_classes: int = 4, channels: int = 1) -> Net:
+    return build_model(TINY_FAMILIES[name], num_classes, channels, IMAGE_SIZE, seed=0)

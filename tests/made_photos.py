@@ -23,10 +23,12 @@ def make_run(folder: Path, *overrides: str) -> vitfleet.Run:
     return vitfleet.load_run(folder)
 
 
-def draw_photos(folder: Path, classes: tuple[str, ...], per_class: int = 6, size: tuple[int, int] = (20, 16)) -> None:
+def draw_photos(
+    folder: Path, class_names: tuple[str, ...], per_class: int = 6, size: tuple[int, int] = (20, 16)
+) -> None:
     """Write colour photos, one subfolder per class: each class has a colour of its own."""
     random = torch.Generator().manual_seed(0)
-    for label, name in enumerate(classes):
+    for label, name in enumerate(class_names):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(per_class):
             pixels = torch.randint(0, 60, (size[1], size[0], 3), generator=random, dtype=torch.uint8)

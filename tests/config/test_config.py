@@ -82,7 +82,7 @@ def test_bare_text_is_a_string(text: str) -> None:
 def test_null_is_nothing(word: str) -> None:
     assert load_config("digits", ["eval.clients=5"]).eval.clients == 5
     assert load_config("digits", [f"eval.clients={word}"]).eval.clients is None
-    assert load_config("digits", ["train.clip=1", f"train.clip={word}"]).train.clip is None
+    assert load_config("digits", ["train.max_grad_norm=1", f"train.max_grad_norm={word}"]).train.max_grad_norm is None
 
 
 def test_the_last_override_wins() -> None:

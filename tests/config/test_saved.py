@@ -113,7 +113,7 @@ configs = st.builds(
         momentum=share(0, 1, open_high=True),
         schedule=st.sampled_from(["cosine", "constant"]),
         warmup_rounds=st.integers(0, 100),
-        clip=st.none() | positive,
+        max_grad_norm=st.none() | positive,
         mask_ratio=share(0, 1, open_high=True),
     ),
     fleet=fleets(),

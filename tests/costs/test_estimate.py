@@ -106,7 +106,8 @@ def test_stacked_clients_are_not_faster_on_a_cpu() -> None:
 
     for cohort in (1, 5):
         estimate_run(
-            load_config("digits", ["machine.device=cpu", "machine.workers=2", f"machine.cohort={cohort}"]), speed=speed
+            load_config("digits", ["machine.device=cpu", "machine.workers=2", f"machine.stack_size={cohort}"]),
+            speed=speed,
         )
     assert at_once == [2, 2]
 

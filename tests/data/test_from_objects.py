@@ -24,7 +24,7 @@ TEST = (RGB[:5], LABELS[:5])
 
 
 def test_from_tensors_keeps_pixels_and_labels() -> None:
-    data = from_tensors(RGB, LABELS, test=TEST, classes=["a", "b", "c", "d"], name="mine")
+    data = from_tensors(RGB, LABELS, test=TEST, class_names=["a", "b", "c", "d"], name="mine")
     assert (data.name, data.classes, data.skipped) == ("mine", ("a", "b", "c", "d"), ())
     assert torch.equal(data.train.images, torch.from_numpy(RGB))
     assert data.train.labels.tolist() == LABELS.tolist()
@@ -101,7 +101,7 @@ def test_from_tensors_names_classes_by_the_largest_label_of_both_splits() -> Non
         ({"labels": LABELS / 2}, r"labels: must be integers, not torch\.float64"),
         ({"labels": LABELS - 1}, r"labels: must not be negative; the smallest is -1"),
         ({"labels": LABELS[:, None]}, r"labels: must be one integer per image, \[20\], not \[20, 1\]"),
-        ({"classes": ["a", "b"]}, r"labels go up to 3, but classes has 2 names"),
+        ({"class_names": ["a", "b"]}, r"labels go up to 3, but class_names has 2 names"),
         ({"test": (RGB[:, :1], LABELS)}, r"different shapes, \[3, 8, 8\] and \[1, 8, 8\]"),
         ({"test": (RGB, LABELS[:3])}, r"test labels: must be one integer per image, \[20\], not \[3\]"),
         ({"test": (RGB[:0], LABELS[:0])}, r"20 training and 0 test images are too few"),
@@ -221,7 +221,7 @@ def test_fingerprint_is_the_same_for_equal_data() -> None:
         {"images": RGB[::-1]},
         {"test": (RGB[:4], LABELS[:4])},
         {"test": (RGB[5:10], LABELS[:5])},
-        {"classes": ["a", "b", "c", "d"]},
+        {"class_names": ["a", "b", "c", "d"]},
     ],
     ids=["one bit", "one label", "order", "fewer test images", "other test images", "class names"],
 )

@@ -40,14 +40,14 @@ LABEL_KINDS: list[PartitionParams] = [
 ]
 
 
-def balanced(samples: int, classes: int) -> Ints:
-    return np.arange(samples, dtype=np.int64) % classes
+def balanced(samples: int, num_classes: int) -> Ints:
+    return np.arange(samples, dtype=np.int64) % num_classes
 
 
-def random_labels(seed: int, samples: int, classes: int) -> Ints:
+def random_labels(seed: int, samples: int, num_classes: int) -> Ints:
     # Classes of very different sizes, some perhaps absent.
     random = np.random.default_rng(seed)
-    return random.choice(classes, samples, p=random.dirichlet(np.ones(classes))).astype(np.int64)
+    return random.choice(num_classes, samples, p=random.dirichlet(np.ones(num_classes))).astype(np.int64)
 
 
 def is_exact_cover(indices: ClientIndices, clients: int, samples: int) -> bool:
@@ -61,25 +61,25 @@ def is_exact_cover(indices: ClientIndices, clients: int, samples: int) -> bool:
     data_seed=st.integers(0, 2**32 - 1),
     seed=st.integers(0, 2**63 - 1),
     clients=st.integers(1, 40),
-    classes=st.integers(2, 15),
+    num_classes=st.integers(2, 15),
     train=st.integers(40, 300),
     test=st.integers(1, 100),
 )
 def test_make_partition_assigns_every_image_exactly_once(
-    config: PartitionParams, data_seed: int, seed: int, clients: int, classes: int, train: int, test: int
+    config: PartitionParams, data_seed: int, seed: int, clients: int, num_classes: int, train: int, test: int
 ) -> None:
-    train_labels, test_labels = random_labels(data_seed, train, classes), random_labels(seed, test, classes)
+    train_labels, test_labels = random_labels(data_seed, train, num_classes), random_labels(seed, test, num_classes)
     if isinstance(config, ClassesPartition):
         present = len(np.unique(train_labels))
         assume(present >= 2 and 2 * clients >= present)
     if isinstance(config, ShardsPartition):
         assume(2 * clients <= train)
-    partition = make_partition(config, clients, seed, train_labels, test_labels, classes)
+    partition = make_partition(config, clients, seed, train_labels, test_labels, num_classes)
     assert is_exact_cover(partition.train, clients, train)
     assert is_exact_cover(partition.test, clients, test)
     assert partition.train.indices.dtype == partition.test.offsets.dtype == np.int64
     expected = np.stack(
-        [np.bincount(train_labels[partition.train.for_client(k)], minlength=classes) for k in range(clients)]
+        [np.bincount(train_labels[partition.train.for_client(k)], minlength=num_classes) for k in range(clients)]
     )
     np.testing.assert_array_equal(partition.class_counts, expected)
 
@@ -305,14 +305,14 @@ def test_min_samples_keeps_the_skew() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 1000), clients=st.integers(1, 50), classes=st.integers(1, 20), data=st.data())
+@given(seed=st.integers(0, 1000), clients=st.integers(1, 50), num_classes=st.integers(1, 20), data=st.data())
 def test_classes_partition_gives_every_client_per_client_classes(
-    seed: int, clients: int, classes: int, data: st.DataObject
+    seed: int, clients: int, num_classes: int, data: st.DataObject
 ) -> None:
-    per_client = data.draw(st.integers(-(-classes // clients), classes))
-    labels = balanced(classes * 60, classes)
+    per_client = data.draw(st.integers(-(-num_classes // clients), num_classes))
+    labels = balanced(num_classes * 60, num_classes)
     config = ClassesPartition(per_client=per_client)
-    counts = make_partition(config, clients, seed, labels, labels[:1], classes).class_counts
+    counts = make_partition(config, clients, seed, labels, labels[:1], num_classes).class_counts
     assert np.count_nonzero(counts, axis=1).tolist() == [per_client] * clients
     holders = np.count_nonzero(counts, axis=0)
     assert holders.max() - holders.min() <= 1

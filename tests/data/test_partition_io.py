@@ -33,7 +33,9 @@ def saved(partition: Partition, tmp_path: Path) -> Path:
 
 
 def partition_from_file(path: Path, clients: int = 20, train: object = TRAIN, test: object = TEST) -> Partition:
-    return make_partition(FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), classes=5)
+    return make_partition(
+        FilePartition(path=str(path)), clients, 99, np.asarray(train), np.asarray(test), num_classes=5
+    )
 
 
 def test_saved_partition_is_loaded_unchanged(partition: Partition, saved: Path) -> None:

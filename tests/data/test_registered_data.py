@@ -38,7 +38,7 @@ def bars(params, request):
     for i, label in enumerate(labels):
         row = images[i] if label else images[i].T
         row[i % 8] = 255
-    return from_tensors(images, labels, classes=["vertical", "horizontal"], name="bars")
+    return from_tensors(images, labels, class_names=["vertical", "horizontal"], name="bars")
 
 
 class BlocksParams(PartitionParams):

@@ -21,7 +21,7 @@ from vitfleet.run.setup import open_run
 from vitfleet.training.step_runner import CudaGraphRunner
 
 TrainRun: TypeAlias = Callable[..., tuple[list[RoundRecord], dict[str, object]]]
-OVERRIDES = ("fleet.clients=4", "fleet.per_round=4", "rounds=3", "train.epochs=2", "machine.cohort=2")
+OVERRIDES = ("fleet.clients=4", "fleet.per_round=4", "rounds=3", "train.epochs=2", "machine.stack_size=2")
 
 
 @pytest.fixture

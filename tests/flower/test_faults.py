@@ -133,7 +133,9 @@ def test_run_with_faults_equals_run_without_those_replies(name: str, tiny_config
         return correct if fault is None else fault[1](correct)
 
     context = open_on_grid(flower_config, tmp_path / "faulty", handle)
-    assert same_server_state(run_rounds(context).state, run_without_replies(config, tmp_path / "inline", set(FAULTS)))
+    assert same_server_state(
+        run_rounds(context).state, run_without_replies(config, tmp_path / "simulation", set(FAULTS))
+    )
     recorded = failures(tmp_path / "faulty")
     assert set(recorded) == set(FAULTS)
     for key, (expected, _) in FAULTS.items():
@@ -157,8 +159,8 @@ def test_server_killed_during_a_round_repeats_the_round(name: str, tiny_config: 
         run_rounds(open_on_grid(flower(config), tmp_path / "flower", interrupt))
     context = open_on_grid(flower(config), tmp_path / "flower")
     assert load_state(context).round == 2
-    assert same_server_state(run_rounds(context).state, run_without_replies(config, tmp_path / "inline", set()))
-    assert (tmp_path / "flower/records.jsonl").read_bytes() == (tmp_path / "inline/records.jsonl").read_bytes()
+    assert same_server_state(run_rounds(context).state, run_without_replies(config, tmp_path / "simulation", set()))
+    assert (tmp_path / "flower/records.jsonl").read_bytes() == (tmp_path / "simulation/records.jsonl").read_bytes()
 
 
 def test_client_that_lost_its_state_is_treated_as_new(tiny_config: MakeConfig, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def same_server_state(first: RunState, second: RunState) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.names()))
-def test_flower_fleet_equals_inline_fleet(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_flower_fleet_equals_simulation(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     tasks = (*TASKS, "rounds=6") if name in CONTINUAL_METHODS else ()
-    assert_equals_inline(
+    assert_equals_simulation(
         tiny_config(
             f"method.name={name}", *OVERRIDES.get(name, ()), *tasks, "eval.clients=0", "data.augment.flip=true"
         ),
@@ -75,7 +75,7 @@ def test_devices_that_only_compute_features_receive_the_model_to_evaluate_it(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     keys = "method.local_rounds=0", "method.train_head=false", "rounds=3", "eval.every=2", "eval.clients=0"
-    assert_equals_inline(tiny_config("method.name=eftvit", *OVERRIDES["eftvit"], *keys), tmp_path)
+    assert_equals_simulation(tiny_config("method.name=eftvit", *OVERRIDES["eftvit"], *keys), tmp_path)
     first, *evaluated = read_records(tmp_path / "flower")
     assert not any(entry.failure for record in (first, *evaluated) for entry in record.clients)
     assert all(entry.tested is None for entry in first.clients)
@@ -86,14 +86,12 @@ def test_devices_that_only_compute_features_receive_the_model_to_evaluate_it(
 
 
 @pytest.mark.parametrize("name", ["fedavg", "apfl", "fedper", "standalone"])
-@pytest.mark.parametrize("incremental", ["task", "class"])
-def test_flower_fleet_equals_inline_fleet_on_tasks(
-    name: str, incremental: str, tiny_config: MakeConfig, tmp_path: Path
+@pytest.mark.parametrize("scenario", ["task", "class"])
+def test_flower_fleet_equals_simulation_on_tasks(
+    name: str, scenario: str, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
-    assert_equals_inline(
-        tiny_config(
-            f"method.name={name}", *TASKS, "data.tasks.count=2", "rounds=4", f"data.tasks.incremental={incremental}"
-        ),
+    assert_equals_simulation(
+        tiny_config(f"method.name={name}", *TASKS, "data.tasks.count=2", "rounds=4", f"data.tasks.scenario={scenario}"),
         tmp_path,
     )
 
@@ -105,7 +103,7 @@ def test_flower_fleet_evaluates_clients_with_the_servers_body(
     """The request to evaluate carries the server's weights; a client has its own head, unless heads are shared."""
     keys = "method.name=gem", f"method.heads={heads}", *TASKS, "data.tasks.count=2", "rounds=4", "eval.clients=0"
     config = tiny_config(*keys, "eval.body=aggregated")
-    assert_equals_inline(config, tmp_path)
+    assert_equals_simulation(config, tmp_path)
     run_rounds(open_run(tiny_config(*keys), tmp_path / "own"))
     own, aggregated = (
         [record.task.matrix for record in read_records(tmp_path / name) if record.task] for name in ("own", "flower")
@@ -136,11 +134,13 @@ def test_a_device_keeps_its_own_whole_model(tiny_config: MakeConfig, tmp_path: P
         stored.classifier()
 
 
-def assert_equals_inline(config: Config, tmp_path: Path) -> None:
+def assert_equals_simulation(config: Config, tmp_path: Path) -> None:
     export_images(config, tmp_path / "data")
-    inline = run_rounds(open_run(config, tmp_path / "inline")).state
-    assert same_server_state(inline, run_on_grid(flower(config), tmp_path / "flower"))
-    inline_records, flower_records = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("inline", "flower"))
-    assert inline_records == flower_records
-    assert b'"failure":null' in inline_records
-    assert b'"failure":"' not in inline_records
+    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
+    assert same_server_state(simulation, run_on_grid(flower(config), tmp_path / "flower"))
+    simulation_records, flower_records = (
+        (tmp_path / name / "records.jsonl").read_bytes() for name in ("simulation", "flower")
+    )
+    assert simulation_records == flower_records
+    assert b'"failure":null' in simulation_records
+    assert b'"failure":"' not in simulation_records

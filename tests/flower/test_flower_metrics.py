@@ -22,10 +22,10 @@ METRICS = "metrics={local_accuracy={every=1, share=0.7}, unseen_clients={}, per_
 def test_metrics_on_flower_equal_those_of_one_process(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
     config = tiny_config(f"method.name={method}", "fleet.unseen=0.3", METRICS, "eval.clients=0")
     export_images(config, tmp_path / "data")
-    run_rounds(open_run(config, tmp_path / "inline"))
+    run_rounds(open_run(config, tmp_path / "simulation"))
     run_on_grid(flower(config), tmp_path / "flower")
-    inline, remote = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("inline", "flower"))
-    assert inline == remote
+    simulation, remote = ((tmp_path / name / "records.jsonl").read_bytes() for name in ("simulation", "flower"))
+    assert simulation == remote
     records = list(read_records(tmp_path / "flower"))
     assert set(records[-1].metrics) == {"local_accuracy", "unseen_clients", "per_class", "confusion"}
     assert records[-1].metrics["unseen_clients"]["clients"] == 2
@@ -54,5 +54,5 @@ def test_a_metric_of_clients_models_is_unavailable_on_flower(tmp_path: Path) -> 
     reason = "it needs the clients' models, which stay on the clients' machines"
     assert metrics["size_of_models"] == {"unavailable": reason}
     assert "accuracy" in metrics["per_class"]
-    run_rounds(open_run(config, tmp_path / "inline"))
-    assert list(read_records(tmp_path / "inline"))[-1].metrics["size_of_models"]["tensors"]
+    run_rounds(open_run(config, tmp_path / "simulation"))
+    assert list(read_records(tmp_path / "simulation"))[-1].metrics["size_of_models"]["tensors"]

@@ -104,7 +104,7 @@ def flower(config: Config) -> Config:
         pytest.param(list(METHODS), id="several runs", marks=pytest.mark.long),
     ],
 )
-def test_real_fleet_equals_inline_fleet(
+def test_real_fleet_equals_simulation(
     methods: list[str], fleet: FleetFolder, tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     configs = {name: tiny_config(*TWO_CLIENTS, *METHODS[name]) for name in methods}
@@ -125,10 +125,10 @@ def test_real_fleet_equals_inline_fleet(
     for client, name in enumerate(NAMES):
         assert_device_has_its_model(fleet.folder / "clients" / name, client)
     for name, config in configs.items():
-        run_rounds(open_run(config, tmp_path / f"inline-{name}"))
-        inline_folder, flower_folder = (tmp_path / f"{kind}-{name}" for kind in ("inline", "flower"))
-        assert (inline_folder / "records.jsonl").read_bytes() == (flower_folder / "records.jsonl").read_bytes()
-        assert server_state(inline_folder) == server_state(flower_folder)
+        run_rounds(open_run(config, tmp_path / f"simulation-{name}"))
+        simulation_folder, flower_folder = (tmp_path / f"{kind}-{name}" for kind in ("simulation", "flower"))
+        assert (simulation_folder / "records.jsonl").read_bytes() == (flower_folder / "records.jsonl").read_bytes()
+        assert server_state(simulation_folder) == server_state(flower_folder)
 
 
 def assert_device_has_its_model(home: Path, client: int) -> None:

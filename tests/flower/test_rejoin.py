@@ -110,8 +110,8 @@ def test_client_killed_after_training_sends_the_same_reply_again(
 
     fleet.lose = lose
     state = run_rounds(fleet.open()).state
-    assert same_server_state(state, run_without_replies(config, tmp_path / "inline", set()))
-    assert (tmp_path / "run/records.jsonl").read_bytes() == (tmp_path / "inline/records.jsonl").read_bytes()
+    assert same_server_state(state, run_without_replies(config, tmp_path / "simulation", set()))
+    assert (tmp_path / "run/records.jsonl").read_bytes() == (tmp_path / "simulation/records.jsonl").read_bytes()
     assert fleet.received == [1, 2, 2, 3, 4, 5]
     assert fleet.timeline.time < 60
 

@@ -21,7 +21,7 @@ OVERRIDES = ("rounds=2", "fleet.clients=3", "fleet.per_round=2", "eval.clients=0
 
 
 @pytest.mark.long
-def test_simulation_equals_inline_fleet(tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_simulation_of_flower_equals_that_of_vitfleet(tiny_config: MakeConfig, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra `flower-sim` is not installed")
     config = tiny_config(*OVERRIDES)
     folder, home, port = tmp_path / "flower", tmp_path / "home", free_port()
@@ -40,6 +40,6 @@ def test_simulation_equals_inline_fleet(tiny_config: MakeConfig, tmp_path: Path)
         follow(settings, folder, flower_run_id)
     finally:
         stop_process_group(superlink)
-    run_rounds(open_run(config, tmp_path / "inline"))
-    assert (tmp_path / "inline" / "records.jsonl").read_bytes() == (folder / "records.jsonl").read_bytes()
-    assert server_state(tmp_path / "inline") == server_state(folder)
+    run_rounds(open_run(config, tmp_path / "simulation"))
+    assert (tmp_path / "simulation" / "records.jsonl").read_bytes() == (folder / "records.jsonl").read_bytes()
+    assert server_state(tmp_path / "simulation") == server_state(folder)

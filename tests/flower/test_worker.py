@@ -90,14 +90,14 @@ class WorkerClient:
         return reply
 
 
-def assert_equals_inline(config: Config, client: WorkerClient) -> None:
+def assert_equals_simulation(config: Config, client: WorkerClient) -> None:
     """Run all rounds in one process and through a worker: the results must be equal, bit for bit."""
     export_images(config, client.folder / "data")
-    inline = run_rounds(open_run(config, client.folder / "inline")).state
+    simulation = run_rounds(open_run(config, client.folder / "simulation")).state
     make_fleet = fleet_factory(LoopbackGrid(client.handle, ["0"]))
     context = open_run(flower(config), client.folder / "flower", make_fleet=make_fleet)
-    assert same_server_state(inline, run_rounds(context).state)
-    records = [(client.folder / name / "records.jsonl").read_bytes() for name in ("inline", "flower")]
+    assert same_server_state(simulation, run_rounds(context).state)
+    records = [(client.folder / name / "records.jsonl").read_bytes() for name in ("simulation", "flower")]
     assert records[0] == records[1]
 
 
@@ -108,7 +108,7 @@ def test_one_worker_handles_all_messages(
     tiny_config: MakeConfig, tmp_path: Path, parent: subprocess.Popen[bytes]
 ) -> None:
     client = WorkerClient(tmp_path, parent.pid)
-    assert_equals_inline(tiny_config(*ONE_CLIENT), client)
+    assert_equals_simulation(tiny_config(*ONE_CLIENT), client)
     assert len(client.worker_ids) == 3
     assert len(set(client.worker_ids)) == 1
     socket = next((tmp_path / "state").glob("worker-*.sock"))
@@ -127,7 +127,7 @@ def test_killed_worker_is_replaced(tiny_config: MakeConfig, tmp_path: Path, pare
             wait_until(lambda: not workers())
 
     client = WorkerClient(tmp_path, parent.pid, kill)
-    assert_equals_inline(tiny_config(*ONE_CLIENT), client)
+    assert_equals_simulation(tiny_config(*ONE_CLIENT), client)
     first, second, third = client.worker_ids
     assert first != second == third
 
@@ -200,6 +200,6 @@ def test_simulated_client_uses_no_worker(tiny_config: MakeConfig, tmp_path: Path
     names = [str(client) for client in range(config.fleet.clients)]
     context = open_run(flower(config), folder, make_fleet=fleet_factory(LoopbackGrid(handle, names)))
     state = run_rounds(context).state
-    inline = run_rounds(open_run(config, tmp_path / "inline")).state
-    assert same_server_state(inline, state)
+    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state
+    assert same_server_state(simulation, state)
     assert not workers()

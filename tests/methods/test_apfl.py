@@ -179,7 +179,7 @@ def test_the_model_of_a_client_mixes_its_v_with_the_servers_w(tiny_net: Net, mak
     close(mixed, {name: 0.25 * v[name] + 0.75 * w[name] for name in w})
 
 
-@pytest.mark.parametrize("keys", [(), ("train.optimizer=sgd", "train.clip=0.5", "train.lr=0.05")], ids=str)
+@pytest.mark.parametrize("keys", [(), ("train.optimizer=sgd", "train.max_grad_norm=0.5", "train.lr=0.05")], ids=str)
 def test_in_a_run_w_is_fedavgs_bit_for_bit(keys: tuple[str, ...], tiny_config: MakeConfig, tmp_path: Path) -> None:
     states = []
     for name in ("fedavg", "apfl"):

@@ -19,7 +19,7 @@ KEYS = (
     *("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[2,2]", "data.tasks.rounds_per_task=1"),
     *("data.tasks.share=[0.2,0.4]", "data.limit=300", "model.dim=16", "model.depth=3", "model.heads=2"),
     *("fleet.clients=3", "fleet.per_round=3", "train.epochs=2", "train.batch_size=8", "machine.device=cpu"),
-    *("machine.precision=fp32", "machine.workers=1", "machine.cohort=3", "train.optimizer=sgd", "train.lr=0.01"),
+    *("machine.precision=fp32", "machine.workers=1", "machine.stack_size=3", "train.optimizer=sgd", "train.lr=0.01"),
 )
 WITHOUT_TASKS = {"eftvit", "fedbfpt"}  # their layers need a model and rounds of their own
 IN_CI = {"fedper"}

@@ -290,5 +290,5 @@ def test_clients_that_learn_different_tasks_are_trained_together(
         for client, (mine, theirs) in enumerate(zip(alone, together, strict=True)):
             close(theirs.model_weights, mine.model_weights)
             states[client] = theirs.client_state
-        assert others.execution_summary().largest_cohort == 2
+        assert others.execution_summary().largest_stack == 2
     assert bool(captured) == graphs

@@ -288,7 +288,7 @@ def test_features_alone_are_the_same_stacked_and_captured(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("vitfleet.run.setup.set_up_machine", partial(set_up_with_graphs, graphs))
-    keys = "method.local_rounds=0", "rounds=1", "fleet.clients=3", "fleet.per_round=3", f"machine.cohort={cohort}"
+    keys = "method.local_rounds=0", "rounds=1", "fleet.clients=3", "fleet.per_round=3", f"machine.stack_size={cohort}"
     parts = []
     for train_head in ("true", "false"):
         context = open_run(eftvit_config(*keys, f"method.train_head={train_head}"), tmp_path / train_head)

@@ -165,7 +165,7 @@ def test_family_under_method(family: str, method: str) -> None:
         states = [update.client_state for update in together]
     if method in INTEGRATED:
         assert all(update.message.numbers["rotated"] for update in together), "references have to matter"
-    assert fleet.trainer.execution_summary().largest_cohort == 2
+    assert fleet.trainer.execution_summary().largest_stack == 2
     assert all(torch.isfinite(tensor).all() for tensor in server.tensors.values())
     assert set(anatomy.parameters) >= set(anatomy.trainable(anatomy.whole))
 

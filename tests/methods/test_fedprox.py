@@ -114,7 +114,7 @@ def test_mu_zero_is_fedavg_bit_for_bit(
 ) -> None:
     context = make_context(epochs=3)
     prox, avg = (
-        train(method, tiny_net, make_trainer, make_shard, batch_size=8, clip=1.0)
+        train(method, tiny_net, make_trainer, make_shard, batch_size=8, max_grad_norm=1.0)
         for method in (FedProx(FedProxParams(mu=0), context), FedAvg(FedAvgParams(), context))
     )
     assert all(torch.equal(prox.weights[name], avg.weights[name]) for name in tiny_net.anatomy.shapes)

@@ -31,7 +31,7 @@ TINY = (
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.tasks.incremental=class", r"data\.tasks\.incremental = 'class': must be task"),
+        ("data.tasks.scenario=class", r"data\.tasks\.scenario = 'class': must be task"),
         (
             "fleet.schedule.kind=buffered fleet.schedule.concurrency=3",
             r"fleet\.schedule\.kind = 'buffered': must be another one",
@@ -49,7 +49,7 @@ def test_configurations_that_it_cannot_run_are_rejected(override: str, message: 
 def test_clients_train_stacked_as_alone_and_records_have_the_bytes_of_their_messages(tmp_path: Path) -> None:
     """Clients that missed a task, with other numbers of earlier tasks and of others' adaptive weights."""
     keys = *TINY, "train.optimizer=sgd", "train.lr=0.05", "method.drift_weight=1"
-    configs = {size: load_config("fedvit-digits", [*keys, f"machine.cohort={size}"]) for size in (1, 3)}
+    configs = {size: load_config("fedvit-digits", [*keys, f"machine.stack_size={size}"]) for size in (1, 3)}
     alone, together = (open_run(config, tmp_path / str(size)) for size, config in configs.items())
     state, other = load_state(alone), load_state(together)
     body = 4 * alone.net.anatomy.count_parameters(alone.net.anatomy.body)

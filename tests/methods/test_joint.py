@@ -9,7 +9,7 @@ import torch
 
 from conftest import MakeConfig
 from vitfleet.data.tasks import TaskStreams
-from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
@@ -22,8 +22,8 @@ def test_shard_is_the_union_of_the_tasks_so_far(tiny_config: MakeConfig, tmp_pat
         open_run(tiny_config(f"method.name={name}", *TASKS, "rounds=6"), tmp_path / name)
         for name in ("joint", "fedper")
     )
-    assert isinstance(joint.fleet, InlineFleet)
-    assert isinstance(alone.fleet, InlineFleet)
+    assert isinstance(joint.fleet, SimulatedFleet)
+    assert isinstance(alone.fleet, SimulatedFleet)
     for client in range(6):
         for task_index in range(3):
             parts = [alone.fleet.shard(client, index).index for index in range(task_index + 1)]

@@ -314,5 +314,5 @@ def test_clients_are_trained_together(
             for name, tensor in mine.client_state.tensors.items():
                 torch.testing.assert_close(theirs.client_state.tensors[name], tensor, rtol=1e-6, atol=1e-12)
             states[client] = theirs.client_state
-        assert others.execution_summary().largest_cohort == 2
+        assert others.execution_summary().largest_stack == 2
     assert bool(captured) == graphs

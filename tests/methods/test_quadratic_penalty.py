@@ -102,7 +102,7 @@ def test_importance_is_the_mean_over_single_images(
     A GPU computes the gradients of several images in a step, with padding in the last one.
     """
     monkeypatch.setattr(weight_importance, "images_per_step", lambda gradients: images)
-    train = {"mask_ratio": 0.5, "clip": 1e-3, "weight_decay": 0.5, "batch_size": 8}
+    train = {"mask_ratio": 0.5, "max_grad_norm": 1e-3, "weight_decay": 0.5, "batch_size": 8}
     method = of_kind(kind, make_context, **train)
     trainer = replace(make_trainer(AugmentConfig(crop=0.25, flip=True, brightness=0.4), **train), class_tasks=TASKS)
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()

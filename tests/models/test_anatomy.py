@@ -49,12 +49,14 @@ DEPTHS = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> tuple[str, Net]:
-    return request.param, build_model(FAMILIES[request.param], classes=5, channels=3, data_image_size=32, seed=0)
+    return request.param, build_model(FAMILIES[request.param], num_classes=5, channels=3, data_image_size=32, seed=0)
 
 
 @pytest.fixture(scope="module")
 def anatomy() -> Anatomy:
-    return build_model(ModelConfig(dim=16, depth=3, heads=2), classes=5, channels=3, data_image_size=32, seed=0).anatomy
+    return build_model(
+        ModelConfig(dim=16, depth=3, heads=2), num_classes=5, channels=3, data_image_size=32, seed=0
+    ).anatomy
 
 
 def parts(anatomy: Anatomy) -> list[Selection]:
@@ -62,7 +64,7 @@ def parts(anatomy: Anatomy) -> list[Selection]:
 
 
 def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
-    net = build_model(load_config("transfl-cifar10").model, classes=10, channels=3, data_image_size=32, seed=0)
+    net = build_model(load_config("transfl-cifar10").model, num_classes=10, channels=3, data_image_size=32, seed=0)
     anatomy = net.anatomy
     assert [anatomy.count_parameters(block) for block in anatomy.blocks] == [789_760] * 6
     assert anatomy.count_parameters(anatomy.non_blocks) == 32_522
@@ -74,7 +76,7 @@ def test_count_parameters_gives_the_sizes_of_the_transfl_paper() -> None:
 
 def test_count_parameters_gives_the_sizes_of_the_fedvit_paper() -> None:
     config = load_config("fedavg-cifar100").model
-    anatomy = build_model(config, classes=100, channels=3, data_image_size=32, seed=0).anatomy
+    anatomy = build_model(config, num_classes=100, channels=3, data_image_size=32, seed=0).anatomy
     assert (config.dim, anatomy.depth, config.heads) == (192, 6, 12)
     assert anatomy.count_parameters(anatomy.body) == 2_691_648
     assert anatomy.count_parameters(anatomy.whole) - anatomy.count_parameters(anatomy.body) == 192 * 100 + 100
@@ -109,7 +111,7 @@ def test_blocks_are_the_transformer_blocks_in_order(family: tuple[str, Net]) -> 
 
 def test_only_the_head_depends_on_the_number_of_classes(family: tuple[str, Net]) -> None:
     name, net = family
-    wider = build_model(FAMILIES[name], classes=7, channels=3, data_image_size=32, seed=0).anatomy
+    wider = build_model(FAMILIES[name], num_classes=7, channels=3, data_image_size=32, seed=0).anatomy
     differing = {weight for weight, shape in net.anatomy.shapes.items() if wider.shapes[weight] != shape}
     assert differing
     assert differing <= set(net.anatomy.head)
@@ -118,14 +120,14 @@ def test_only_the_head_depends_on_the_number_of_classes(family: tuple[str, Net])
 
 def test_only_the_embedding_depends_on_the_number_of_channels(family: tuple[str, Net]) -> None:
     name, net = family
-    grey = build_model(FAMILIES[name], classes=5, channels=1, data_image_size=32, seed=0).anatomy
+    grey = build_model(FAMILIES[name], num_classes=5, channels=1, data_image_size=32, seed=0).anatomy
     differing = {weight for weight, shape in net.anatomy.shapes.items() if grey.shapes[weight] != shape}
     assert differing
     assert differing <= set(net.anatomy.embed)
 
 
 def test_running_statistics_are_weights_but_not_trainable() -> None:
-    anatomy = build_model(FAMILIES["levit"], classes=5, channels=3, data_image_size=32, seed=0).anatomy
+    anatomy = build_model(FAMILIES["levit"], num_classes=5, channels=3, data_image_size=32, seed=0).anatomy
     statistics = {name for name in anatomy.shapes if name.endswith(("running_mean", "running_var"))}
     assert statistics
     assert statistics <= set(anatomy.whole)
@@ -134,7 +136,7 @@ def test_running_statistics_are_weights_but_not_trainable() -> None:
 
 
 def test_head_of_a_distilled_model_is_both_heads() -> None:
-    anatomy = build_model(FAMILIES["deit, distilled"], classes=5, channels=3, data_image_size=32, seed=0).anatomy
+    anatomy = build_model(FAMILIES["deit, distilled"], num_classes=5, channels=3, data_image_size=32, seed=0).anatomy
     assert set(anatomy.head) == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
     assert "dist_token" in anatomy.embed
 

@@ -46,7 +46,7 @@ BATCH = 3
 
 
 def make(config: ModelConfig, seed: int = 0) -> Net:
-    net = build_model(config, classes=5, channels=3, data_image_size=32, seed=seed)
+    net = build_model(config, num_classes=5, channels=3, data_image_size=32, seed=seed)
     net.module.eval()
     return net
 

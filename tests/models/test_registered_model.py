@@ -30,7 +30,7 @@ class NarrowParams(Table):
 @register_model("narrow", NarrowParams)
 def narrow(params, request):
     vit = VisionTransformer(
-        img_size=request.data_image_size, patch_size=2, in_chans=request.channels, num_classes=request.classes,
+        img_size=request.data_image_size, patch_size=2, in_chans=request.channels, num_classes=request.num_classes,
         embed_dim=params.width, depth=2, num_heads=2, class_token=False, global_pool="avg",
     )
     return vit, request.data_image_size
@@ -55,7 +55,7 @@ def test_run_with_a_registered_model(plugin: Path, tmp_path: Path) -> None:
 
 def test_registered_model_is_stacked_masked_and_seeded(plugin: Path) -> None:
     config = load_config("digits", {"model.name": "narrow", "model.depth": None}, plugins=[plugin]).model
-    net = build_model(config, classes=3, channels=1, data_image_size=8, seed=1)
+    net = build_model(config, num_classes=3, channels=1, data_image_size=8, seed=1)
     assert net.stackable
     assert (net.image_size, net.num_patches, net.embed_dim, net.anatomy.depth) == (8, 16, 16, 2)
     weights, again = net.initial_weights(), build_model(config, 3, 1, 8, seed=1).initial_weights()

@@ -27,8 +27,8 @@ REAL = Path(__file__).parents[2].parent / "shared" / "weights" / f"{REAL_NAME}.s
 real = pytest.mark.real
 
 
-def make(config: ModelConfig, classes: int = 5, channels: int = 3, side: int = 32, seed: int = 0) -> Net:
-    net = build_model(config, classes, channels, side, seed)
+def make(config: ModelConfig, num_classes: int = 5, channels: int = 3, side: int = 32, seed: int = 0) -> Net:
+    net = build_model(config, num_classes, channels, side, seed)
     net.module.eval()
     return net
 
@@ -41,9 +41,9 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def config_error_of(config: ModelConfig, key: str, classes: int = 5, channels: int = 3) -> str:
+def config_error_of(config: ModelConfig, key: str, num_classes: int = 5, channels: int = 3) -> str:
     with pytest.raises(ConfigError) as caught:
-        make(config, classes, channels)
+        make(config, num_classes, channels)
     text = str(caught.value)
     assert caught.value.key == key
     assert text.startswith(f"{key} = ")
@@ -55,7 +55,7 @@ def config_error_of(config: ModelConfig, key: str, classes: int = 5, channels: i
 
 
 def test_plain_vit_has_the_configured_sizes() -> None:
-    net = make(ModelConfig(image_size=24, patch_size=6, dim=24, depth=3, heads=3, mlp_ratio=2), classes=7)
+    net = make(ModelConfig(image_size=24, patch_size=6, dim=24, depth=3, heads=3, mlp_ratio=2), num_classes=7)
     assert (net.image_size, net.num_patches, net.anatomy.depth) == (24, 16, 3)
     shapes = net.anatomy.shapes
     assert shapes["patch_embed.proj.weight"] == (24, 3, 6, 6)
@@ -72,7 +72,7 @@ def test_plain_vit_has_the_datas_image_size_by_default() -> None:
 
 
 def test_timm_model_has_its_own_image_size_and_normalisation() -> None:
-    net = make(ModelConfig(name="deit_tiny_patch16_224", depth=1), classes=3)
+    net = make(ModelConfig(name="deit_tiny_patch16_224", depth=1), num_classes=3)
     assert (net.image_size, net.num_patches) == (224, 196)
     assert net.mean == pytest.approx((0.485, 0.456, 0.406))
     assert net.std == pytest.approx((0.229, 0.224, 0.225))
@@ -200,8 +200,8 @@ def test_weights_folder_holds_files_named_after_models(saved: Path) -> None:
 
 
 def test_head_for_other_classes_keeps_its_initial_weights(saved: Path) -> None:
-    fresh = make(SMALL, classes=9, seed=2).initial_weights()
-    net = make(with_weights(saved), classes=9, seed=2)
+    fresh = make(SMALL, num_classes=9, seed=2).initial_weights()
+    net = make(with_weights(saved), num_classes=9, seed=2)
     loaded = net.initial_weights()
     given = load_file(saved)
     assert all(torch.equal(loaded[name], fresh[name]) for name in net.anatomy.head)
@@ -350,7 +350,7 @@ def assert_same_logits(net: Net, module: Any, inputs: Tensor) -> None:
 @real
 def test_pretrained_logits_equal_timms(real_file: Path) -> None:
     for weights in (real_file, real_file.parent):
-        net = make(ModelConfig(name=REAL_NAME, weights=str(weights)), classes=1000)
+        net = make(ModelConfig(name=REAL_NAME, weights=str(weights)), num_classes=1000)
         assert_same_logits(net, timm_model(real_file), random_images(224))
         assert (net.mean, net.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
@@ -358,8 +358,8 @@ def test_pretrained_logits_equal_timms(real_file: Path) -> None:
 @real
 def test_pretrained_with_another_head(real_file: Path) -> None:
     config = ModelConfig(name=REAL_NAME, weights=str(real_file))
-    net = make(config, classes=21, seed=5)
-    fresh = make(ModelConfig(name=REAL_NAME), classes=21, seed=5).initial_weights()
+    net = make(config, num_classes=21, seed=5)
+    fresh = make(ModelConfig(name=REAL_NAME), num_classes=21, seed=5).initial_weights()
     given = load_file(real_file)
     loaded = net.initial_weights()
     assert loaded["head.weight"].shape == (21, 192)
@@ -369,7 +369,7 @@ def test_pretrained_with_another_head(real_file: Path) -> None:
 
 @real
 def test_pretrained_at_another_size(real_file: Path) -> None:
-    net = make(ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file)), classes=1000)
+    net = make(ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file)), num_classes=1000)
     assert (net.image_size, net.num_patches) == (96, 36)
     assert_same_logits(net, timm_model(real_file, img_size=96), random_images(96))
 
@@ -377,7 +377,7 @@ def test_pretrained_at_another_size(real_file: Path) -> None:
 @real
 def test_pretrained_on_grey_pictures(real_file: Path) -> None:
     config = ModelConfig(name=REAL_NAME, image_size=96, weights=str(real_file))
-    net = make(config, classes=1000, channels=1)
+    net = make(config, num_classes=1000, channels=1)
     assert_same_logits(net, timm_model(real_file, img_size=96, in_chans=1), random_images(96, channels=1))
 
 
@@ -400,13 +400,13 @@ def test_shipped_weights_are_those_of_the_package_and_fit_only_their_model() -> 
     file = files("vitfleet") / "weights" / "digits.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == SHIPPED_DIGITS_SHA256
     config = ModelConfig(patch_size=2, dim=32, depth=4, heads=4, weights="digits")
-    pretrained = build_model(config, classes=10, channels=1, data_image_size=8, seed=0).initial_weights()
+    pretrained = build_model(config, num_classes=10, channels=1, data_image_size=8, seed=0).initial_weights()
     fresh = build_model(
-        config.model_copy(update={"weights": None}), classes=10, channels=1, data_image_size=8, seed=0
+        config.model_copy(update={"weights": None}), num_classes=10, channels=1, data_image_size=8, seed=0
     ).initial_weights()
     stored = load_file(str(file))
     for name, tensor in pretrained.items():
         expected = fresh[name] if name.startswith("head.") else stored[name].float()
         assert torch.equal(tensor, expected), name
     with pytest.raises(ConfigError, match=r"model.weights.*digits.*does not fit model.name = 'vit'"):
-        build_model(config.model_copy(update={"dim": 16}), classes=10, channels=1, data_image_size=8, seed=0)
+        build_model(config.model_copy(update={"dim": 16}), num_classes=10, channels=1, data_image_size=8, seed=0)

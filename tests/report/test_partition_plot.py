@@ -22,11 +22,11 @@ def pixels(path: Path) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize(
-    ("clients", "classes"), [(1, 1), (2, 3), (10, 10), (60, 30), (61, 31), (100, 100), (10_000, 10)]
+    ("clients", "num_classes"), [(1, 1), (2, 3), (10, 10), (60, 30), (61, 31), (100, 100), (10_000, 10)]
 )
-def test_draw_partition_handles_every_fleet_size(clients: int, classes: int, tmp_path: Path) -> None:
-    counts = np.random.default_rng(0).poisson(3, (clients, classes)).astype(np.int64)
-    draw_partition(counts, [f"class {c}" for c in range(classes)], tmp_path / "new" / "partition.png")
+def test_draw_partition_handles_every_fleet_size(clients: int, num_classes: int, tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).poisson(3, (clients, num_classes)).astype(np.int64)
+    draw_partition(counts, [f"class {c}" for c in range(num_classes)], tmp_path / "new" / "partition.png")
     image = pixels(tmp_path / "new" / "partition.png")
     assert min(image.shape[:2]) > 300
     assert image.std() > 5

@@ -255,7 +255,7 @@ def test_every_method_learns_the_same_task_streams(method: str, fedvit: Finished
 
 
 def test_class_incremental_runs_predict_among_all_classes(tmp_path: Path) -> None:
-    config = tiny("data.tasks.incremental=class", "data.tasks.count=2")
+    config = tiny("data.tasks.scenario=class", "data.tasks.count=2")
     context = open_run(config, tmp_path)
     assert context.trainer.class_tasks is None
     assert context.evaluator.class_tasks is None
@@ -276,7 +276,7 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
 def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
     keys = *more, "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
-    alone, together = (open_run(tiny(*keys, f"machine.cohort={size}"), tmp_path / str(size)) for size in (1, 3))
+    alone, together = (open_run(tiny(*keys, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
         state, record = run_round(alone, state, round)
@@ -300,7 +300,9 @@ def test_stacked_penalties_and_importances_are_those_of_single_clients(method: s
         "data.augment.flip=true",
     )
     alone, together = (
-        open_run(load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, *keys, f"machine.cohort={size}"]), tmp_path / size)
+        open_run(
+            load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, *keys, f"machine.stack_size={size}"]), tmp_path / size
+        )
         for size in ("1", "3")
     )
     state, other = load_state(alone), load_state(together)
@@ -344,7 +346,7 @@ def test_a_penalty_that_diverges_is_reported_with_client_round_and_step(method: 
 def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: Path) -> None:
     """Buffers of unequal sizes, clients that missed a task, unions of tasks: with a client dimension."""
     keys = *WITHOUT_HEAD_EPOCHS, f"method.name={method}", "train.optimizer=sgd", "train.lr=0.05"
-    configs = {size: load_config("fedvit-digits", [*keys, f"machine.cohort={size}"]) for size in (1, 3)}
+    configs = {size: load_config("fedvit-digits", [*keys, f"machine.stack_size={size}"]) for size in (1, 3)}
     alone, together = (open_run(config, tmp_path / str(size)) for size, config in configs.items())
     state, other = load_state(alone), load_state(together)
     for round in range(1, 7):

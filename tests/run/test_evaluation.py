@@ -187,7 +187,7 @@ def test_evaluate_global_with_a_large_limit_evaluates_all_clients(
 
 
 def stacked(evaluator: FleetEvaluator, cohort: int = 3) -> FleetEvaluator:
-    return replace(evaluator, machine=replace(evaluator.machine, cohort=cohort))
+    return replace(evaluator, machine=replace(evaluator.machine, stack_size=cohort))
 
 
 def assert_equal_evaluations(one: GlobalEvaluation, other: GlobalEvaluation) -> None:
@@ -278,7 +278,7 @@ def test_memory_of_a_forward_pass_does_not_grow_with_the_clients(
 def test_equal_models_are_evaluated_once(copies: int, evaluator: FleetEvaluator, tiny_net: Net) -> None:
     weights = random_weights(tiny_net, 1)
     spy = SpyForward(tiny_net)
-    single = Evaluator(spy.net, evaluator.preprocess, replace(evaluator.machine, cohort=8), batch_size=7)
+    single = Evaluator(spy.net, evaluator.preprocess, replace(evaluator.machine, stack_size=8), batch_size=7)
     correct, losses = single.evaluate_models([dict(weights) for _ in range(copies)], evaluator.test)
     expected_correct, expected_losses = evaluator.evaluate(weights)
     assert torch.equal(correct, expected_correct.expand(copies, -1))
@@ -297,7 +297,7 @@ def test_other_families_are_evaluated_as_one_after_the_other(
         monkeypatch.setitem(net.__dict__, "stacking", "none")
     models = [random_weights(net, seed) for seed in range(3)]
     preprocess = preprocess_for(net, torch.device("cpu"))
-    other = Evaluator(net, preprocess, replace(evaluator.machine, cohort=8), batch_size=16)
+    other = Evaluator(net, preprocess, replace(evaluator.machine, stack_size=8), batch_size=16)
     assert other.models_at_once == (8 if stacked else 1)
     correct, losses = other.evaluate_models(models, evaluator.test)
     for index, weights in enumerate(models):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from conftest import InterruptAfter, MakeConfig
 from vitfleet.config.schema import Config, TrainConfig
-from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import State
 from vitfleet.progress import Advance
 from vitfleet.run.callbacks import Callback
@@ -336,7 +336,7 @@ def test_a_resumed_run_uses_the_machine_settings_it_began_with(tiny_config: Make
 
 def test_client_states_are_not_kept_in_memory_after_a_checkpoint(tiny_config: MakeConfig, tmp_path: Path) -> None:
     context, _ = run(tiny_config("method.name=standalone"), tmp_path / "run")
-    assert isinstance(context.fleet, InlineFleet)
+    assert isinstance(context.fleet, SimulatedFleet)
     assert not context.fleet.changed_states()
     manifest = context.checkpoints.latest
     assert manifest is not None

@@ -26,7 +26,7 @@ from vitfleet.training.objective import Fit, Objective, Step, cross_entropy
 ALL_AUGMENTATIONS = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
 
 
-@pytest.mark.parametrize("train", [{}, {"optimizer": "sgd"}, {"clip": 0.1}, {"mask_ratio": 0.5}], ids=str)
+@pytest.mark.parametrize("train", [{}, {"optimizer": "sgd"}, {"max_grad_norm": 0.1}, {"mask_ratio": 0.5}], ids=str)
 def test_cohort_trains_the_whole_model_as_single_clients_do(
     train: dict[str, object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
@@ -164,7 +164,7 @@ def test_every_method_has_the_same_result_stacked(method: str, tiny_config: Make
         config = tiny_config(
             f"method.name={method.split(',')[0]}",
             *METHODS[method],
-            f"machine.cohort={cohort}",
+            f"machine.stack_size={cohort}",
             "fleet.per_round=6",
             "train.epochs=2",
             "train.optimizer=sgd",

@@ -82,7 +82,9 @@ def assert_same(actual: FitResult, expected: FitResult) -> None:
     assert float(actual.observed["companion_steps"]) == actual.steps == expected.steps
 
 
-@pytest.mark.parametrize("train", [{}, {"optimizer": "sgd", "lr": 0.05}, {"optimizer": "sgd", "clip": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "train", [{}, {"optimizer": "sgd", "lr": 0.05}, {"optimizer": "sgd", "max_grad_norm": 0.1}], ids=str
+)
 def test_stacked_and_captured_as_alone(
     train: dict[str, object],
     tiny_net: Net,
@@ -112,7 +114,7 @@ def test_stacked_and_captured_as_alone(
 def test_a_companion_by_itself_is_trained_as_the_weights_are(
     tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer, rng, shard = make_trainer(batch_size=8, clip=1.0), RngContext(7, 1, 0), make_shard(0, 20)
+    trainer, rng, shard = make_trainer(batch_size=8, max_grad_norm=1.0), RngContext(7, 1, 0), make_shard(0, 20)
     first, second = tiny_net.initial_weights(), {n: t.float() for n, t in other_weights(tiny_net, 1).items()}
     alone = [trainer.fit(Fit(start, Objective(tiny_net.anatomy.whole), 2), shard, rng) for start in (first, second)]
     both = trainer.fit(

@@ -89,7 +89,7 @@ def test_a_step_follows_the_gradient_through_the_composition(
     torch.testing.assert_close(result.sample_logits.double(), logits_of(net, after, shard), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("train", [{}, {**PLAIN_SGD, "clip": 0.1}], ids=str)
+@pytest.mark.parametrize("train", [{}, {**PLAIN_SGD, "max_grad_norm": 0.1}], ids=str)
 def test_stacked_and_captured_as_alone(
     train: dict[str, object],
     tiny_net: Net,

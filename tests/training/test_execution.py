@@ -36,7 +36,7 @@ def test_execution_summary_of_eager_training(tiny_net: Net, make_trainer: MakeTr
     assert trainer.execution_summary() == ExecutionSummary(), "a client without samples takes no step"
     for clients in (1, 3, 2):
         train(trainer, tiny_net, make_shard, clients)
-    assert trainer.execution_summary() == ExecutionSummary("eager", largest_cohort=3, stacking="tensor operations")
+    assert trainer.execution_summary() == ExecutionSummary("eager", largest_stack=3, stacking="tensor operations")
     assert str(trainer.execution_summary()) == "eager, stacked 3 clients"
 
 
@@ -47,7 +47,7 @@ def test_execution_summary_of_compiled_training(
     trainer = make_trainer(batch_size=8)
     trainer = replace(trainer, machine=replace(trainer.machine, compile=True))
     train(trainer, tiny_net, make_shard, 1)
-    assert trainer.execution_summary() == ExecutionSummary("eager", compiled=True, largest_cohort=1)
+    assert trainer.execution_summary() == ExecutionSummary("eager", compiled=True, largest_stack=1)
 
 
 def test_execution_summary_of_captured_training(
@@ -62,7 +62,7 @@ def test_execution_summary_of_captured_training(
         "server": "none",
         "compiled": False,
         "kernels": False,
-        "largest_cohort": 2,
+        "largest_stack": 2,
         "captured_steps": len(captured),
         "stacking": "tensor operations",
         "repeated_clients": 0,
@@ -77,7 +77,7 @@ def test_execution_summary_of_a_module_that_is_stacked() -> None:
     trainer, group = family_group("swin")
     trainer.fit_cohort(group)
     summary = trainer.execution_summary()
-    assert summary == ExecutionSummary("eager", largest_cohort=2, stacking="vmap")
+    assert summary == ExecutionSummary("eager", largest_stack=2, stacking="vmap")
     assert str(summary) == "eager, stacked 2 clients with vmap"
 
 

@@ -93,8 +93,8 @@ def raise_os_error() -> int:
 
 def test_cpu_does_not_stack_clients_by_default() -> None:
     default = set_up_machine(MachineConfig(device="cpu"))
-    assert (default.cohort, default.graphs, default.compile) == (1, False, False)
-    assert set_up_machine(MachineConfig(device="cpu", cohort=7)).cohort == 7
+    assert (default.stack_size, default.graphs, default.compile) == (1, False, False)
+    assert set_up_machine(MachineConfig(device="cpu", stack_size=7)).stack_size == 7
 
 
 @pytest.mark.parametrize(("compile", "expected"), [(True, True), (False, False), ("auto", False)])

@@ -114,7 +114,7 @@ def with_other_net(trainer: Trainer) -> Trainer:
 
 
 OTHER_SETTINGS: dict[str, Callable[[Trainer], Trainer]] = {
-    "clip": lambda trainer: with_train(trainer, clip=0.01),
+    "max_grad_norm": lambda trainer: with_train(trainer, max_grad_norm=0.01),
     "weight decay": lambda trainer: with_train(trainer, weight_decay=2.0),
     "momentum": lambda trainer: with_train(trainer, momentum=0.0),
     "optimizer": lambda trainer: with_train(trainer, optimizer="adamw"),
@@ -287,7 +287,7 @@ def test_clients_per_step() -> None:
     assert clients_per_step([1] * 9, captured=True, min_clients=2) == [1] * 9, "there is no other client"
 
 
-@pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.cohort=2", "fleet.per_round=3")], ids=str)
+@pytest.mark.parametrize("keys", [("fleet.per_round=1",), ("machine.stack_size=2", "fleet.per_round=3")], ids=str)
 def test_client_states_are_not_overwritten_by_later_clients(
     keys: tuple[str, ...],
     captured: list[CudaGraphRunner],

@@ -117,8 +117,8 @@ def train_with_torch(net: Net, trainer: Trainer, fit: Fit, shard: Shard, rng: Rn
             loss = F.cross_entropy(module(images), labels)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
-            if config.clip is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), config.clip)
+            if config.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), config.max_grad_norm)
             optimizer.step()
             total += loss.item() * len(index)
     return module, total / (len(shard) * fit.epochs)
@@ -127,9 +127,9 @@ def train_with_torch(net: Net, trainer: Trainer, fit: Fit, shard: Shard, rng: Rn
 @pytest.mark.parametrize(
     "train",
     [
-        {"optimizer": "adamw", "clip": 0.5, "lr": 1e-3, "batch_size": 8, "warmup_rounds": 5},
+        {"optimizer": "adamw", "max_grad_norm": 0.5, "lr": 1e-3, "batch_size": 8, "warmup_rounds": 5},
         {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.5, "batch_size": 7},
-        {"optimizer": "sgd", "clip": 0.2, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 8},
+        {"optimizer": "sgd", "max_grad_norm": 0.2, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 8},
     ],
 )
 def test_fit_equals_a_plain_torch_loop(
@@ -148,7 +148,7 @@ def test_fit_equals_a_plain_torch_loop(
 
 def test_clip_bounds_the_norm_of_the_step(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     fit = fit_whole_model(tiny_net)
-    result = make_trainer(**PLAIN_SGD, clip=1e-2, batch_size=64).fit(fit, make_shard(0, 20), RNG)
+    result = make_trainer(**PLAIN_SGD, max_grad_norm=1e-2, batch_size=64).fit(fit, make_shard(0, 20), RNG)
     squares = [(result.weights[name] - fit.weights[name]).double().square().sum() for name in fit.weights]
     assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(0.1 * 1e-2, rel=1e-3)
 
@@ -237,7 +237,7 @@ def test_observer_sees_gradients_before_transform_and_clip(
     shard = make_shard(0, 20)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, transform=stop, observer=SumOfSquares())
-    trainer = make_trainer(**PLAIN_SGD, clip=1e-6, batch_size=8)
+    trainer = make_trainer(**PLAIN_SGD, max_grad_norm=1e-6, batch_size=8)
     result = trainer.fit(
         Fit(weights, objective, epochs=2, observer_state=SumOfSquares.initial_state(weights)), shard, RNG
     )
@@ -259,7 +259,7 @@ def test_observer_does_not_change_the_training(tiny_net: Net, make_trainer: Make
         objective=replace(fit.objective, observer=SumOfSquares()),
         observer_state=SumOfSquares.initial_state(tiny_net.initial_weights()),
     )
-    trainer = make_trainer(clip=0.1)
+    trainer = make_trainer(max_grad_norm=0.1)
     plain = trainer.fit(fit, make_shard(0, 20), RNG)
     assert_same(trainer.fit(observed_fit, make_shard(0, 20), RNG).weights, plain.weights)
     assert plain.observed == {}
@@ -317,7 +317,7 @@ def test_fit_does_not_depend_on_earlier_fits(tiny_net: Net, make_trainer: MakeTr
     shards = {client: make_shard(10 * client, 10 * client + 9) for client in range(4)}
 
     def train(order: list[int]) -> dict[int, FitResult]:
-        trainer = make_trainer(augment, mask_ratio=0.25, batch_size=4, clip=1.0)
+        trainer = make_trainer(augment, mask_ratio=0.25, batch_size=4, max_grad_norm=1.0)
         return {client: trainer.fit(fit, shards[client], replace(RNG, client=client)) for client in order}
 
     forward, backward, alone = train([0, 1, 2, 3]), train([3, 1, 0, 2]), train([2])

@@ -119,7 +119,7 @@ def as_data_set(data: Any) -> DataSet | None:
     ----------
     data
         A :class:`~vitfleet.data.images.DataSet`, a ``datasets.Dataset`` or ``DatasetDict``, or tensors: ``(images,
-        labels)``, or ``{"train": (images, labels), "test": (images, labels), "classes": names}``.
+        labels)``, or ``{"train": (images, labels), "test": (images, labels), "class_names": names}``.
     """
     if data is None or isinstance(data, str | os.PathLike):
         return None
@@ -129,10 +129,10 @@ def as_data_set(data: Any) -> DataSet | None:
         return from_hf(data)
     if isinstance(data, tuple) and len(data) == 2:
         return from_tensors(*data)
-    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test", "classes"}:
+    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test", "class_names"}:
         images, labels = data["train"]
-        return from_tensors(images, labels, test=data.get("test"), classes=data.get("classes"))
+        return from_tensors(images, labels, test=data.get("test"), class_names=data.get("class_names"))
     raise UserError(
         f"data = {type(data).__name__}: must be a folder, a data set's name, hf:owner/name, a datasets.Dataset, "
-        "(images, labels), or {'train': (images, labels), 'test': (images, labels), 'classes': names}"
+        "(images, labels), or {'train': (images, labels), 'test': (images, labels), 'class_names': names}"
     )

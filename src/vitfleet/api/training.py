@@ -146,7 +146,7 @@ def full_memory_as_sentence(folder: Path) -> Iterator[None]:
         remedy = "run fewer at a time (--jobs)" if GPU_SHARE_VARIABLE in os.environ else "end what else uses it"
         resumable = (folder / "checkpoint" / "checkpoint.json").exists() and config.data.fingerprint is None
         command = f", then resume with vitfleet resume {shlex.quote(str(folder))}" if resumable else ""
-        less = "machine.cohort, train.batch_size or eval.batch_size"
+        less = "machine.stack_size, train.batch_size or eval.batch_size"
         raise UserError(f"the GPU's memory is full; {remedy}{command}; or start again with less {less}") from error
 
 

@@ -31,7 +31,7 @@ class TasksConfig(Table):
         "random", description="whether classes are put into tasks at random or as the data lists them"
     )
     order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
-    incremental: Literal["task", "class"] = Field(
+    scenario: Literal["task", "class"] = Field(
         "task", description="whether an image's task is known, or its class is looked for among all"
     )
     keep_models: bool = Field(

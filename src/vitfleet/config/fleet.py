@@ -75,8 +75,8 @@ class FleetConfig(Table):
     )
     join_s: float = Field(60.0, ge=0, description="flower: seconds that a server waits for all clients at its start")
     max_message_mb: float = Field(2048.0, gt=0, description="flower: largest message accepted from a client")
-    kind: Literal["inline", "flower"] = Field(
-        "inline", description="where clients run: in this process, or on machines of their own (vitfleet server)"
+    kind: Literal["simulation", "flower"] = Field(
+        "simulation", description="where clients run: in this process, or on machines of their own (vitfleet server)"
     )
     clients: int = Field(10, ge=1, le=10**6, description="number of clients")
     per_round: int = Field(5, ge=1, description="clients per round")
@@ -107,7 +107,7 @@ class FleetConfig(Table):
 
     @model_validator(mode="after")
     def _names_fit(self) -> FleetConfig:
-        if self.kind == "inline" and (self.spare or self.names):
+        if self.kind == "simulation" and (self.spare or self.names):
             key, value = ("spare", self.spare) if self.spare else ("names", list(self.names))
             raise ValueError(f"fleet.{key} = {value}: needs fleet.kind = flower")
         if self.names and (len(self.names) != self.clients or len(set(self.names)) != self.clients):
@@ -121,7 +121,7 @@ class FleetConfig(Table):
         schedule = self.schedule
         if not isinstance(schedule, SynchronousSchedule) and self.kind == "flower":
             raise ValueError(
-                f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = inline; "
+                f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = simulation; "
                 "on Flower see fleet.deadline_s and fleet.spare"
             )
         if not isinstance(schedule, SynchronousSchedule) and not self.devices:

@@ -64,7 +64,7 @@ class Config(Table):
     @property
     def task_known(self) -> bool:
         """Whether an image's task is known, so that predictions are among the task's classes only."""
-        return self.data.tasks is not None and self.data.tasks.incremental == "task"
+        return self.data.tasks is not None and self.data.tasks.scenario == "task"
 
     def task_index(self, round: int) -> int:
         """Return the index of the task that is learned in a round; 0 without a task stream."""
@@ -102,7 +102,7 @@ class Config(Table):
         if is_remote and data.validation:  # whoever owns the images has split them
             raise ValueError(
                 f"data.validation = {data.validation}: must be 0 with fleet.kind = flower, where clients have "
-                "their own images; choose settings with fleet.kind = inline"
+                "their own images; choose settings with fleet.kind = simulation"
             )
         if not is_remote and data.test_only:
             raise ValueError("data.test_only = true: needs fleet.kind = flower, where clients have their own images")

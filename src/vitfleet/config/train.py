@@ -59,7 +59,7 @@ class TrainConfig(Table):
         "cosine", description="learning-rate schedule, over the rounds of the run or of a task"
     )
     warmup_rounds: int = Field(0, ge=0, description="rounds of linear warm-up before the cosine")
-    clip: float | None = Field(None, gt=0, description="gradient clipping: largest norm of a step's gradient")
+    max_grad_norm: float | None = Field(None, gt=0, description="gradient clipping: largest norm of a step's gradient")
     mask_ratio: float = Field(0.0, ge=0, lt=1, description="fraction r_m of an image's patches dropped at every step")
 
 
@@ -96,7 +96,7 @@ class MachineConfig(Table):
         le=1024,
         description="clients trained in parallel threads on a CPU; default: one per CPU thread, where memory allows",
     )
-    cohort: int | None = Field(
+    stack_size: int | None = Field(
         None, ge=1, le=10**4, description="clients trained at once, stacked; default: 1 on a CPU, up to 32 on a GPU"
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")

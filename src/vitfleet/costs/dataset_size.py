@@ -26,7 +26,7 @@ class DatasetSize:
         Number of training images, and of the images that accuracy is measured on.
     """
 
-    classes: int
+    num_classes: int
     channels: int
     side: int
     samples: int
@@ -86,7 +86,7 @@ def _folder_size(root: Path, config: DataConfig) -> DatasetSize | None:
 def _subset(size: DatasetSize, config: DataConfig) -> DatasetSize:
     """Return the sizes after ``data.limit`` and ``data.validation``."""
     if config.limit is not None:
-        train, test = training_and_test_limit(config.limit, size.classes)
+        train, test = training_and_test_limit(config.limit, size.num_classes)
         size = replace(size, samples=min(train, size.samples), test_samples=min(test, size.test_samples))
     if config.validation:
         held_out = round(config.validation * size.samples)

@@ -111,10 +111,10 @@ def estimate_run(
     size = size or known_size(config.data)
     if size is None:
         return None
-    tasks = task_classes(config.data.tasks, config.seed, size.classes)
+    tasks = task_classes(config.data.tasks, config.seed, size.num_classes)
     net = cost_net(config, size, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, size.classes, torch.device("cpu"), config.num_tasks,
+        net, config.train, config.rounds, config.seed, size.num_classes, torch.device("cpu"), config.num_tasks,
         config.aggregate, config.eval.body, tasks,
     )  # fmt: skip
     method = make_method(config.method, context)
@@ -123,7 +123,7 @@ def estimate_run(
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
         machine = set_up_machine(config.machine, net.embed_dim, client_bytes)
         trained_here = 0 if _remote(config) else config.fleet.asked
-        at_once = min(trained_here, max(machine.workers, machine.cohort))
+        at_once = min(trained_here, max(machine.workers, machine.stack_size))
         parallel = at_once if machine.device.type == "cuda" else min(trained_here, machine.workers)
         request = SpeedRequest(net, work.fit, config.train, machine, work.flops_per_sample, max(1, parallel))
         flops_per_second = (speed or measure_speed)(request)
@@ -283,7 +283,7 @@ def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any], l
     if (tasks := config.data.tasks) is not None:
         # A client has all test images of its classes. After each task, all clients are measured on their tasks so far.
         classes = np.mean([len(np.unique(task_labels)) for task_labels in labels])
-        of_task = float(classes) * size.test_samples / size.classes
+        of_task = float(classes) * size.test_samples / size.num_classes
         return of_task * (config.fleet.asked + config.fleet.clients * (tasks.count + 1) / 2 / tasks.rounds_per_task)
     local = config.fleet.asked * size.test_samples / config.fleet.clients
     models = 1 if method.has_global_model else min(config.eval.clients or config.fleet.clients, config.fleet.clients)

@@ -141,16 +141,16 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
     """Build a configuration's model with weights without values, which do not change the costs."""
     model = config.model.model_copy(update={"weights": None})
     with weights_without_values():
-        return build_model(model, dataset.classes, dataset.channels, dataset.side, config.seed, adaptation)
+        return build_model(model, dataset.num_classes, dataset.channels, dataset.side, config.seed, adaptation)
 
 
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
-    tasks = task_classes(config.data.tasks, config.seed, dataset.classes)
+    tasks = task_classes(config.data.tasks, config.seed, dataset.num_classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_tasks=tasks.class_tasks))
     num_tasks = config.data.tasks.count if config.data.tasks else 1
     cpu = torch.device("cpu")
     context = MethodContext.from_net(
-        net, config.train, config.rounds, config.seed, dataset.classes, cpu, num_tasks, task_classes=tasks
+        net, config.train, config.rounds, config.seed, dataset.num_classes, cpu, num_tasks, task_classes=tasks
     )
     return make_method(config.method, context), net
 
@@ -224,15 +224,15 @@ def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int6
 
     The task with the median number of samples comes last. Without tasks, the list has one element.
     """
-    labels = np.arange(dataset.samples, dtype=np.int64) % dataset.classes
+    labels = np.arange(dataset.samples, dtype=np.int64) % dataset.num_classes
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
-        streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, dataset.classes)
+        streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, dataset.num_classes)
         client = typical_client(streams.class_counts.sum(axis=1).tolist())
         per_task = [labels[streams.train.for_client(client, task_index)] for task_index in range(streams.num_tasks)]
         typical = typical_client([len(task_labels) for task_labels in per_task])
         return [*per_task[:typical], *per_task[typical + 1 :], per_task[typical]]
     if config.data.partition.kind in {"source", "file"}:  # depends on the images: assume equal parts
         return [labels[::clients]]
-    partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.classes, None, None)
+    partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.num_classes, None, None)
     return [labels[partition.train.for_client(typical_client(partition.class_counts.sum(axis=1).tolist()))]]

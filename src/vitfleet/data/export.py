@@ -54,35 +54,35 @@ def export_clients(
             write(images.take(torch.from_numpy(indices.for_client(client))), data.classes, folder / name / split)
 
 
-def _check_folders(folders: list[Path], classes: tuple[str, ...]) -> None:
+def _check_folders(folders: list[Path], class_names: tuple[str, ...]) -> None:
     if existing := [folder for folder in folders if folder.exists()]:
         raise UserError(f"{existing[0]}: exists already; remove it, or name another folder with --out")
-    if unusable := [name for name in classes if name != Path(name).name or name.startswith(".")]:
+    if unusable := [name for name in class_names if name != Path(name).name or name.startswith(".")]:
         raise UserError(f"the class {unusable[0]!r} cannot be a folder's name; use --to parquet")
 
 
-def _write_folders(images: ImageSet, classes: tuple[str, ...], target: Path) -> None:
+def _write_folders(images: ImageSet, class_names: tuple[str, ...], target: Path) -> None:
     """Write ``<target>/<class>/<number>.png``; a folder without images says that the client has none of a split."""
     target.mkdir(parents=True)
     for number, (pixels, label) in enumerate(zip(images.images.cpu().numpy(), images.labels.tolist(), strict=True)):
-        file = target / classes[label] / f"{number:06}.png"
+        file = target / class_names[label] / f"{number:06}.png"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(encode_png(pixels))
 
 
-def _write_parquet(images: ImageSet, classes: tuple[str, ...], target: Path) -> None:
+def _write_parquet(images: ImageSet, class_names: tuple[str, ...], target: Path) -> None:
     import pyarrow.parquet as pq
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(_table(images, classes), target.with_name(f"{target.name}.parquet"))
+    pq.write_table(_table(images, class_names), target.with_name(f"{target.name}.parquet"))
 
 
-def _table(images: ImageSet, classes: tuple[str, ...]) -> pa.Table:
+def _table(images: ImageSet, class_names: tuple[str, ...]) -> pa.Table:
     import pyarrow as pa
 
     return pa.table(
         {
             "image": pa.array([encode_png(image) for image in images.images.cpu().numpy()], pa.binary()),
-            "label": pa.array([classes[label] for label in images.labels.tolist()], pa.string()),
+            "label": pa.array([class_names[label] for label in images.labels.tolist()], pa.string()),
         }
     )

@@ -77,10 +77,10 @@ def find_test_folder(root: Path) -> Path:
 
 
 def encode_labels(
-    images: list[ImageFile], classes: tuple[str, ...], sources: tuple[str, ...], root: Path
+    images: list[ImageFile], class_names: tuple[str, ...], sources: tuple[str, ...], root: Path
 ) -> EncodedSplit:
     """Return image files as a split, with classes and sources as numbers; without ``sources`` they are unknown."""
-    label_of = {name: label for label, name in enumerate(classes)}
+    label_of = {name: label for label, name in enumerate(class_names)}
     source_of = {name: number for number, name in enumerate(sources)}
     return EncodedSplit(
         [image.path for image in images],

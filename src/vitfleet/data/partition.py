@@ -54,8 +54,8 @@ class PartitionInput:
     Attributes
     ----------
     labels, test_labels
-        The class of each training and test image, in ``range(classes)``; a class may have no images.
-    classes, clients
+        The class of each training and test image, in ``range(num_classes)``; a class may have no images.
+    num_classes, clients
         Number of classes and of clients.
     rng
         Generator of all random draws; it depends on the run's seed alone.
@@ -65,7 +65,7 @@ class PartitionInput:
 
     labels: Ints
     test_labels: Ints
-    classes: int
+    num_classes: int
     clients: int
     rng: np.random.Generator
     sources: Ints | None = None
@@ -98,7 +98,7 @@ def make_partition(
     seed: int,
     train_labels: Ints,
     test_labels: Ints,
-    classes: int,
+    num_classes: int,
     train_sources: Ints | None = None,
     test_sources: Ints | None = None,
 ) -> Partition:
@@ -116,8 +116,8 @@ def make_partition(
     seed
         The run's seed, the only source of randomness.
     train_labels, test_labels
-        The class of each image, in ``range(classes)``; a class may have no images.
-    classes
+        The class of each image, in ``range(num_classes)``; a class may have no images.
+    num_classes
         Number of classes.
     train_sources, test_sources
         Origin of each image, for the partition ``source``.
@@ -133,14 +133,14 @@ def make_partition(
         raise ConfigError("fleet.clients", clients, remedy)
     partition: PartitionFunction = PARTITIONS.entry_of(params).target
     rng = _generator(seed, _TRAIN)
-    data = PartitionInput(train_labels, test_labels, classes, clients, rng, train_sources, test_sources)
+    data = PartitionInput(train_labels, test_labels, num_classes, clients, rng, train_sources, test_sources)
     assigned = partition(params, data)
     if isinstance(assigned, Partition):
         return assigned
     owners = assigned if isinstance(assigned, Owners) else Owners(np.asarray(assigned, dtype=np.int64))
     _check_owners(owners, data, PARTITIONS.entry_of(params).name)
     train = ClientIndices.from_owners(owners.train, clients)
-    class_counts = train.class_counts(train_labels, classes)
+    class_counts = train.class_counts(train_labels, num_classes)
     test_owners = assign_by_shares(test_labels, training_shares(class_counts), _generator(seed, _TEST))
     if owners.test is not None:
         test_owners = np.where(owners.test >= 0, owners.test, test_owners).astype(np.int64)

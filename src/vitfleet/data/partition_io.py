@@ -73,7 +73,9 @@ def load_partition(path: Path) -> Partition:
     return _read(_arrays_file(path))[0]
 
 
-def load_partition_for(path: Path, num_clients: int, train_labels: Ints, test_labels: Ints, classes: int) -> Partition:
+def load_partition_for(
+    path: Path, num_clients: int, train_labels: Ints, test_labels: Ints, num_classes: int
+) -> Partition:
     """Load a partition for these images and this fleet; reject one that was made for others."""
     key = "data.partition.path"
     file = _arrays_file(path)
@@ -91,7 +93,7 @@ def load_partition_for(path: Path, num_clients: int, train_labels: Ints, test_la
             raise ConfigError(key, str(path), remedy)
     if labels_sha256 != hash_labels(train_labels, test_labels):
         raise ConfigError(key, str(path), "made for other data: the number of images is the same, the labels differ")
-    return replace(partition, class_counts=partition.train.class_counts(train_labels, classes))
+    return replace(partition, class_counts=partition.train.class_counts(train_labels, num_classes))
 
 
 def _arrays_file(path: Path) -> Path:

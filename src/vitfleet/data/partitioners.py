@@ -51,19 +51,19 @@ def dirichlet(params: DirichletPartition, data: PartitionInput) -> Ints:
     if params.min_samples > most:
         remedy = f"must be between 0 and {most}: {len(data.labels)} training images for {data.clients} clients"
         raise ConfigError("data.partition.min_samples", params.min_samples, remedy)
-    shares = dirichlet_shares(params.beta, data.classes, data.clients, data.rng)
+    shares = dirichlet_shares(params.beta, data.num_classes, data.clients, data.rng)
     owners = assign_by_shares(data.labels, shares, data.rng)
     return _ensure_min_samples(owners, data.clients, params.min_samples, data.rng)
 
 
-def dirichlet_shares(beta: float, classes: int, clients: int, rng: np.random.Generator) -> Floats:
+def dirichlet_shares(beta: float, num_classes: int, clients: int, rng: np.random.Generator) -> Floats:
     """Draw ``[classes, clients]`` shares, each row from a symmetric Dirichlet(β), for any β > 0.
 
     A Dirichlet draw is a row of normalised Gamma(β) draws. For small β all of them underflow to 0, and 0 / 0 is NaN.
     Below 1 the logarithms are drawn instead, with Gamma(β) = Gamma(β + 1) · U^(1/β), and the row is normalised by a
     softmax that divides by β after the largest entry has been subtracted.
     """
-    size = (classes, clients)
+    size = (num_classes, clients)
     scale = min(beta, 1.0)
     if beta < 1:
         logs = beta * np.log(rng.standard_gamma(beta + 1, size)) - rng.standard_exponential(size)
@@ -98,7 +98,7 @@ def by_classes(params: ClassesPartition, data: PartitionInput) -> Ints:
         drawn = np.argsort(holders + data.rng.random(len(present)), kind="stable")[: params.per_client]
         is_holder[drawn, client] = 1
         holders[drawn] += 1
-    shares = np.full((data.classes, data.clients), 1 / data.clients)
+    shares = np.full((data.num_classes, data.clients), 1 / data.clients)
     shares[present] = is_holder / holders[:, None]
     return assign_by_shares(data.labels, shares, data.rng)
 
@@ -161,7 +161,7 @@ class FilePartition(PartitionParams):
 def from_file(params: FilePartition, data: PartitionInput) -> Partition:
     """Load a partition and check that it was made for these images."""
     path = Path(params.path).expanduser()
-    return load_partition_for(path, data.clients, data.labels, data.test_labels, data.classes)
+    return load_partition_for(path, data.clients, data.labels, data.test_labels, data.num_classes)
 
 
 def _largest_remainder(weights: Floats, total: int) -> Ints:

@@ -55,9 +55,9 @@ def limit_images(data: DataSet, limit: int | None) -> DataSet:
     return replace(data, train=train, test=test)
 
 
-def training_and_test_limit(limit: int, classes: int) -> tuple[int, int]:
+def training_and_test_limit(limit: int, num_classes: int) -> tuple[int, int]:
     """Return how many training and test images ``data.limit`` leaves: a fifth as many for testing, one per class."""
-    return limit, max(limit // 5, classes)
+    return limit, max(limit // 5, num_classes)
 
 
 def draw_subset(labels: NDArray[np.int64], count: int) -> NDArray[np.int64]:

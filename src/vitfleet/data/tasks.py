@@ -87,7 +87,7 @@ class TaskStreams:
 
 
 def make_task_streams(
-    config: TasksConfig, clients: int, seed: int, train_labels: Ints, test_labels: Ints, classes: int
+    config: TasksConfig, clients: int, seed: int, train_labels: Ints, test_labels: Ints, num_classes: int
 ) -> TaskStreams:
     """Divide the classes among the tasks and draw the stream of each client.
 
@@ -98,10 +98,10 @@ def make_task_streams(
     ConfigError
         If the data has too few classes.
     """
-    task_classes = _split_classes(config, seed, classes)
+    task_classes = _split_classes(config, seed, num_classes)
     task_order = np.stack([draw_task_order(config, seed, client) for client in range(clients)])
-    train_of_class = [np.flatnonzero(train_labels == label) for label in range(classes)]
-    test_of_class = [np.flatnonzero(test_labels == label) for label in range(classes)]
+    train_of_class = [np.flatnonzero(train_labels == label) for label in range(num_classes)]
+    test_of_class = [np.flatnonzero(test_labels == label) for label in range(num_classes)]
     train: list[Ints] = []
     test: list[Ints] = []
     for client in range(clients):
@@ -112,27 +112,27 @@ def make_task_streams(
             test.append(np.sort(np.concatenate([test_of_class[label] for label in held])))
     train_indices = ClientIndices.from_lists(train, config.count)
     return TaskStreams(
-        assign_classes_to_tasks(config, seed, classes),
+        assign_classes_to_tasks(config, seed, num_classes),
         task_order,
         train_indices,
         ClientIndices.from_lists(test, config.count),
-        train_indices.class_counts(train_labels, classes),
+        train_indices.class_counts(train_labels, num_classes),
     )
 
 
-def assign_classes_to_tasks(config: TasksConfig, seed: int, classes: int) -> Ints:
+def assign_classes_to_tasks(config: TasksConfig, seed: int, num_classes: int) -> Ints:
     """Return the task of each class, −1 for a class that belongs to none."""
-    task_of_class = np.full(classes, NO_TASK, np.int64)
-    task_of_class[_split_classes(config, seed, classes)] = np.arange(config.count)[:, None]
+    task_of_class = np.full(num_classes, NO_TASK, np.int64)
+    task_of_class[_split_classes(config, seed, num_classes)] = np.arange(config.count)[:, None]
     return task_of_class
 
 
-def task_classes(config: TasksConfig | None, seed: int, classes: int) -> TaskClasses:
+def task_classes(config: TasksConfig | None, seed: int, num_classes: int) -> TaskClasses:
     """Return the task of each class."""
     if config is None:
         return NO_TASKS
-    tasks = assign_classes_to_tasks(config, seed, classes)
-    return TaskClasses(tuple(int(task) for task in tasks), config.incremental == "task")
+    tasks = assign_classes_to_tasks(config, seed, num_classes)
+    return TaskClasses(tuple(int(task) for task in tasks), config.scenario == "task")
 
 
 def draw_task_order(config: TasksConfig, seed: int, client: int) -> Ints:
@@ -141,19 +141,19 @@ def draw_task_order(config: TasksConfig, seed: int, client: int) -> Ints:
     return Address(seed, Purpose.TASK_ORDER, client=address_client).generator().permutation(config.count)
 
 
-def _split_classes(config: TasksConfig, seed: int, classes: int) -> Ints:
+def _split_classes(config: TasksConfig, seed: int, num_classes: int) -> Ints:
     """Return the classes of each task, ``[tasks, classes per task]``."""
     needed = config.count * config.classes
-    if needed > classes:
+    if needed > num_classes:
         raise ConfigError(
             "data.tasks.count",
             config.count,
             f"{config.count} tasks of data.tasks.classes = {config.classes} need {needed} classes, "
-            f"the data has {classes}",
+            f"the data has {num_classes}",
         )
-    ordered = np.arange(classes)
+    ordered = np.arange(num_classes)
     if config.split == "random":
-        ordered = Address(seed, Purpose.TASKS).generator().permutation(classes)
+        ordered = Address(seed, Purpose.TASKS).generator().permutation(num_classes)
     return ordered[:needed].reshape(config.count, config.classes)
 
 

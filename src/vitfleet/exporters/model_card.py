@@ -122,7 +122,7 @@ def _fleet(config: Config | None) -> str:
     if config is None:
         return ""
     fleet, train = config.fleet, config.train
-    kind = "simulated in one process" if fleet.kind == "inline" else "real machines"
+    kind = "simulated in one process" if fleet.kind == "simulation" else "real machines"
     partition = "a stream of tasks per client" if config.data.tasks else f"partition `{config.data.partition.kind}`"
     return (
         f"## Fleet\n\n{fleet.clients} clients ({kind}), {fleet.per_round} per round, {config.rounds} rounds, "

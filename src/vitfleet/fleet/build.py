@@ -26,15 +26,15 @@ class Components:
     trainer: Trainer
 
 
-def build_net(config: Config, classes: int, channels: int, side: int) -> Net:
+def build_net(config: Config, num_classes: int, channels: int, side: int) -> Net:
     """Build a run's model for images of ``side`` x ``side`` pixels."""
-    class_tasks = task_classes(config.data.tasks, config.seed, classes).class_tasks
+    class_tasks = task_classes(config.data.tasks, config.seed, num_classes).class_tasks
     adapt = partial(adapt_model, config.method, class_tasks=class_tasks)
-    return build_model(config.model, classes, channels, side, config.seed, adapt)
+    return build_model(config.model, num_classes, channels, side, config.seed, adapt)
 
 
 def build_components(
-    config: Config, net: Net, classes: int, machine: Machine, num_tasks: int = 1, class_tasks: Tensor | None = None
+    config: Config, net: Net, num_classes: int, machine: Machine, num_tasks: int = 1, class_tasks: Tensor | None = None
 ) -> Components:
     """Build everything that a machine needs to train a run's model.
 
@@ -54,12 +54,12 @@ def build_components(
         config.train,
         config.rounds,
         config.seed,
-        classes,
+        num_classes,
         machine.device,
         num_tasks,
         config.aggregate,
         config.eval.body,
-        task_classes(config.data.tasks, config.seed, classes),
+        task_classes(config.data.tasks, config.seed, num_classes),
     )
     preprocess = preprocess_for(net, machine.device)
     trainer = Trainer(net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_tasks)

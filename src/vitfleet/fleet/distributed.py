@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vitfleet.fleet.base import EvalResult, FleetWrapper, Reply, Request
-from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, Payload, State
 from vitfleet.wire import PayloadType, decode, encode
 
@@ -101,8 +101,8 @@ def join_process_group() -> Iterator[ProcessGroup]:
 
 
 @dataclass
-class DistributedFleet(FleetWrapper[InlineFleet]):
-    """An inline fleet whose clients are trained by several ranks. Every rank has every client's state."""
+class DistributedFleet(FleetWrapper[SimulatedFleet]):
+    """A simulated fleet whose clients are trained by several ranks. Every rank has every client's state."""
 
     processes: ProcessGroup
 

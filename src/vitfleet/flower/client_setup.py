@@ -36,14 +36,14 @@ class ClientTaskStream:
     task_order: list[int]
 
 
-def client_task_stream(config: Config, classes: int, client: int, device: torch.device) -> ClientTaskStream | None:
+def client_task_stream(config: Config, num_classes: int, client: int, device: torch.device) -> ClientTaskStream | None:
     """Return a client's tasks; ``None`` without tasks. Server and clients derive the same tasks from the seed."""
     tasks = config.data.tasks
     if tasks is None:
         return None
     task_order = [int(task) for task in draw_task_order(tasks, config.seed, client)]
     return ClientTaskStream(
-        torch.from_numpy(assign_classes_to_tasks(tasks, config.seed, classes)).to(device), task_order
+        torch.from_numpy(assign_classes_to_tasks(tasks, config.seed, num_classes)).to(device), task_order
     )
 
 

@@ -94,11 +94,11 @@ def evaluate_images(
     return summarise(name, torch.cat(all_logits), images.labels.to(CPU), model.classes)
 
 
-def summarise(model: str, logits: Tensor, labels: Tensor, classes: Sequence[str]) -> Evaluation:
+def summarise(model: str, logits: Tensor, labels: Tensor, class_names: Sequence[str]) -> Evaluation:
     """Return the evaluation of logits ``[images, classes]`` against the true classes ``[images]``."""
     scores = score([(logits, labels)])
     ((accuracy, loss),) = scores.means()
-    confusion = confusion_matrix(Predictions(labels.numpy(), logits.argmax(dim=1).numpy()), len(classes))
+    confusion = confusion_matrix(Predictions(labels.numpy(), logits.argmax(dim=1).numpy()), len(class_names))
     confidence = logits.double().softmax(dim=1).amax(dim=1).numpy()
     bins = calibration_bins(confidence, scores.correct.bool().numpy())
     gaps = [bin.images * abs((bin.accuracy or 0.0) - (bin.confidence or 0.0)) for bin in bins]
@@ -108,7 +108,7 @@ def summarise(model: str, logits: Tensor, labels: Tensor, classes: Sequence[str]
         accuracy=accuracy,
         loss=loss if math.isfinite(loss) else None,
         calibration_error=sum(gaps) / len(labels),
-        class_accuracy=dict(zip(classes, class_accuracies(confusion), strict=True)),
+        class_accuracy=dict(zip(class_names, class_accuracies(confusion), strict=True)),
         confusion=confusion.tolist(),
         calibration=bins,
     )

@@ -79,7 +79,7 @@ def decode_file(path: Path, image_size: int, channels: int) -> DecodedImage:
 
 
 def read_labelled(
-    folder: Path, classes: Sequence[str], image_size: int, channels: int, progress: Progress = NO_PROGRESS
+    folder: Path, class_names: Sequence[str], image_size: int, channels: int, progress: Progress = NO_PROGRESS
 ) -> LabelledImages:
     """Read a folder with one subfolder per class, named as the model's classes.
 
@@ -93,23 +93,23 @@ def read_labelled(
     """
     if not folder.is_dir():
         raise UserError(f"--data {folder}: no such folder")
-    splits = [folder / name for name in TEST_SPLITS if name not in classes and (folder / name).is_dir()]
+    splits = [folder / name for name in TEST_SPLITS if name not in class_names and (folder / name).is_dir()]
     root = splits[0] if splits else folder
     Image.init()
     suffixes = set(Image.registered_extensions())
     files, notes = [], []
     for subfolder in subfolders(root):
         inside = sorted(path for path in subfolder.iterdir() if _is_image(path, suffixes))
-        if subfolder.name in classes:
+        if subfolder.name in class_names:
             files += [ImageFile(path, subfolder.name) for path in inside]
         else:
             notes.append(f"{subfolder}: is not a class of the model; {len(inside)} images are left out")
     notes += [f"{file.path}: {note}" for file in files if (note := _file_note(file.path, channels))]
-    split = encode_labels(files, tuple(classes), (), root)
+    split = encode_labels(files, tuple(class_names), (), root)
     images, skipped = decode_split(split, image_size, channels, 1.0, folder.name, progress)
     notes += [f"{root / name}: is not a readable image" for name in skipped]
     if not len(images):
-        known = ", ".join(classes[:3])
+        known = ", ".join(class_names[:3])
         raise UserError(f"--data {folder}: holds no readable image of a class of the model ({known}, …)")
     return LabelledImages(images, tuple(notes))
 

@@ -105,7 +105,7 @@ class StoredModels:
 
     @property
     def _is_remote(self) -> bool:
-        return self.config.fleet.kind != "inline"
+        return self.config.fleet.kind != "simulation"
 
     def _check_client(self, client: int) -> None:
         clients = self.config.fleet.clients

@@ -113,7 +113,7 @@ class FedWeit(Method[FedWeitParams]):
         super().check_config(params, config)
         if config.data.tasks is not None and not config.task_known:
             remedy = f"must be task: with {params.name} every task has a model of its own"
-            raise ConfigError("data.tasks.incremental", config.data.tasks.incremental, remedy)
+            raise ConfigError("data.tasks.scenario", config.data.tasks.scenario, remedy)
         if isinstance(config.fleet.schedule, BufferedSchedule):
             remedy = f"must be another one: with {params.name} all clients learn the same task at a time"
             raise ConfigError("fleet.schedule.kind", config.fleet.schedule.kind, remedy)

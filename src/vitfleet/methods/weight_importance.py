@@ -86,7 +86,7 @@ def whole_images(train: TrainConfig, batch_size: int) -> TrainConfig:
         "lr": 0.0,
         "weight_decay": 0.0,
         "momentum": 0.0,
-        "clip": None,
+        "max_grad_norm": None,
         "mask_ratio": 0.0,
     }
     return train.model_copy(update=changes)

@@ -113,7 +113,7 @@ class PlainViT(nn.Module):
     def __init__(
         self,
         patch_embed: Any,
-        classes: int,
+        num_classes: int,
         dim: int,
         depth: int,
         num_heads: int,
@@ -130,7 +130,7 @@ class PlainViT(nn.Module):
         self.blocks = nn.Sequential(*(Block(dim, num_heads, mlp_ratio, qkv_bias, norm_eps) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.fc_norm = nn.Identity()
-        self.head = nn.Linear(dim, classes)
+        self.head = nn.Linear(dim, num_classes)
         # In timm's order: the same seed gives the same weights.
         init_normal_(self.pos_embed, INIT_STD)
         if not self.cls_token.is_meta:

@@ -22,12 +22,12 @@ class ModelRequest:
     ----------
     config
         The table ``model``.
-    classes, channels, data_image_size
+    num_classes, channels, data_image_size
         Number of classes and colour channels of the data, and the height and width of its images in pixels.
     """
 
     config: ModelConfig
-    classes: int
+    num_classes: int
     channels: int
     data_image_size: int
 

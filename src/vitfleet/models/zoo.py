@@ -27,7 +27,7 @@ __all__ = ["ModelRequest", "build_model"]
 
 def build_model(
     config: ModelConfig,
-    classes: int,
+    num_classes: int,
     channels: int,
     data_image_size: int,
     seed: int,
@@ -37,7 +37,7 @@ def build_model(
 
     Parameters
     ----------
-    classes, channels, data_image_size
+    num_classes, channels, data_image_size
         Number of classes and colour channels of the data, and the height and width of its images in pixels, which is
         the default input size of a plain ViT. A timm model has its own default.
     seed
@@ -47,7 +47,7 @@ def build_model(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Address(seed, Purpose.INIT).torch_seed())
-        request = ModelRequest(config, classes, channels, data_image_size)
+        request = ModelRequest(config, num_classes, channels, data_image_size)
         entry = MODELS.get(config.name)
         with timm_required_for("model.name", config.name):
             if entry is not None:
@@ -93,7 +93,7 @@ def _build_timm_model(request: ModelRequest) -> tuple[nn.Module, int]:
         vit = timm.create_model(
             config.name,
             pretrained=config.weights == HUB_WEIGHTS,
-            num_classes=request.classes,
+            num_classes=request.num_classes,
             in_chans=request.channels,
             # Stochastic depth would draw from torch's global generator, but every draw of a run has an address.
             drop_path_rate=0.0,

@@ -88,7 +88,7 @@ class RunContext:
     @property
     def has_remote_clients(self) -> bool:
         """Whether the clients run on machines of their own."""
-        return self.config.fleet.kind != "inline"
+        return self.config.fleet.kind != "simulation"
 
     @property
     def overlaps_checkpoints(self) -> bool:

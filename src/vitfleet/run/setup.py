@@ -26,7 +26,7 @@ from vitfleet.fleet.base import Fleet
 from vitfleet.fleet.build import Components, build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, ProcessGroup
-from vitfleet.fleet.inline import InlineFleet
+from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, to_device
 from vitfleet.methods import make_method
 from vitfleet.models.net import Net
@@ -68,8 +68,8 @@ def open_run(
     data
         The data set, where it is passed from Python instead of being loaded.
     """
-    if (config.fleet.kind == "inline") != (make_fleet is None):
-        remedy = "is started with `vitfleet server`; in one process it is inline"
+    if (config.fleet.kind == "simulation") != (make_fleet is None):
+        remedy = "is started with `vitfleet server`; in one process it is simulation"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_dataset(config.data, progress) if data is None else _checked(config, data)
@@ -190,5 +190,5 @@ def _make_local_fleet(
     # Each of several processes would cache the states of all clients, not only of those that it trains.
     cache_bytes = gpu_memory_bytes(device) // STATE_CACHE_SHARE if processes.size == 1 else 0
     runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluator.evaluate_clients)
-    inline = InlineFleet(runtime, shard, base.tensors, checkpoints.client, cache_bytes)
-    return inline if processes.size == 1 else DistributedFleet(inline, processes)
+    simulated = SimulatedFleet(runtime, shard, base.tensors, checkpoints.client, cache_bytes)
+    return simulated if processes.size == 1 else DistributedFleet(simulated, processes)

@@ -226,7 +226,7 @@ class Cohort:
         return {name: _rows(tensor, replay.image_indices, self.stacked) for name, tensor in buffer.items()}
 
     def _clip(self, gradients: Tensors) -> Tensors:
-        max_norm = self.engine.config.clip
+        max_norm = self.engine.config.max_grad_norm
         return gradients if max_norm is None else clip_gradients(gradients, max_norm, self.stacked)
 
     def _forward(self, weights: Tensors, leaves: Tensors, batch: Batch, epoch: Tensor) -> Step:

@@ -108,9 +108,9 @@ class Evaluator:
     def models_at_once(self) -> int:
         """How many models to evaluate at once; 1 where stacking is not possible or gains nothing.
 
-        Models are stacked where clients are (``machine.cohort``).
+        Models are stacked where clients are (``machine.stack_size``).
         """
-        wanted = min(self.machine.cohort, MAX_STACKED_MODELS)
+        wanted = min(self.machine.stack_size, MAX_STACKED_MODELS)
         return wanted if wanted > 1 and self.net.stackable else 1
 
     @torch.inference_mode()

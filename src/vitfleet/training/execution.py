@@ -26,7 +26,7 @@ class ExecutionSummary:
         Whether the model was compiled.
     kernels
         Whether the project's own Triton kernels were enabled.
-    largest_cohort
+    largest_stack
         Most clients that were stacked in one training; 1 where no clients were stacked, 0 where none was trained.
     captured_steps
         CUDA graphs that were captured.
@@ -40,7 +40,7 @@ class ExecutionSummary:
     server: RunnerSummary = "none"
     compiled: bool = False
     kernels: bool = False
-    largest_cohort: int = 0
+    largest_stack: int = 0
     captured_steps: int = 0
     stacking: Stacking = "none"
     repeated_clients: int = 0
@@ -49,8 +49,8 @@ class ExecutionSummary:
         words: list[str] = [self.clients]
         if self.server != "none":
             words = [f"clients {self.clients}, server {self.server}"]
-        if self.largest_cohort > 1:
-            words.append(f"stacked {self.largest_cohort} clients" + (" with vmap" if self.stacking == "vmap" else ""))
+        if self.largest_stack > 1:
+            words.append(f"stacked {self.largest_stack} clients" + (" with vmap" if self.stacking == "vmap" else ""))
         if self.captured_steps:
             words.append(f"captured {self.captured_steps} steps")
         if self.repeated_clients:
@@ -71,7 +71,7 @@ class ExecutionLog:
     _server_runners: set[RunnerName] = field(default_factory=set)
     _compiled: bool = False
     _kernels: bool = False
-    _largest_cohort: int = 0
+    _largest_stack: int = 0
     _captured_steps: int = 0
     _stacking: Stacking = "none"
     _repeated_clients: int = 0
@@ -83,7 +83,7 @@ class ExecutionLog:
             (self._server_runners if server else self._client_runners).add(runner)
             self._compiled |= engine.compiled
             self._kernels |= engine.machine.kernels
-            self._largest_cohort = max(self._largest_cohort, clients)
+            self._largest_stack = max(self._largest_stack, clients)
             self._stacking = engine.net.stacking if clients > 1 else self._stacking
 
     def add_captured_step(self) -> None:
@@ -111,7 +111,7 @@ class ExecutionLog:
                 _summarize(self._server_runners),
                 self._compiled,
                 self._kernels,
-                self._largest_cohort,
+                self._largest_stack,
                 self._captured_steps,
                 self._stacking,
                 self._repeated_clients,

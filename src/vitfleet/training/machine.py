@@ -19,7 +19,7 @@ from vitfleet.training.cpu_bf16 import bf16_runs, cpu_has_bf16
 from vitfleet.training.memory_budget import limit_to_share, memory_fraction
 
 MIN_BF16_WIDTH = 128  # numbers per token; on a CPU, conversions cost narrower models more than they gain
-DEFAULT_COHORT = 32  # clients stacked on a GPU
+DEFAULT_STACK_SIZE = 32  # clients stacked on a GPU
 MAX_COMPILED_BLOCKS = 128
 MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many cores, memory is scarcer than cores
 
@@ -38,7 +38,7 @@ class Machine:
         Whether the project's own Triton kernels are used. Triton comes with torch for GPUs.
     compile
         Whether the model is compiled.
-    cohort
+    stack_size
         The most clients that are stacked in one training.
     workers
         Clients that are trained in parallel on a CPU, with an equal number of threads each. The operations of a small
@@ -50,7 +50,7 @@ class Machine:
     graphs: bool = False
     kernels: bool = False
     compile: bool = False
-    cohort: int = 1
+    stack_size: int = 1
     workers: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -99,7 +99,7 @@ def set_up_machine(config: MachineConfig, width: int = 0, client_bytes: int = 0)
         graphs=cuda and config.graphs,
         kernels=cuda and config.kernels and find_spec("triton") is not None,
         compile=compiles,
-        cohort=config.cohort or (DEFAULT_COHORT if cuda else 1),
+        stack_size=config.stack_size or (DEFAULT_STACK_SIZE if cuda else 1),
         workers=1 if cuda else config.workers or _default_workers(client_bytes),
     )
 
@@ -113,7 +113,7 @@ def resolve_machine_config(config: MachineConfig, machine: Machine) -> MachineCo
             "device": config.device if config.device == str(machine.device) else machine.device.type,
             "precision": precision,
             "threads": torch.get_num_threads(),
-            "cohort": machine.cohort,
+            "stack_size": machine.stack_size,
             "workers": machine.workers,
             "kernels": machine.kernels,
             "compile": machine.compile,

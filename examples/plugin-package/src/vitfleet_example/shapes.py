@@ -25,7 +25,7 @@ class ShapesParams(Table):
 def shapes(params: ShapesParams, request: DataRequest) -> DataSet:
     """Draw training and test images."""
     train, test = (_draw(params, count, seed) for count, seed in ((params.images, 0), (params.images // 5, 1)))
-    return from_tensors(*train, test=test, classes=CLASSES, name="shapes")
+    return from_tensors(*train, test=test, class_names=CLASSES, name="shapes")
 
 
 def _draw(params: ShapesParams, count: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

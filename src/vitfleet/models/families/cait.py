@@ -47,7 +47,7 @@ def build_cait(params: CaitParams, request: ModelRequest) -> tuple[nn.Module, in
         img_size=request.image_size,
         patch_size=patch_size,
         in_chans=request.channels,
-        num_classes=request.classes,
+        num_classes=request.num_classes,
         embed_dim=sizes["dim"],
         depth=sizes["depth"],
         depth_token_only=sizes["class_depth"],

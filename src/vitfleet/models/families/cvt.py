@@ -147,7 +147,7 @@ class CvT(nn.Module):
     """A convolutional vision transformer; its layout is the one that timm's naming suggests."""
 
     def __init__(
-        self, channels: int, classes: int, dims: tuple[int, ...], depths: tuple[int, ...], heads: tuple[int, ...]
+        self, channels: int, num_classes: int, dims: tuple[int, ...], depths: tuple[int, ...], heads: tuple[int, ...]
     ) -> None:
         super().__init__()
         self.num_features = dims[-1]
@@ -157,7 +157,7 @@ class CvT(nn.Module):
             for i in range(len(dims))
         )
         self.norm = nn.LayerNorm(dims[-1])
-        self.head = nn.Linear(dims[-1], classes)
+        self.head = nn.Linear(dims[-1], num_classes)
         self.apply(_init_weights)
         init_normal_(self.stages[-1].get_parameter("cls_token"), INIT_STD)
 
@@ -190,5 +190,5 @@ def build_cvt(params: CvtParams, request: ModelRequest) -> tuple[nn.Module, int]
     check_stages(sizes, "dims", "depths", "heads")
     for heads, dim in zip(sizes["heads"], sizes["dims"], strict=True):
         check_divides(heads, dim)
-    vit = CvT(request.channels, request.classes, sizes["dims"], sizes["depths"], sizes["heads"])
+    vit = CvT(request.channels, request.num_classes, sizes["dims"], sizes["depths"], sizes["heads"])
     return vit, request.image_size

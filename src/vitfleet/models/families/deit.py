@@ -41,7 +41,7 @@ def build_deit(params: DeitParams, request: ModelRequest) -> tuple[nn.Module, in
         img_size=request.image_size,
         patch_size=patch_size,
         in_chans=request.channels,
-        num_classes=request.classes,
+        num_classes=request.num_classes,
         embed_dim=sizes["dim"],
         depth=sizes["depth"],
         num_heads=sizes["heads"],

@@ -69,7 +69,7 @@ def build_levit(params: LevitParams, request: ModelRequest) -> tuple[nn.Module, 
     vit = Levit(
         img_size=request.image_size,
         in_chans=request.channels,
-        num_classes=request.classes,
+        num_classes=request.num_classes,
         embed_dim=sizes["dims"],
         depth=sizes["depths"],
         num_heads=sizes["heads"],

@@ -41,7 +41,7 @@ def build_pit(params: PitParams, request: ModelRequest) -> tuple[nn.Module, int]
         patch_size=request.config.patch_size or sizes["patch"],
         stride=sizes["stride"],
         in_chans=request.channels,
-        num_classes=request.classes,
+        num_classes=request.num_classes,
         base_dims=sizes["head_dims"],
         depth=sizes["depths"],
         heads=sizes["heads"],

@@ -49,7 +49,7 @@ def build_pvt(params: PvtParams, request: ModelRequest) -> tuple[nn.Module, int]
     check_stages(sizes, "dims", "depths", "heads", "mlp_ratios", "reductions")
     vit = PyramidVisionTransformerV2(
         in_chans=request.channels,
-        num_classes=request.classes,
+        num_classes=request.num_classes,
         depths=sizes["depths"],
         embed_dims=sizes["dims"],
         num_heads=sizes["heads"],

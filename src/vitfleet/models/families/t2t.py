@@ -167,7 +167,7 @@ def build_t2t(params: T2tParams, request: ModelRequest) -> tuple[nn.Module, int]
     embed = TokensToToken(request.channels, request.image_size, sizes["dim"], sizes["token_dim"], sizes["splits"])
     vit = T2TViT(
         embed,
-        classes=request.classes,
+        num_classes=request.num_classes,
         dim=sizes["dim"],
         depth=sizes["depth"],
         num_heads=sizes["heads"],

@@ -55,7 +55,7 @@ def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module,
     check_patch_size(image_size, patch_size)
     vit = PlainViT(
         PatchEmbed(image_size, patch_size, request.channels, config.dim),
-        classes=request.classes,
+        num_classes=request.num_classes,
         dim=config.dim,
         depth=config.depth or DEFAULT_DEPTH,
         num_heads=config.heads,
@@ -72,7 +72,7 @@ def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
     check_patch_size(image_size, patch_size)
     embed = PatchEmbed(image_size, patch_size, request.channels, sizes.dim)
     depth = config.depth or sizes.depth
-    return PlainViT(embed, request.classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
+    return PlainViT(embed, request.num_classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
 
 
 @register_layout(TIMM_VIT)

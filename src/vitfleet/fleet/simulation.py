@@ -24,7 +24,7 @@ SORT_WINDOW = 4
 MIN_USED_FRACTION = 0.9  # of a storage: tensors that use less of theirs are copied, so that the rest can be freed
 
 
-class InlineFleet:
+class SimulatedFleet:
     """Clients that train in this process, in cohorts or in worker threads, on shards of one data set.
 
     Parameters
@@ -64,14 +64,14 @@ class InlineFleet:
         """Train clients in cohorts, or each in a worker thread. Clients start only as replies are consumed."""
         machine = self.runtime.trainer.machine
         # A module that holds its weights while it runs cannot be shared between threads.
-        threaded = machine.workers > 1 and machine.cohort == 1 and self.runtime.trainer.net.thread_safe
+        threaded = machine.workers > 1 and machine.stack_size == 1 and self.runtime.trainer.net.thread_safe
         for reply, client_state in self._train_in_threads(requests) if threaded else self._train_in_cohorts(requests):
             if reply.message is not None:
                 self.stage_state(reply.client, client_state)
             yield reply
 
     def _train_in_cohorts(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
-        for cohort in batched(requests, self.runtime.trainer.machine.cohort):
+        for cohort in batched(requests, self.runtime.trainer.machine.stack_size):
             for reply, update in self.runtime.train(cohort, self._participant):
                 yield reply, update.client_state
 

@@ -1,4 +1,4 @@
-"""The inline fleet: order of clients and threads do not change the result; client states are staged and committed."""
+"""The simulation: order of clients and threads do not change the result; client states are staged and committed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from conftest import MakeConfig, MakeContext, MakeFleet, MakeShard, MakeTrainer
 from vitfleet.fleet.base import Fleet, FleetWrapper, Reply, Request
-from vitfleet.fleet.inline import compact
+from vitfleet.fleet.simulation import compact
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientGenerator, ClientJob
 from vitfleet.methods.fedavg import FedAvg, FedAvgParams
