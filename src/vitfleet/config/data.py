@@ -32,7 +32,7 @@ class TasksConfig(Table):
     )
     order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
     scenario: Literal["task", "class"] = Field(
-        "task", description="whether an image's task is known, or its class is looked for among all"
+        "task", description="task: an image's task is known; class: its class is looked for among those of all tasks"
     )
     keep_models: bool = Field(
         False, description="keep the clients' models after each task, so that the accuracies can be computed again"

@@ -101,7 +101,8 @@ class MachineConfig(Table):
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
     kernels: bool = Field(
-        True, description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of a cohort"
+        True,
+        description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of stacked clients",
     )
     compile: bool | Literal["auto"] = Field(
         False, description="compile the model's forward and backward pass; pays off in long runs; auto: on a GPU"
