@@ -15,8 +15,10 @@ from vitfleet import __version__
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
+    from vitfleet.api.request import RunRequest
     from vitfleet.config.schema import Config
     from vitfleet.costs.estimate import RunEstimate
+    from vitfleet.run.folder import RunFolder
 
 app = typer.Typer(
     help="Train vision transformers across a fleet of edge devices.",
@@ -99,6 +101,19 @@ def warn(text: str) -> None:
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
+    """Create the folder of a new run whose start is wanted."""
+    from vitfleet.api.training import create_run
+
+    folder, _ = create_run(request)
+    try:
+        confirm_run(folder.config(), folder.path, yes)
+    except (UserError, typer.Abort):
+        folder.discard()
+        raise
+    return folder
 
 
 def confirm_run(config: Config, folder: Path, yes: bool) -> None:

@@ -19,8 +19,8 @@ from vitfleet.cli.base import (
     Plugins,
     Yes,
     app,
-    confirm_run,
     console,
+    create_confirmed,
     error_console,
     raise_interrupt,
     say,
@@ -128,7 +128,6 @@ def server(
     """
     _require("flower", "cryptography", "flwr")
     from vitfleet.api.request import RunRequest
-    from vitfleet.api.training import create_run
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.commands import ServerSettings
     from vitfleet.run.folder import open_run_folder
@@ -146,14 +145,8 @@ def server(
         fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
         keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
         command = ["vitfleet", *sys.argv[1:]]
-        run_folder, _ = create_run(
-            RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
-        )
-        try:
-            confirm_run(run_folder.config(), run_folder.path, yes)
-        except (UserError, typer.Abort):
-            run_folder.discard()
-            raise
+        request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
+        run_folder = create_confirmed(request, yes)
     _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
 
 

@@ -23,8 +23,8 @@ from vitfleet.cli.base import (
     Plugins,
     Yes,
     app,
-    confirm_run,
     console,
+    create_confirmed,
     raise_interrupt,
     reserve_stdout,
     say,
@@ -72,19 +72,11 @@ def run(
     if source is None:
         from vitfleet.cli.compare import first_run
 
-        request = ComparisonRequest(seeds=[seed or 0], overrides=overrides, plugins=plugin, out=out, command=command)
-        first_run(request, yes, as_json)
+        runs = ComparisonRequest(seeds=[seed or 0], overrides=overrides, plugins=plugin, out=out, command=command)
+        first_run(runs, yes, as_json)
         return
-    from vitfleet.api.training import create_run
-
-    run_folder, _ = create_run(
-        RunRequest(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
-    )
-    try:
-        confirm_run(run_folder.config(), run_folder.path, yes)
-    except (UserError, typer.Abort):
-        run_folder.discard()
-        raise
+    request = RunRequest(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
+    run_folder = create_confirmed(request, yes)
     summary = train(run_folder, is_new=True)
     if as_json:
         print(json.dumps({"folder": str(run_folder.path), **summary}))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +37,6 @@ class ExportInfo:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     model_size: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values for JSON."""
-        return asdict(self)
 
 
 class ExportGraph(nn.Module):

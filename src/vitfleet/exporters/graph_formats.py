@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +85,14 @@ def _no_advice(record: logging.LogRecord) -> bool:
 
 
 def _set_metadata(model: Any, graph: ExportGraph) -> None:
-    for key, value in {**graph.info.as_json(), "input": "pixels in 0…1, [batch, channels, height, width]"}.items():
+    for key, value in {**asdict(graph.info), "input": "pixels in 0…1, [batch, channels, height, width]"}.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = f"vitfleet.{key}", value if isinstance(value, str) else json.dumps(value)
 
 
 def write_torch_export(graph: ExportGraph, path: Path) -> None:
     """Write the graph as ``torch.export.load`` reads it, for any number of images, with ``vitfleet.json`` inside."""
-    torch.export.save(
-        _program(graph, batched=True), path, extra_files={METADATA_FILE: json.dumps(graph.info.as_json())}
-    )
+    torch.export.save(_program(graph, batched=True), path, extra_files={METADATA_FILE: json.dumps(asdict(graph.info))})
 
 
 def torch_export_logits(path: Path, images: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ def write_executorch(graph: ExportGraph, path: Path) -> None:
     lowered = to_edge_transform_and_lower(
         _program(graph, batched=False),
         partitioner=[XnnpackPartitioner()],
-        constant_methods={"vitfleet": json.dumps(graph.info.as_json())},
+        constant_methods={"vitfleet": json.dumps(asdict(graph.info))},
     )
     path.write_bytes(lowered.to_executorch().buffer)
 

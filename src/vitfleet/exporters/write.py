@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -113,7 +113,7 @@ def write_export(
         files.append(folder / "model-int8.onnx")
         quantise_onnx(files[0], files[-1])
         quantised = _measure(files[0], files[-1], graph, labelled, images)
-    write_atomically(folder / PREPROCESSING_FILE, json.dumps(graph.info.as_json(), indent=1).encode())
+    write_atomically(folder / PREPROCESSING_FILE, json.dumps(asdict(graph.info), indent=1).encode())
     return Export(folder, format, [*files, folder / PREPROCESSING_FILE], difference, len(images), quantised)
 
 

@@ -1,6 +1,6 @@
 """Evaluation of models on images, without augmentation or masking: the loop over batches, and what it measures.
 
-Runs evaluate weights (:class:`Evaluator`); :mod:`vitfleet.inference` evaluates trained models by the same functions.
+Runs evaluate weights (:class:`Evaluator`); ``inference`` evaluates trained models by the same functions.
 """
 
 from __future__ import annotations
