@@ -314,7 +314,7 @@ def main() -> None:
     if args.poison:
         capture = CudaGraphRunner._capture
         CudaGraphRunner._capture = lambda runner, kind: PoisonedGraph(capture(runner, kind))  # type: ignore[assignment, method-assign, return-value]
-    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
+    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir})
     check = Check(args.all)
     Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from speed import SEED, Task, eager_round, measure_seconds, vitfleet_round
-from vitfleet.config.registry import MODELS, validate_params
+from vitfleet.config.registry import MODELS
 from vitfleet.config.schema import MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.methods import MethodContext
@@ -58,7 +58,7 @@ def make_task(family: str, image_size: int, batch: int, epochs: int, machine: Ex
 def own_module(family: str, image_size: int, device: torch.device) -> torch.nn.Module:
     """Return the family's module as its builder makes it."""
     config = model_config(family, image_size)
-    params = validate_params(MODELS, config.name, config.params, "model.params")
+    params = MODELS.validate(config.name, config.params)
     module, _ = MODELS[config.name].target(params, ModelRequest(config, CLASSES, CHANNELS, image_size))
     return module.to(device)
 

@@ -45,7 +45,7 @@ class Stopwatch(Callback):
 
 
 def run_simulation(overrides: list[str], data_dir: str | None = None) -> Stopwatch:
-    config = load_config("digits", overrides, {"data.dir": data_dir} if data_dir else {})
+    config = load_config("digits", overrides, {"data.dir": data_dir})
     context = open_run(config, Path(tempfile.mkdtemp()))
     stopwatch = Stopwatch()
     run_rounds(context, callbacks=[stopwatch])
@@ -77,7 +77,7 @@ def clients(data_dir: str, rounds: int, repeats: int) -> None:
 def memory(rounds: int) -> None:
     for method in ("fedavg", "transfl"):
         stopwatch = run_simulation([f"rounds={rounds}", "train.epochs=1", f"method.name={method}"])
-        early, late = max(stopwatch.resident[10:60]), max(stopwatch.resident[-50:])
+        early, late = max(stopwatch.resident[:60][-50:]), max(stopwatch.resident[-50:])
         ratio = round(late / early, 4)
         print(json.dumps({"method": method, "rounds_10_60": early, "last_50": late, "ratio": ratio}), flush=True)
 

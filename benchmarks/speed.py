@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
-from vitfleet.costs.cost_model import client_flops
+from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.dry_run import NO_LABELS
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
@@ -249,7 +250,8 @@ def main() -> None:
             warm_up, best = measure_seconds(run_round, base.device, args.repeats)
             memory = torch.cuda.max_memory_allocated() / 2**20 if base.device.type == "cuda" else float("nan")
             rate = args.clients * args.samples * args.epochs / best
-            flops = client_flops(task.method, task.net, task.train.mask_ratio).training
+            cost_model = CostModel(task.method, task.net, task.train)
+            flops = cost_model.average(cost_model.dry_run(task.method.cost_round, 0, NO_LABELS)).training
             reference = next(
                 (other["samples/s"] for other in rows if other["batch"] == batch and other["way"] == "eager"), rate
             )

@@ -23,6 +23,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from vitfleet.api.comparison import Comparison, create
+from vitfleet.api.request import ComparisonRequest
 from vitfleet.api.training import run_in
 from vitfleet.config import Config, load_config
 from vitfleet.data.image_cache import shared_images
@@ -120,7 +121,14 @@ def make_comparison(args: argparse.Namespace, overrides: list[str]) -> tuple[Com
     methods = [{"name": "fedvit", "k": k, "chooser": name} for k in args.k for name in args.choosers if k < largest]
     first = {"name": "fedvit", "k": largest, "chooser": args.choosers[0]}
     comparison, _ = create(
-        args.preset, methods=[*methods, first], seeds=[args.seed], overrides=overrides, out=args.out, command=sys.argv
+        ComparisonRequest(
+            args.preset,
+            methods=[*methods, first],
+            seeds=[args.seed],
+            overrides=overrides,
+            out=args.out,
+            command=sys.argv,
+        )
     )
     return comparison, next(member for member in comparison.members if k_of(member) == largest)
 

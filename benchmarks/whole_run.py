@@ -32,6 +32,7 @@ import torch
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
 from vitfleet.files import TIMINGS_FILE
+from vitfleet.fleet import client_runtime
 from vitfleet.methods.base import ClientRoundInput
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
@@ -130,17 +131,17 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="also measure the clients' steps alone")
     parser.add_argument("--json", type=Path, help="write every round's parts to this file")
     args = parser.parse_args()
-    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir} if args.data_dir else {})
+    config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir})
     context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
     device = context.machine.device
     stopwatch = Stopwatch(device, args.stop_after)
-    simulation.run_cohort = stopwatch.timed("clients", simulation.run_cohort)
+    client_runtime.run_cohort = stopwatch.timed("clients", run_cohort)
     round_module._update_server = stopwatch.timed("server", round_module._update_server)
     round_module._evaluate = stopwatch.timed("evaluation", round_module._evaluate)
     Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
     run_rounds(context, callbacks=[stopwatch])
-    simulation.run_cohort = run_cohort
+    client_runtime.run_cohort = run_cohort
 
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"

@@ -5,7 +5,7 @@ Example: ``python scripts/make_digits_weights.py src/vitfleet/weights/digits.saf
 A server that starts a fleet usually has a pretrained model, but no images of its clients. Here it draws its own:
 strokes with random widths, slants and bends, and characters of matplotlib's fonts. They are made as scikit-learn's
 digits were from NIST's: 32 × 32 black and white pixels, counted in blocks of 4 × 4. The head is left out. It takes a
-minute.
+minute; a number of images after the file, for a trial, makes it shorter.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ def pretrain(pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
     vit = net.module.vit.requires_grad_(True).train()
     images = (pixels - net.mean[0]) / net.std[0]
     optimizer = torch.optim.AdamW(vit.parameters(), lr=RATE, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * math.ceil(IMAGES / BATCH))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * math.ceil(len(images) / BATCH))
     generator = torch.Generator().manual_seed(0)
     for epoch in range(EPOCHS):
         losses = []
-        for batch in torch.randperm(IMAGES, generator=generator).split(BATCH):
+        for batch in torch.randperm(len(images), generator=generator).split(BATCH):
             loss = F.cross_entropy(vit(images[batch]), labels[batch], label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
@@ -183,7 +183,8 @@ def main() -> None:
     files = sorted((Path(mpl.get_data_path()) / "fonts/ttf").glob("*.ttf"))
     chosen = [file for file in files if file.name.startswith(FONTS) and "Display" not in file.name]
     fonts = [ImageFont.truetype(str(file), 80) for file in chosen]
-    labels = rng.integers(0, 10, IMAGES)
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else IMAGES
+    labels = rng.integers(0, 10, count)
     drawings = [
         written(int(label), rng) if index % 4 else printed(int(label), fonts, rng) for index, label in enumerate(labels)
     ]

@@ -1,6 +1,6 @@
 """Draw the terminal output of ``vitfleet run`` as the SVG file that the README shows.
 
-Example: ``python scripts/make_run_picture.py docs/img/run.svg``
+Example: ``python scripts/make_run_picture.py docs/img/run.svg``. Another command may follow the file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def last_screen(output: str) -> list[str]:
 def main() -> None:
     """Run the command in a new folder and draw what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        lines = last_screen(record(COMMAND, Path(folder)))
+        lines = last_screen(record(sys.argv[2:] or COMMAND, Path(folder)))
     with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
         console.print(Text("$ ./run", style="bold"))

@@ -92,6 +92,7 @@ SLOW_FILES = (
     "flower/test_fault_injection.py",
     "run/test_continual.py",
     "test_cli.py",
+    "test_scripts.py",
     "flower/test_real_fleet.py",
     "flower/test_flower_fleet.py",
     "run/test_kill.py",
@@ -143,7 +144,6 @@ def _registries() -> Iterator[None]:
     if changed:
         plugins._loaded.clear()
         plugins._loaded.update(loaded)
-        registry_module._rebuild_configuration()
 
 
 @pytest.fixture

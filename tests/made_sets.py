@@ -47,9 +47,10 @@ def write_parquet(
     image: str = "image",
     extra: dict[str, list[int] | list[str]] | None = None,
     first_grey: int = 0,
+    size: int = 8,
 ) -> None:
     """Write a parquet file in the hub's format; image i has the grey level ``first_grey + i``."""
-    cells = [{"bytes": encoded_image((first_grey + i) % 256), "path": None} for i in range(len(labels))]
+    cells = [{"bytes": encoded_image((first_grey + i) % 256, size), "path": None} for i in range(len(labels))]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     columns = {image: pa.array(cells, kind), label: pa.array(labels)}
     columns |= {name: pa.array(values) for name, values in (extra or {}).items()}

@@ -10,8 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from conftest import TINY
-from vitfleet.cli.base import app
-from vitfleet.cli.estimate import confirm_run
+from vitfleet.cli.base import app, confirm_run
 from vitfleet.config import load_config
 from vitfleet.costs.estimate import Available, RunEstimate
 from vitfleet.errors import UserError

@@ -12,6 +12,7 @@ import pytest
 from conftest import Command
 from vitfleet.api.best_trials import best_trials
 from vitfleet.api.comparison import Comparison, compare, create
+from vitfleet.api.request import ComparisonRequest
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 
@@ -32,7 +33,7 @@ def finish(comparison: Comparison, accuracies: dict[str, float | None], kind: st
 def search(path: Path, **arguments: Any) -> Comparison:
     """Create the comparison of two methods with three rates each."""
     arguments = {"methods": ["fedavg", "fed-head"], "sweep": RATES, "overrides": HELD_OUT, **arguments}
-    return create("digits", out=path, **arguments)[0]
+    return create(ComparisonRequest("digits", out=path, **arguments))[0]
 
 
 def rates(comparison: Comparison) -> dict[tuple[str, int], float]:
@@ -57,7 +58,9 @@ def test_each_method_gets_its_best_value(tmp_path: Path) -> None:
     assert not average.tied
     assert not head.tied
 
-    final, _ = create(best_of=comparison.path, seeds=[0, 1], overrides={"rounds": 9}, out=tmp_path / "final")
+    final, _ = create(
+        ComparisonRequest(best_of=comparison.path, seeds=[0, 1], overrides={"rounds": 9}, out=tmp_path / "final")
+    )
     assert rates(final) == {("fedavg", 0): 2e-3, ("fed-head", 0): 4e-3, ("fedavg", 1): 2e-3, ("fed-head", 1): 4e-3}
     for member in final.members:
         assert member.config.data.eval_split == "test"
@@ -77,7 +80,7 @@ def test_what_was_chosen_cannot_be_overridden(key: str, tmp_path: Path) -> None:
     finish(comparison, {member.folder(comparison.path).name: 0.5 for member in comparison.members})
     assert all(best.tied for best in comparison.best_trials())
     with pytest.raises(UserError, match=f"{key}: is set by the best trial of fedavg; leave it out"):
-        create(best_of=comparison.path, overrides={key: 0.1}, out=tmp_path / "final")
+        create(ComparisonRequest(best_of=comparison.path, overrides={key: 0.1}, out=tmp_path / "final"))
 
 
 def test_a_trial_that_diverged_is_not_chosen(tmp_path: Path) -> None:
@@ -178,9 +181,10 @@ def test_variants_of_a_method_are_not_trials_of_each_other(tmp_path: Path) -> No
 
 
 def test_methods_on_tasks_are_judged_after_all_tasks(tmp_path: Path) -> None:
-    comparison, _ = create(
+    request = ComparisonRequest(
         "fedvit-digits", sweep={"method.margin": [0.0, 0.5]}, overrides=["data.validation=0.2"], out=tmp_path / "search"
     )
+    comparison, _ = create(request)
     for member, reached in zip(comparison.members, (0.7, 0.8), strict=True):
         folder = member.folder(comparison.path)
         folder.mkdir()
@@ -196,7 +200,7 @@ def test_nothing_is_chosen_on_test_images(tmp_path: Path) -> None:
     comparison = search(tmp_path / "search", overrides={"rounds": 3})
     finish(comparison, {member.folder(comparison.path).name: 0.5 for member in comparison.members})
     with pytest.raises(UserError, match=r"those of the test images.*-o data\.validation=0\.1"):
-        create(best_of=comparison.path, out=tmp_path / "final")
+        create(ComparisonRequest(best_of=comparison.path, out=tmp_path / "final"))
     assert not (tmp_path / "final").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from conftest import MakeConfig
 from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig, TrainConfig
-from vitfleet.costs.cost_model import client_flops
-from vitfleet.costs.dry_run import typical_client
+from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.dry_run import NO_LABELS, typical_client
 from vitfleet.costs.flops import Flops, full_flops
 from vitfleet.message import with_prefix
-from vitfleet.methods import MethodContext, adapt_model, make_method
+from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
@@ -37,12 +39,18 @@ def layer_macs(tokens: int) -> int:
     return 12 * tokens * WIDTH**2 + 2 * tokens**2 * WIDTH
 
 
+def flops_per_sample(method: Method[Any], net: Net) -> Flops:
+    """Count the operations of a method's client training."""
+    cost_model = CostModel(method, net, method.context.train)
+    return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
+
+
 def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
     params = Config.model_validate({"method": table}).method
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.from_net(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
-    return client_flops(make_method(params, context), net, mask_ratio)
+    return flops_per_sample(make_method(params, context), net)
 
 
 def test_full_training_costs_three_forward_passes() -> None:
@@ -98,7 +106,7 @@ def test_average_flops_weights_body_and_head_by_epochs() -> None:
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
     context = MethodContext.from_net(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
-    average = client_flops(make_method(config.method, context), net, 0.0)
+    average = flops_per_sample(make_method(config.method, context), net)
     head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
     assert average.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
 
@@ -111,11 +119,11 @@ def test_average_flops_weights_body_and_head_by_epochs() -> None:
         ("fed-lora", "swin_tiny_patch4_window7_224"),
     ],
 )
-def test_client_flops_counts_other_model_families(name: str, model: str) -> None:
+def test_other_model_families_are_counted(name: str, model: str) -> None:
     params = Config.model_validate({"method": {"name": name}}).method
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
     context = MethodContext.from_net(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
-    flops = client_flops(make_method(params, context), net, 0.0)
+    flops = flops_per_sample(make_method(params, context), net)
     assert 0 < flops.forward <= flops.training
 
 

@@ -15,7 +15,7 @@ import torch
 import vitfleet
 from browser import CHROMIUM, chromium
 from made_photos import draw_photos
-from vitfleet.api.demonstration import demo_server
+from vitfleet.api.models import demo_server
 from vitfleet.demo.server import DemoServer
 from vitfleet.inference.attention import attention_rollout
 

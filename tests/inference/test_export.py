@@ -18,9 +18,8 @@ from made_photos import draw_photos
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.hub import push_to_hub
 from vitfleet.exporters.peft_format import frozen_base
-from vitfleet.exporters.write import write_export
+from vitfleet.exporters.write import upload, write_export
 from vitfleet.fleet.build import build_net
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.zoo import build_model
@@ -206,7 +205,7 @@ def test_what_a_format_cannot_do_is_said(
         vitfleet.export(photo_run, "timm", tmp_path, int8=True)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="--push-to-hub me/mine: no token is set"):
-        push_to_hub(tmp_path, "me/mine")
+        upload(tmp_path, "me/mine")
 
 
 def test_a_folder_is_uploaded_where_a_token_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +224,5 @@ def test_a_folder_is_uploaded_where_a_token_is_set(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "secret")
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    assert push_to_hub(tmp_path, "me/mine") == "https://hub/me/mine"
+    assert upload(tmp_path, "me/mine") == "https://hub/me/mine"
     assert calls == [("token", "secret"), ("create", ("me/mine", True)), ("upload", ("me/mine", tmp_path))]

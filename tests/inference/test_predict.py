@@ -115,7 +115,8 @@ def test_calibration_and_confusion_by_brute_force() -> None:
     probabilities = random.dirichlet([0.5] * 4, 200)
     probabilities[0] = [1.0, 0.0, 0.0, 0.0]
     labels = random.integers(0, 3, 200)  # no image of the fourth class
-    found = summarise("server", probabilities, labels, ("a", "b", "c", "d"))
+    logits = torch.from_numpy(np.log(probabilities.clip(1e-30)))
+    found = summarise("server", logits, torch.from_numpy(labels), ("a", "b", "c", "d"))
     error, confusion = 0.0, [[0] * 4 for _ in range(4)]
     bins: dict[int, list[tuple[float, bool]]] = {}
     for row, label in zip(probabilities, labels, strict=True):

@@ -1,5 +1,8 @@
 """The public Python API: train, compare, load, cost, predict, evaluate, export. The commands use the same functions.
 
+What it does is done below: rounds in ``run``, loaded models in ``inference``, pages in ``report``. Here are the
+arguments of users (``request``), and the values that they get back (``run``, ``comparison``).
+
 import vitfleet
 
 run = vitfleet.train("digits", method="transfl", overrides={"rounds": 5})
@@ -9,15 +12,12 @@ run.model()          # the trained model, a torch.nn.Module
 
 from vitfleet.api.best_trials import BestTrial
 from vitfleet.api.comparison import Comparison, compare, load_comparison
-from vitfleet.api.cost_estimate import cost
-from vitfleet.api.exporting import export
-from vitfleet.api.models import evaluate, load_model, predict
-from vitfleet.api.run import Run, load_run
-from vitfleet.api.training import train
+from vitfleet.api.models import evaluate, export, load_model, predict
+from vitfleet.api.run import Run, load_run, train
+from vitfleet.api.training import cost
 from vitfleet.exporters.write import Export
-from vitfleet.inference.classifier import Classifier, Prediction
+from vitfleet.inference.classifier import Classifier, ImagePrediction, Prediction
 from vitfleet.inference.evaluate import Evaluation
-from vitfleet.inference.predict import ImagePrediction
 from vitfleet.report.result_table import ResultTable, result_table
 
 __all__ = [

@@ -5,16 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vitfleet.api.best_trials import BestTrial, best_trials
 from vitfleet.api.comparison_members import final_members, members_of
-from vitfleet.api.configuration import ConfigSource, as_data_set
-from vitfleet.api.consent import check_estimate
-from vitfleet.api.frames import Row, as_frame
-from vitfleet.api.run import Run
-from vitfleet.api.training import discard_unstarted, run_in
+from vitfleet.api.request import ComparisonRequest, ConfigSource, as_data_set
+from vitfleet.api.run import Row, Run, as_frame
+from vitfleet.api.training import check_estimate, discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
 from vitfleet.config.schema import DataConfig
 from vitfleet.costs.dataset_size import DatasetSize
@@ -241,10 +240,10 @@ def compare(
     >>> comparison = vitfleet.compare("digits", methods=["fedavg", "fedprox method.mu=0.1"], seeds=[0, 1])
     >>> comparison.table[["name", "accuracy.global.mean", "accuracy.global.std"]]
     """
-    comparison, images = create(
-        configs, best_of=best_of, methods=methods, seeds=seeds, sweep=sweep, data=data, overrides=overrides,
-        plugins=plugins, target=target, out=out, command=command,
-    )  # fmt: skip
+    request = ComparisonRequest(
+        configs, best_of, methods, seeds, sweep or {}, data, overrides, plugins, target, out, command
+    )
+    comparison, images = create(request)
     try:
         _check_jobs(jobs, images)
         estimates = comparison.estimate(images)
@@ -255,38 +254,30 @@ def compare(
     return comparison.resume(jobs=jobs, data=images, callbacks=callbacks, progress=progress)
 
 
-def create(
-    configs: ConfigSource | Sequence[ConfigSource] = (),
-    *,
-    best_of: str | Path | None = None,
-    methods: Sequence[str | Mapping[str, Any]] = (),
-    seeds: Iterable[int] = (0,),
-    sweep: Mapping[str, Sequence[Any]] | None = None,
-    data: Any = None,
-    overrides: Overrides = (),
-    plugins: Iterable[str | Path] = (),
-    target: float | None = None,
-    out: str | Path | None = None,
-    command: Sequence[str] = (),
-) -> tuple[Comparison, DataSet | None]:
-    """Create the folder of a comparison without training anything: see :func:`compare`."""
-    sources: Sequence[ConfigSource]
-    sources = [configs] if isinstance(configs, str | Path) or not isinstance(configs, Sequence) else configs
-    common, paths, images = parse_overrides(overrides), list(plugins), as_data_set(data)
-    data_source = data if images is None else images
-    if best_of is None:
-        trials = []
-        members = members_of(sources, methods, list(seeds), sweep or {}, data_source, common, paths)
-    elif sources or methods or sweep:
+def create(request: ComparisonRequest) -> tuple[Comparison, DataSet | None]:
+    """Create the folder of a comparison without training anything; also return data that was passed as an object."""
+    images = as_data_set(request.data)
+    request = replace(
+        request,
+        data=request.data if images is None else images,
+        overrides=parse_overrides(request.overrides),
+        plugins=list(request.plugins),
+        seeds=list(request.seeds),
+    )
+    origin = None
+    if request.best_of is None:
+        members = members_of(request)
+    elif request.sources or request.methods or request.sweep:
         raise UserError(
-            f"--best-of {best_of}: contains configurations, methods and swept values itself; leave them out"
+            f"--best-of {request.best_of}: contains configurations, methods and swept values itself; leave them out"
         )
     else:
-        trials = best_trials(best_of)
-        members = final_members(trials, list(seeds), data_source, common, paths)
-    origin = {"comparison": str(best_of), "trials": [trial.as_tree() for trial in trials]} if trials else None
-    text = shlex.join(command or ["vitfleet.compare"])
-    return Comparison(create_comparison(members, None if out is None else Path(out), text, target, origin)), images
+        trials = best_trials(request.best_of)
+        members = final_members(request, trials)
+        origin = {"comparison": str(request.best_of), "trials": [trial.as_tree() for trial in trials]}
+    command = shlex.join(request.command or ["vitfleet.compare"])
+    out = None if request.out is None else Path(request.out)
+    return Comparison(create_comparison(members, out, command, request.target, origin)), images
 
 
 def load_comparison(path: str | Path) -> Comparison:

@@ -5,45 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from vitfleet.api.best_trials import BestTrial
-from vitfleet.api.configuration import ConfigSource, make_config, source_name
+from vitfleet.api.request import ComparisonRequest, ConfigSource, RunRequest, source_name
 from vitfleet.config.load import parse_overrides
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.run.comparison.manifest import ComparedRun
 
 
-def members_of(
-    sources: Sequence[ConfigSource],
-    methods: Sequence[str | Mapping[str, Any]],
-    seeds: Sequence[int],
-    sweep: Mapping[str, Sequence[Any]],
-    data: Any,
-    overrides: Mapping[str, Any],
-    plugins: Sequence[str | Path],
-) -> list[ComparedRun]:
+def members_of(request: ComparisonRequest) -> list[ComparedRun]:
     """Return the runs of every configuration × method × combination of swept values × seed."""
+    sources = request.sources
     if not sources:
         raise UserError(
             "compare: name at least one configuration, or the sweep whose best values are to be run with --best-of"
         )
     found: list[tuple[str, str, str, ComparedRun]] = []
     for seed, source, (variant, own), (swept, values) in product(
-        seeds, sources, variants(methods), combinations(sweep)
+        request.seeds, sources, variants(request.methods), combinations(request.sweep)
     ):
-        config, _ = make_config(source, data=data, seed=seed, overrides={**overrides, **own, **values}, plugins=plugins)
+        config = _member_config(request, source, seed, {**parse_overrides(request.overrides), **own, **values})
         # The methods of a single configuration are called by their own names alone.
         stem = source_name(source) if len(sources) > 1 or not variant else ""
         found.append((stem, variant, swept, ComparedRun("", config, swept=values)))
-    stems = {} if methods else _stems_by_method({stem: member.config for stem, _, _, member in found})
+    stems = {} if request.methods else _stems_by_method({stem: member.config for stem, _, _, member in found})
     members = []
     for stem, variant, swept, member in found:
         group = f"{stems.get(stem, stem)} {variant}".strip()
         members.append(replace(member, name=f"{group} {swept}".strip(), group=group))
     return members
+
+
+def _member_config(request: ComparisonRequest, source: ConfigSource, seed: int, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration of a comparison with the seed and the keys of one of its runs."""
+    run = RunRequest(source, data=request.data, seed=seed, overrides=overrides, plugins=request.plugins)
+    return run.resolve()[0]
 
 
 def _stems_by_method(configs: Mapping[str, Config]) -> dict[str, str]:
@@ -60,25 +58,19 @@ def _stems_by_method(configs: Mapping[str, Config]) -> dict[str, str]:
     return names if len(set(names.values())) == len(names) > 1 else {}
 
 
-def final_members(
-    trials: Sequence[BestTrial],
-    seeds: Sequence[int],
-    data: Any,
-    overrides: Mapping[str, Any],
-    plugins: Sequence[str | Path],
-) -> list[ComparedRun]:
+def final_members(request: ComparisonRequest, trials: Sequence[BestTrial]) -> list[ComparedRun]:
     """Return the runs of the best trials with all training images, measured on the test images."""
+    overrides = parse_overrides(request.overrides)
     for trial in trials:
         chosen = [key for key in overrides if key in trial.values and key != "rounds"]
         if chosen or "data.validation" in overrides:
             key = (chosen or ["data.validation"])[0]
             raise UserError(f"{key}: is set by the best trial of {trial.name}; leave it out")
-    members = []
-    for seed, trial in product(seeds, trials):
-        keys = {"data.validation": 0, **overrides}
-        config, _ = make_config(trial.config, data=data, seed=seed, overrides=keys, plugins=plugins)
-        members.append(ComparedRun(trial.name, config, trial.name))
-    return members
+    keys = {"data.validation": 0, **overrides}
+    return [
+        ComparedRun(trial.name, _member_config(request, trial.config, seed, keys), trial.name)
+        for seed, trial in product(request.seeds, trials)
+    ]
 
 
 def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

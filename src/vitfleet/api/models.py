@@ -1,4 +1,4 @@
-"""Using trained models: load, predict, evaluate."""
+"""Using trained models: load, predict, evaluate, export, show on a page."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from typing import Literal, TypeAlias
 import torch
 
 from vitfleet.api.run import Run
+from vitfleet.config.registry import method_label
+from vitfleet.data.images import ImageSet
 from vitfleet.data.sources.load import load_dataset
+from vitfleet.demo.predictions import NamedModel
+from vitfleet.demo.server import DemoServer
 from vitfleet.errors import UserError
-from vitfleet.inference.classifier import Classifier
+from vitfleet.exporters.model_card import model_card
+from vitfleet.exporters.write import Export, upload, write_export
+from vitfleet.files import write_atomically
+from vitfleet.inference.classifier import Classifier, ImagePrediction, predict_files
 from vitfleet.inference.evaluate import Evaluation, evaluate_images
 from vitfleet.inference.image_files import LabelledImages, find_images, read_labelled
-from vitfleet.inference.predict import ImagePrediction, predict_files
 from vitfleet.inference.stored_models import load_model_file
 from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.checkpoints.store import StoredStates
 
 #: A run, its folder, a model file, or a model.
 ModelSource: TypeAlias = Run | Classifier | str | Path
+COMPARED_IMAGES = 500  # with which an exported model is compared with the original, and its accuracy measured
+SHOWN_CLIENTS = 2  # on the page of the demo
 
 
 def load_model(source: ModelSource, client: int | None = None, device: str = "auto") -> Classifier:
@@ -118,6 +127,88 @@ def evaluate(
     return evaluations, labelled.notes
 
 
+def export(
+    source: ModelSource,
+    to: str,
+    out: str | Path,
+    *,
+    client: int | None = None,
+    int8: bool = False,
+    data: str | Path | None = None,
+    images: int = COMPARED_IMAGES,
+    push_to_hub: str | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> Export:
+    """Write a trained model in the format of other software, with a model card, and compare it with the original.
+
+    Parameters
+    ----------
+    source, client
+        As for :func:`vitfleet.load_model`.
+    to
+        ``safetensors``, ``timm``, ``onnx``, ``executorch`` or ``torch-export``.
+    out
+        The folder to write to.
+    int8
+        Write an ONNX model with eight-bit weights too, and measure its accuracy.
+    data
+        Labelled images for the comparison, one subfolder per class. ``None``: the test images of the run's data, or
+        random images where these are not to be had.
+    images
+        How many of them, spread over all.
+    push_to_hub
+        ``owner/name`` on the Hugging Face hub; a token must be set.
+
+    Examples
+    --------
+    >>> vitfleet.export("runs/first", "onnx", "exported", client=7, int8=True).quantised
+    """
+    opened = open_source(source)
+    model = load_model(opened, client, device="cpu")
+    labelled = _comparison_images(opened, model, data, images, progress)
+    with progress.task(f"writing {to}", 1):
+        result = write_export(model, to, Path(out), int8, labelled)
+    run = opened if isinstance(opened, Run) else None
+    config, summary = (run.config, run.summary if run.finished else None) if run else (None, None)
+    card = model_card(model, result, config, summary)
+    write_atomically(result.folder / "README.md", card.encode())
+    if push_to_hub is not None:
+        upload(result.folder, push_to_hub)
+    return result
+
+
+def demo_server(
+    source: ModelSource,
+    clients: Sequence[int] | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str = "auto",
+) -> DemoServer:
+    """Return a server of the demo page, which ``serve_forever()`` runs.
+
+    Parameters
+    ----------
+    source
+        A run, its folder, or a model file.
+    clients
+        Clients whose own models are shown beside the server's. ``None``: the first two that have one.
+    host, port
+        Address to listen at: this machine only by default. Port 0: any free one.
+    """
+    opened = open_source(source)
+    models = [NamedModel("server's model", load_model(opened, None, device))]
+    if isinstance(opened, Run):
+        chosen = _with_own_models(opened) if clients is None else clients
+        models += [NamedModel(f"client {client}'s model", load_model(opened, client, device)) for client in chosen]
+        method, data = method_label(opened.config.method.name), models[0].model.info.data.name
+        title = f"{method} on {data}: {opened.path.resolve().name}"
+    else:
+        info = models[0].model.info
+        models = [NamedModel("model", models[0].model)]
+        title = f"{info.method['name']} on {info.data.name}"
+    return DemoServer(host, port, title, models)
+
+
 def open_source(source: ModelSource) -> Run | Classifier:
     """Return the run in a folder, or the model in a file; anything else as it is."""
     if not isinstance(source, str | Path):
@@ -149,3 +240,23 @@ def labelled_images(
     if not isinstance(source, Run):
         raise UserError("a model file has no images of its own; name a folder with --data")
     return LabelledImages(load_dataset(source.config.data, progress).test)
+
+
+def _comparison_images(
+    source: Run | Classifier, model: Classifier, data: str | Path | None, count: int, progress: Progress
+) -> ImageSet | None:
+    """Return labelled images, evenly spread over all; ``None`` if the run's own data is not on this machine."""
+    if data is None and not isinstance(source, Run):
+        return None
+    try:
+        found = labelled_images(source, model, data, progress).images
+    except (UserError, OSError):
+        if data is not None:
+            raise
+        return None  # the run was moved away from its data: the comparison needs no labels
+    return found.take(torch.linspace(0, len(found) - 1, min(count, len(found))).long())
+
+
+def _with_own_models(run: Run) -> list[int]:
+    """Return the first clients that have a state, and so a model, of their own."""
+    return sorted(StoredStates.of_run(run.path).manifest.clients)[:SHOWN_CLIENTS]

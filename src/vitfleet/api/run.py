@@ -1,17 +1,19 @@
-"""A run in its folder: records, summary, model, resume."""
+"""A run in its folder: its records, summary and models, and how it is trained and resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vitfleet.api.configuration import as_data_set
-from vitfleet.api.frames import as_frame
-from vitfleet.api.training import run_in
+from vitfleet.api.request import ConfigSource, MethodSource, RunRequest, as_data_set
+from vitfleet.api.training import check_estimate, create_run, discard_unstarted, run_in
+from vitfleet.config.load import Overrides
 from vitfleet.config.schema import Config
+from vitfleet.costs.dataset_size import DatasetSize
+from vitfleet.costs.estimate import estimate_run
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE
@@ -23,6 +25,8 @@ from vitfleet.run.callbacks import Callback
 from vitfleet.run.output.folder import add_rounds, open_run_folder, read_run_config
 from vitfleet.run.output.summary import flatten, is_finished, read_summary
 from vitfleet.run.records import ClientRecord, RoundRecord, read_records
+
+Row = dict[str, Any]
 
 
 class Run:
@@ -138,6 +142,68 @@ class Run:
         return write_report([self.path]).page
 
 
+def train(
+    config: ConfigSource = "digits",
+    *,
+    method: MethodSource | None = None,
+    data: Any = None,
+    seed: int | None = None,
+    overrides: Overrides = (),
+    plugins: Iterable[str | Path] = (),
+    out: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = NO_PROGRESS,
+    force: bool = False,
+    command: Sequence[str] = (),
+) -> Run:
+    """Train one configuration and return the finished run.
+
+    Parameters
+    ----------
+    config
+        A preset's name (``vitfleet presets`` lists them), the path of a TOML or JSON file, a tree of keys, or a
+        configuration.
+    method
+        A method's name, its registered class, its parameter table, or ``{"name": "fedprox", "mu": 0.1}``.
+    data
+        A registered data set's name, a folder or parquet file, ``hf:owner/name`` on the Hugging Face hub, a
+        ``datasets.Dataset``, or tensors: ``(images, labels)`` or ``{"train": (images, labels), "test": …}``.
+    seed
+        The seed of every random draw.
+    overrides
+        Further keys, by dotted name: ``{"train.lr": 1e-3, "rounds": 20}``, or texts as given to ``-o``.
+    plugins
+        Python files that register methods, data sets, metrics, … of your own.
+    out
+        The run's folder; by default the next free one in ``runs/``.
+    callbacks
+        Called every round; they may stop the run. See :class:`vitfleet.run.callbacks.Callback`.
+    progress
+        Shows the progress of long work.
+    force
+        Start it even if it would take days, or more memory or disk than is free. What it is estimated to take is
+        logged at the level INFO.
+    command
+        What is recorded as the command that started the run.
+
+    Examples
+    --------
+    >>> run = vitfleet.train("digits", method="fedprox", overrides={"rounds": 3, "method.mu": 0.1})
+    >>> run.summary["accuracy"]["global"]
+    """
+    folder, images = create_run(RunRequest(config, method, data, seed, overrides, plugins, out, command))
+    try:
+        estimate = estimate_run(folder.config(), None if images is None else DatasetSize.of(images))
+        check_estimate(estimate, folder.path, force)
+        run_in(folder, images, callbacks, progress)
+    except UserError:
+        discard_unstarted(folder)
+        raise
+    finally:
+        folder.release()
+    return Run(folder.path)
+
+
 def load_run(path: str | Path) -> Run:
     """Open the run in a folder.
 
@@ -165,3 +231,13 @@ def _client_row(client: ClientRecord) -> dict[str, Any]:
     tree = asdict(client)
     numbers = tree.pop("numbers")
     return {**tree, "accuracy": client.accuracy, **numbers}
+
+
+def as_frame(rows: Iterable[Row]) -> Any:
+    """Return a DataFrame of the rows, or the rows themselves where pandas is not installed."""
+    listed = list(rows)
+    try:
+        import pandas as pd
+    except ImportError:
+        return listed
+    return pd.DataFrame(listed)

@@ -1,25 +1,26 @@
-"""Training one configuration, and resuming a run."""
+"""What every run goes through, whichever command or function asks for it: its estimate, its folder, its rounds."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vitfleet.api.configuration import ConfigSource, MethodSource, make_config, source_name
-from vitfleet.api.consent import check_estimate
+from vitfleet.api.request import ConfigSource, MethodSource, RunRequest, source_name
 from vitfleet.config.load import Overrides, read_config
-from vitfleet.costs.dataset_size import DatasetSize
-from vitfleet.costs.estimate import estimate_run
+from vitfleet.costs.estimate import RunEstimate, available
+from vitfleet.costs.report import CostReport, cost_reports
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE
 from vitfleet.fleet.distributed import join_process_group
 from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.report.console.costs import estimate_line, too_much
 from vitfleet.report.figures.folder import draw_results, draw_setup
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.loop import run_rounds
@@ -28,106 +29,79 @@ from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
 
-if TYPE_CHECKING:
-    from vitfleet.api.run import Run
+log = logging.getLogger(__name__)
 
 
-def train(
-    config: ConfigSource = "digits",
-    *,
-    method: MethodSource | None = None,
-    data: Any = None,
-    seed: int | None = None,
-    overrides: Overrides = (),
-    plugins: Iterable[str | Path] = (),
-    out: str | Path | None = None,
-    callbacks: Sequence[Callback] = (),
-    progress: Progress = NO_PROGRESS,
-    force: bool = False,
-    command: Sequence[str] = (),
-) -> Run:
-    """Train one configuration and return the finished run.
-
-    Parameters
-    ----------
-    config
-        A preset's name (``vitfleet presets`` lists them), the path of a TOML or JSON file, a tree of keys, or a
-        configuration.
-    method
-        A method's name, its registered class, its parameter table, or ``{"name": "fedprox", "mu": 0.1}``.
-    data
-        A registered data set's name, a folder or parquet file, ``hf:owner/name`` on the Hugging Face hub, a
-        ``datasets.Dataset``, or tensors: ``(images, labels)`` or ``{"train": (images, labels), "test": …}``.
-    seed
-        The seed of every random draw.
-    overrides
-        Further keys, by dotted name: ``{"train.lr": 1e-3, "rounds": 20}``, or texts as given to ``-o``.
-    plugins
-        Python files that register methods, data sets, metrics, … of your own.
-    out
-        The run's folder; by default the next free one in ``runs/``.
-    callbacks
-        Called every round; they may stop the run. See :class:`vitfleet.run.callbacks.Callback`.
-    progress
-        Shows the progress of long work.
-    force
-        Start it even if it would take days, or more memory or disk than is free. What it is estimated to take is
-        logged at the level INFO.
-    command
-        What is recorded as the command that started the run.
-
-    Examples
-    --------
-    >>> run = vitfleet.train("digits", method="fedprox", overrides={"rounds": 3, "method.mu": 0.1})
-    >>> run.summary["accuracy"]["global"]
-    """
-    from vitfleet.api.run import Run
-
-    folder, images = create_run(
-        config, method=method, data=data, seed=seed, overrides=overrides, plugins=plugins, out=out, command=command
-    )
-    _run_new(folder, images, callbacks, progress, force)
-    return Run(folder.path)
-
-
-def _run_new(
-    folder: RunFolder, data: DataSet | None, callbacks: Sequence[Callback], progress: Progress, force: bool
-) -> None:
-    """Run what was just created, if it fits; remove its folder if it could not be set up."""
-    try:
-        estimate = estimate_run(folder.config(), None if data is None else DatasetSize.of(data))
-        check_estimate(estimate, folder.path, force)
-        run_in(folder, data, callbacks, progress)
-    except UserError:
-        discard_unstarted(folder)
-        raise
-    finally:
-        folder.release()
-
-
-def create_run(
+def cost(
     config: ConfigSource,
     *,
     method: MethodSource | None = None,
     data: Any = None,
-    seed: int | None = None,
+    methods: Sequence[str] = (),
     overrides: Overrides = (),
     plugins: Iterable[str | Path] = (),
-    out: str | Path | None = None,
-    command: Sequence[str] = (),
-) -> tuple[RunFolder, DataSet | None]:
-    """Create the folder of a new run without training it: see :func:`train`.
+    progress: Progress = NO_PROGRESS,
+) -> list[CostReport]:
+    """Return operations, memory and bytes per client of a configuration, under its own method and others.
+
+    Parameters
+    ----------
+    methods
+        The methods to compare; by default all that the model can be used with.
+
+    Examples
+    --------
+    >>> reports = vitfleet.cost("eftvit-cifar100", methods=["eftvit", "fedavg"])
+    >>> [(report.method, report.train_gflops) for report in reports]
+    """
+    resolved, _ = RunRequest(config, method, data, overrides=overrides, plugins=plugins).resolve()
+    return list(cost_reports(resolved, methods, progress))
+
+
+def check_estimate(estimate: RunEstimate | None, folder: Path, force: bool) -> None:
+    """Log what runs will take, and refuse those that would take days or do not fit.
+
+    Nothing is printed: a program that wants the estimate shown sets the level of the logger ``vitfleet`` to INFO.
+
+    Parameters
+    ----------
+    estimate
+        ``None`` if it is not known.
+    folder
+        Where the runs are stored.
+    force
+        Whether they are started anyway.
+
+    Raises
+    ------
+    UserError
+        They take too much, and ``force`` is not set.
+    """
+    if estimate is None:
+        return
+    log.info("estimated: %s", estimate_line(estimate))
+    if estimate.remark:
+        log.warning("%s", estimate.remark)
+    problem = too_much(estimate, available(estimate.device, folder))
+    if problem is None:
+        return
+    if not force:
+        raise UserError(f"not started: {problem}; make it smaller, or start it with force=True")
+    log.warning("started with force=True: %s", problem)
+
+
+def create_run(request: RunRequest) -> tuple[RunFolder, DataSet | None]:
+    """Create the folder of a new run without training it.
 
     Returns
     -------
     tuple
         The folder, locked by this process, and the data set if it was passed as an object.
     """
-    resolved, images = make_config(config, method=method, data=data, seed=seed, overrides=overrides, plugins=plugins)
-    folder = create_run_folder(
-        resolved, None if out is None else Path(out), source_name(config), list(command) or _command()
-    )
-    return folder, images
+    config, images = request.resolve()
+    out = None if request.out is None else Path(request.out)
+    command = list(request.command) or _command()
+    return create_run_folder(config, out, source_name(request.config), command), images
 
 
 def discard_unstarted(folder: RunFolder) -> None:

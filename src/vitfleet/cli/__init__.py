@@ -1,4 +1,8 @@
-"""The command ``vitfleet``. Help is fast: torch is imported only by the commands that compute."""
+"""The command ``vitfleet``: options, questions and what is printed. What is done is done by the API.
+
+Help is fast: modules import torch, and everything that imports it, inside the commands that need it. ``display`` alone
+imports them at its top.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from vitfleet.cli.base import app, error_console
 from vitfleet.errors import UserError, describe_os_error
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
-for module in ("train", "compare", "inspect", "models", "fleet", "new"):
+for module in ("train", "compare", "inspect", "models", "fleet"):
     import_module(f"{__name__}.{module}")
 
 

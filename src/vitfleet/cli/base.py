@@ -1,8 +1,9 @@
-"""Shared by all commands: the application, its two consoles, and common options."""
+"""Shared by all commands: the application, its two consoles, common options, and consent to runs that take long."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,9 +12,13 @@ import typer
 from rich.console import Console
 
 from vitfleet import __version__
+from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.config import Config
+    from vitfleet.api.request import RunRequest
+    from vitfleet.config.schema import Config
+    from vitfleet.costs.estimate import RunEstimate
+    from vitfleet.run.output.folder import RunFolder
 
 app = typer.Typer(
     help="Train vision transformers across a fleet of edge devices.",
@@ -50,6 +55,10 @@ DataDir = Annotated[
     str | None, typer.Option(envvar="VITFLEET_DATA", help="Folder of the data sets, one subfolder each.")
 ]
 
+Yes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Start it even if it would take days, or more memory or disk than is free.")
+]
+
 
 def _print_version(requested: bool) -> None:
     if requested:
@@ -66,26 +75,12 @@ def _common(
     pass
 
 
-def configure(
-    source: str,
-    override: list[str],
-    seed: int | None,
-    data_dir: str | None,
-    more: Mapping[str, Any] | None = None,
-    plugins: Sequence[Path] = (),
-) -> Config:
-    """Load a configuration with the options of the command line."""
-    from vitfleet.config import load_config
-
-    options = {"seed": seed, "data.dir": data_dir, **(more or {})}
-    return load_config(source, override, {key: value for key, value in options.items() if value is not None}, plugins)
-
-
-def with_data_dir(data_dir: str | None, override: list[str]) -> dict[str, Any]:
-    """Return the overrides of a command, with ``--data-dir`` as one of them."""
+def with_options(override: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a command sets: those of its options that are given, then those of ``-o``."""
     from vitfleet.config.load import parse_overrides
 
-    return {**({} if data_dir is None else {"data.dir": data_dir}), **parse_overrides(override)}
+    given = {key: value for key, value in options.items() if value is not None}
+    return {**given, **parse_overrides(override)}
 
 
 def reserve_stdout(as_json: bool) -> None:
@@ -93,11 +88,81 @@ def reserve_stdout(as_json: bool) -> None:
     console.stderr = as_json
 
 
-def print_text(target: Console, text: str) -> None:
+def say(text: str) -> None:
     """Print text unchanged: without markup, colours or line breaks."""
-    target.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Print text unchanged to standard error."""
+    error_console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
+    """Create the folder of a new run whose start is wanted."""
+    from vitfleet.api.training import create_run
+
+    folder, _ = create_run(request)
+    try:
+        confirm_run(folder.config(), folder.path, yes)
+    except (UserError, typer.Abort):
+        folder.discard()
+        raise
+    return folder
+
+
+def confirm_run(config: Config, folder: Path, yes: bool) -> None:
+    """Show what a run will take on this machine, and see that it is wanted: see :func:`require_consent`.
+
+    The sizes of data that must be decoded or downloaded first are not known: then nothing is shown. What clients on
+    other machines take is not part of it.
+    """
+    from vitfleet.costs.estimate import estimate_run
+
+    estimate = estimate_run(config)
+    if estimate is not None:
+        remote = config.fleet.kind == "flower"
+        show_estimate("estimated for this machine, without the clients" if remote else "estimated", estimate)
+        require_consent(estimate, folder, yes)
+
+
+def show_estimate(heading: str, estimate: RunEstimate) -> None:
+    """Print what runs will take, and what would change it."""
+    from vitfleet.report.console.costs import estimate_line
+
+    say(f"{heading}: {estimate_line(estimate)}")
+    if estimate.remark:
+        say(f"note: {estimate.remark}")
+
+
+def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
+    """If runs take too much, ask, or refuse them where nobody can answer.
+
+    Parameters
+    ----------
+    folder
+        Where the runs are stored.
+    yes
+        Whether the user has consented already.
+
+    Raises
+    ------
+    UserError
+        The runs would take days or do not fit, and nobody consented.
+    """
+    from vitfleet.costs.estimate import available
+    from vitfleet.report.console.costs import too_much
+
+    problem = too_much(estimate, available(estimate.device, folder))
+    if problem is None or yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"not started: {problem}; make it smaller, or start it with --yes")
+    warn(f"This is much: {problem}.")
+    if not typer.confirm("Start it anyway?", err=True):
+        raise UserError("not started")

@@ -1,4 +1,7 @@
-"""The command ``compare``: several configurations on the same partition."""
+"""The command ``compare``: several configurations on the same partition.
+
+``vitfleet run`` without a configuration is one too: what TransFL, EFTViT and FedViT gain against FedAvg, on digits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,24 +23,32 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
     console,
-    error_console,
-    print_text,
+    require_consent,
     reserve_stdout,
-    with_data_dir,
+    say,
+    show_estimate,
+    warn,
+    with_options,
 )
-from vitfleet.cli.estimate import Yes, require_consent, show_estimate
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
     from vitfleet.api import Comparison
+    from vitfleet.api.request import ComparisonRequest
     from vitfleet.report.console.progress import ComparisonClock
     from vitfleet.run.comparison.jobs import JobResult
     from vitfleet.run.comparison.manifest import ComparedRun
 
+# What `vitfleet run` compares without a configuration; on tasks only if no key is set that these presets are fitted to.
+PRESETS = ("start-fedavg", "start-transfl", "start-eftvit")
+TASK_PRESETS = ("start-fedavg-tasks", "start-fedvit")
+FITTED = ("rounds", "data", "model", "method", "fleet")
+MAX_JOBS = 2  # runs at a time: more would wait for the longest one anyway
 
 Sweep = Annotated[
     list[str],
@@ -97,40 +109,46 @@ def compare(
     * `vitfleet compare --best-of runs/compare-001 --seeds 0,1,2`
     """
     from vitfleet.api.comparison import create
+    from vitfleet.api.request import ComparisonRequest
 
     check_single_process()
     reserve_stdout(as_json)
     if not all(seed.strip().isdecimal() for seed in seeds.split(",")):
         raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
-    comparison, _ = create(
-        sources or [],
+    request = ComparisonRequest(
+        configs=sources or [],
         best_of=best_of,
         methods=method,
         seeds=[int(seed) for seed in seeds.split(",")],
         sweep=parse_sweep(sweep),
-        overrides=with_data_dir(data_dir, override),
+        overrides=with_options(override, {"data.dir": data_dir}),
         plugins=plugin,
         target=target,
         out=out,
         command=["vitfleet", *sys.argv[1:]],
     )
+    comparison, _ = create(request)
     if comparison.best_of is not None:
         _print_best_trials(comparison.best_of["trials"])
-    run_new_comparison(comparison, yes, as_json, jobs)
+    run_comparison(comparison, jobs, yes, is_new=True, as_json=as_json)
 
 
-def run_new_comparison(
-    comparison: Comparison, yes: bool, as_json: bool = False, jobs: int = 1, figure_files: bool = True
-) -> None:
-    """Run a comparison if what it takes is wanted; otherwise remove its folder, which only has its manifest."""
-    from vitfleet.run.comparison.manifest import discard_comparison
+def first_run(request: ComparisonRequest, yes: bool, as_json: bool) -> None:
+    """Compare the methods, and FedViT with FedAvg on a sequence of tasks, and say what each gained."""
+    from vitfleet.api.comparison import create
+    from vitfleet.config.load import parse_overrides
+    from vitfleet.report.console.results import gain_sentences
 
-    try:
-        clock = _show_plan(comparison, jobs, yes)
-    except (UserError, typer.Abort):
-        discard_comparison(comparison.path)
-        raise
-    _run_and_show(comparison, clock, as_json, jobs, figure_files)
+    check_single_process()
+    changed = (key for key in parse_overrides(request.overrides) if key != "data.dir")
+    fits_tasks = not any(key.partition(".")[0] in FITTED for key in changed)
+    comparison, _ = create(replace(request, configs=(*PRESETS, *TASK_PRESETS) if fits_tasks else PRESETS))
+    # Each run is on one core: so small a model gains nothing from more.
+    jobs = min(MAX_JOBS, os.cpu_count() or 1)
+    run_comparison(comparison, jobs, yes, is_new=True, as_json=as_json, figure_files=False)
+    say("")
+    for sentence in gain_sentences(comparison.result.rows):
+        say(sentence)
 
 
 def _print_best_trials(trials: Sequence[dict[str, Any]]) -> None:
@@ -139,11 +157,11 @@ def _print_best_trials(trials: Sequence[dict[str, Any]]) -> None:
         label = method_label(trial["name"])
         values = ", ".join(f"{key} = {value}" for key, value in trial["values"].items())
         accuracy = f"{trial['accuracy']:.1%} on held-out images"
-        print_text(console, f"{label}: {values} (best of {trial['trials']} trials, {accuracy})")
+        say(f"{label}: {values} (best of {trial['trials']} trials, {accuracy})")
         if trial["tied"]:
-            print_text(error_console, f"note: {label}: another trial was as good")
+            warn(f"note: {label}: another trial was as good")
         for key in trial["at_edge"]:
-            print_text(error_console, f"note: {label}: {key} is at the edge of what was tried; try a wider range")
+            warn(f"note: {label}: {key} is at the edge of what was tried; try a wider range")
 
 
 def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
@@ -160,25 +178,34 @@ def parse_sweep(texts: list[str]) -> dict[str, list[Any]]:
     return sweep
 
 
-def resume_comparison(comparison: Comparison, jobs: int = 1) -> None:
-    """Run the remaining runs of a comparison, whose start was wanted."""
-    _run_and_show(comparison, _show_plan(comparison, jobs, yes=True), as_json=False, jobs=jobs)
-
-
-def _run_and_show(
-    comparison: Comparison, clock: ComparisonClock | None, as_json: bool, jobs: int, figure_files: bool = True
+def run_comparison(
+    comparison: Comparison,
+    jobs: int,
+    yes: bool = True,
+    is_new: bool = False,
+    as_json: bool = False,
+    figure_files: bool = True,
 ) -> None:
-    """Run the remaining runs of a comparison, show its table and write its report.
+    """Run what is left of a comparison, if what it takes is wanted, show its table and write its report.
 
     Parameters
     ----------
+    is_new
+        Whether its folder only has its manifest: it is removed if the comparison is not wanted.
     figure_files
         Whether the report's figures are written as files too.
     """
     from vitfleet.cli.display import TerminalRun
     from vitfleet.report.console.results import comparison_costs_table, comparison_metrics_tables, comparison_tables
+    from vitfleet.run.comparison.manifest import discard_comparison
     from vitfleet.run.comparison.results import partitions_differ
 
+    try:
+        clock = _show_plan(comparison, jobs, yes)
+    except (UserError, typer.Abort):
+        if is_new:
+            discard_comparison(comparison.path)
+        raise
     path = comparison.path
     display = TerminalRun(clock)
     with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
@@ -189,12 +216,12 @@ def _run_and_show(
         console.print(table)
         console.print()
     if partitions_differ(path):
-        print_text(error_console, "note: these runs have different partitions, so their accuracies are not comparable")
-    print_text(console, f"comparison folder: {path}")
+        warn("note: these runs have different partitions, so their accuracies are not comparable")
+    say(f"comparison folder: {path}")
     page = comparison.report(display, figure_files)
-    print_text(console, f"report: {page}")
+    say(f"report: {page}")
     if not figure_files:
-        print_text(console, f"figures as files: vitfleet report {shlex.quote(str(path))}")
+        say(f"figures as files: vitfleet report {shlex.quote(str(path))}")
     if as_json:
         tree = {"folder": str(path), "report": str(page), "target": result.target}
         print(json.dumps({**tree, "runs": {row.name: row.summaries for row in result.rows}}))
@@ -206,7 +233,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     Raises
     ------
     UserError
-        They take too much, and nobody consented: see :func:`vitfleet.cli.estimate.require_consent`.
+        They take too much, and nobody consented: see :func:`vitfleet.cli.base.require_consent`.
     """
     from vitfleet.costs.estimate import combine
     from vitfleet.report.console.progress import ComparisonClock
@@ -217,7 +244,7 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     count = f"{len(left)} run{'s' if len(left) > 1 else ''}"
     estimates = comparison.estimate()
     if estimates is None:
-        print_text(console, f"{count}; how long they take is known after the first rounds")
+        say(f"{count}; how long they take is known after the first rounds")
         rounds = [float(member.config.rounds) for member in left]
         return None if jobs > 1 else ComparisonClock(rounds, _seeds(left), in_seconds=False)
     total = combine(estimates, jobs)
@@ -245,13 +272,13 @@ class _JobLines:
         member = self._members[job.folder]
         which = f"run {self._ended} of {len(self._members)}: {method_label(member.name)}, seed {member.config.seed}"
         if job.code:
-            print_text(error_console, f"{which}: failed: {job.last_line}")
+            warn(f"{which}: failed: {job.last_line}")
             return
         summary = read_summary(job.folder)
         accuracy, continual = summary["accuracy"]["global"], summary.get("continual")
         reached = continual["average_accuracy"] if continual else accuracy
         shown = "" if reached is None else f", {reached:.1%} accuracy{' over all tasks' if continual else ''}"
-        print_text(console, f"{which}: finished after {job.seconds:.0f} s{shown}")
+        say(f"{which}: finished after {job.seconds:.0f} s{shown}")
 
 
 def check_single_process() -> None:

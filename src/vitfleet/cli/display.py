@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vitfleet.cli.base import console, error_console, print_text
+from vitfleet.cli.base import console, say, warn
 from vitfleet.config.registry import method_label
 from vitfleet.progress import Advance
 from vitfleet.report.console.progress import ComparisonClock, RoundDisplay, TerminalProgress
@@ -62,18 +62,17 @@ def _show_start(context: RunContext, state: RunState, which: str) -> None:
     """Print what is about to run."""
     config, machine, processes = context.config, context.machine, context.processes
     for name in context.data.skipped:
-        print_text(error_console, f"skipped image that cannot be read: {name}")
+        warn(f"skipped image that cannot be read: {name}")
     precision = "bf16" if machine.bf16 else "fp32"
     shared = f", {processes.size} processes" if processes.size > 1 else ""
-    print_text(
-        console,
+    say(
         f"{which}{method_label(config.method.name)} on {context.data.name}: {config.fleet.clients} clients, "
         f"{config.fleet.per_round} per round, {context.params:,} parameters, {machine.device.type}, "
         f"{precision}{shared}",
     )
     if state.stop_reason is not None:
-        print_text(console, f"this run is finished: it was stopped after round {state.round} ({state.stop_reason})")
+        say(f"this run is finished: it was stopped after round {state.round} ({state.stop_reason})")
     elif state.round == config.rounds:
-        print_text(console, "this run is finished")
+        say("this run is finished")
     elif state.round:
-        print_text(console, f"resuming after round {state.round}")
+        say(f"resuming after round {state.round}")

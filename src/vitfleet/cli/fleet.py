@@ -17,14 +17,16 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
-    configure,
     console,
+    create_confirmed,
     error_console,
-    print_text,
     raise_interrupt,
+    say,
+    warn,
+    with_options,
 )
-from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE, RECORDS_FILE
 
@@ -58,6 +60,7 @@ def export_data(
 
     Example: `vitfleet export-data digits --out shards --names kitchen,garden,porch`
     """
+    from vitfleet.config import load_config
     from vitfleet.data.export import ExportFormat, export_clients
     from vitfleet.data.partitions.assign import assign_images
     from vitfleet.data.sources.load import load_dataset
@@ -65,12 +68,13 @@ def export_data(
     if to not in get_args(ExportFormat):
         raise UserError(f"--to {to}: must be {' or '.join(get_args(ExportFormat))}")
     client_names = _split_names(names)
-    config = configure(source, override, None, data_dir, _fleet_size(client_names), plugin)
+    keys = with_options(override, {"data.dir": data_dir, **_fleet_size(client_names)})
+    config = load_config(source, keys, plugins=plugin)
     data = load_dataset(config.data)
     clients = config.fleet.clients
     folders = client_names or [str(client) for client in range(clients)]
     export_clients(data, assign_images(config, data), folders, out, cast(ExportFormat, to))
-    print_text(console, f"images of {clients} clients written to {out}")
+    say(f"images of {clients} clients written to {out}")
 
 
 @app.command()
@@ -89,9 +93,9 @@ def certs(
     from vitfleet.flower.certificates import make_certs
 
     fleet_certs = make_certs(folder, host, _split_names(names))
-    print_text(console, f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
+    say(f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
     for name in fleet_certs.names():
-        print_text(console, f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
+        say(f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
 
 
 @app.command()
@@ -123,9 +127,10 @@ def server(
     * `vitfleet server runs/eftvit-digits-eftvit-001` resumes a run that was stopped
     """
     _require("flower", "cryptography", "flwr")
+    from vitfleet.api.request import RunRequest
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.server.processes import ServerSettings
-    from vitfleet.run.output.folder import create_run_folder, open_run_folder
+    from vitfleet.run.output.folder import open_run_folder
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
@@ -137,16 +142,11 @@ def server(
     else:
         client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
         # The clients have their own images: a folder of the server's is not split into training and test images.
-        fleet_keys = {"fleet.kind": "flower", "data.test_only": True, **_fleet_size(client_names)}
-        if client_names:
-            fleet_keys["fleet.names"] = client_names
-        config = configure(source, override, seed, data_dir, fleet_keys, plugin)
-        run_folder = create_run_folder(config, out, Path(source).stem, ["vitfleet", *sys.argv[1:]])
-        try:
-            confirm_run(config, run_folder.path, yes)
-        except (UserError, typer.Abort):
-            run_folder.discard()
-            raise
+        fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
+        keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
+        command = ["vitfleet", *sys.argv[1:]]
+        request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
+        run_folder = create_confirmed(request, yes)
     _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
 
 
@@ -201,10 +201,9 @@ def client(
         if not insecure:
             check_authority(address, fleet_certs.ca)
         log = home / "flower" / SUPERNODE_LOG
-        print_text(error_console, f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
+        warn(f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
-        report = partial(print_text, error_console)
-        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, report, explain)
+        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
@@ -226,7 +225,7 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
 
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
-        print_text(console, f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
+        say(f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
 
     try:
         done = sum(1 for _ in read_records(folder))
@@ -234,12 +233,12 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
             serve(settings, folder, names, display.show_round, show_address, display)
     except KeyboardInterrupt:
         command = f"vitfleet server {shlex.quote(str(folder))}"
-        print_text(error_console, f"\nStopped. To resume from the last checkpoint: {command}")
+        warn(f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     draw_results(folder)
     summary = read_summary(folder)
     console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
-    print_text(console, f"run folder: {folder}")
+    say(f"run folder: {folder}")
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no client's reply could be used; see {folder / RECORDS_FILE}")
 

@@ -1,8 +1,11 @@
-"""The commands that do not train: costs, reports, and lists of presets and keys."""
+"""The commands that neither train nor use a model: costs, reports, tables, lists of presets and keys, templates."""
 
 from __future__ import annotations
 
 import json
+import keyword
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -11,9 +14,14 @@ from click import Context
 from rich.table import Table
 from typer.core import TyperCommand
 
-from vitfleet.cli.base import Overrides, Plugins, app, configure, console, print_text
+from vitfleet.cli.base import Overrides, Plugins, app, console, say
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
+
+new_app = typer.Typer(help="Write a starting point for a plug-in.", no_args_is_help=True)
+app.add_typer(new_app, name="new")
+
+TEMPLATES = {"method.py.txt": "{module}.py", "test_method.py.txt": "test_{module}.py", "method.toml.txt": "{name}.toml"}
 
 
 class _CostCommand(TyperCommand):
@@ -59,6 +67,7 @@ def cost(
     """
     from dataclasses import asdict
 
+    from vitfleet.config import load_config
     from vitfleet.costs.fitting import find_remedies
     from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, select_devices
     from vitfleet.costs.report import cost_reports
@@ -67,7 +76,7 @@ def cost(
     from vitfleet.report.console.progress import TerminalProgress
 
     devices = select_devices(device or list(HARDWARE_PROFILES))
-    config = configure(source, override, None, None, plugins=plugin)
+    config = load_config(source, override, plugins=plugin)
     reports = list(cost_reports(config, method, NO_PROGRESS if as_json else TerminalProgress(console)))
     remedies = find_remedies(config, reports, devices)
     if as_json:
@@ -103,15 +112,13 @@ def report(
     from vitfleet.report.html.write import watch_report, write_report
 
     if not watch:
-        print_text(console, f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
+        say(f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
         return
     try:
-        written = watch_report(
-            runs, out, lambda page: print_text(console, f"live report: {page} (stop with Ctrl-C)"), target=target
-        )
+        written = watch_report(runs, out, lambda page: say(f"live report: {page} (stop with Ctrl-C)"), target=target)
     except KeyboardInterrupt:
         return
-    print_text(console, f"report: {written.page}")
+    say(f"report: {written.page}")
 
 
 @app.command()
@@ -197,7 +204,7 @@ def table(
 
     if columns == "help":
         for name, column in COLUMNS.items():
-            print_text(console, f"{name}: {column.heading}; {column.described('evaluation', None).meaning}")
+            say(f"{name}: {column.heading}; {column.described('evaluation', None).meaning}")
         return
     if not runs:
         raise UserError("RUN: name at least one folder of a run or a comparison, such as runs/compare-001")
@@ -207,4 +214,33 @@ def table(
         print(text, end="")
         return
     write_atomically(out, text.encode())
-    print_text(console, f"table: {out}")
+    say(f"table: {out}")
+
+
+@new_app.command()
+def method(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The method's name, such as fedmine or fed-mine.")],
+    folder: Annotated[Path, typer.Option(help="Where to write the files.")] = Path("."),
+) -> None:
+    """Write a working method with a test and a configuration: NAME.py, test_NAME.py, NAME.toml.
+
+    Example: `vitfleet new method fedmine`, then `vitfleet run fedmine.toml` and `pytest test_fedmine.py`
+    """
+    module = name.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or keyword.iskeyword(module):
+        raise UserError(f"{name!r}: a method's name has small letters, digits, '-' and '_', such as fedmine")
+    words = {
+        "name": name,
+        "module": module,
+        "file": f"{module}.py",
+        "title": "".join(part.capitalize() for part in re.split(r"[-_]", name)),
+    }
+    targets = {template: folder / target.format(**words) for template, target in TEMPLATES.items()}
+    if there := [target for target in targets.values() if target.exists()]:
+        raise UserError(f"{there[0]} exists already; choose another name or --folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for template, target in targets.items():
+        text = (files("vitfleet") / "templates" / template).read_text(encoding="utf-8")
+        target.write_text(text.format(**words), encoding="utf-8")
+        say(f"written: {target}")
+    say(f"run it: vitfleet run {targets['method.toml.txt']}")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli.base import AsJson, Plugins, app, console, error_console, print_text, reserve_stdout
+from vitfleet.cli.base import AsJson, Plugins, app, console, error_console, reserve_stdout, say, warn
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
-    from vitfleet.inference.predict import ImagePrediction
+    from vitfleet.inference.classifier import ImagePrediction
     from vitfleet.progress import Progress
 
 MAX_NOTES = 20
@@ -68,7 +68,7 @@ def predict(
         for image in predictions:
             if image.prediction is not None:
                 shown = ", ".join(f"{name} {share:.1%}" for name, share in image.prediction.top(top))
-                print_text(console, f"{image.path}: {shown}")
+                say(f"{image.path}: {shown}")
     if all(image.prediction is None for image in predictions):
         raise UserError(f"none of {len(predictions)} images can be read")
 
@@ -121,7 +121,7 @@ def evaluate(
         console.print(class_table(evaluations[0]))
     if out is not None:
         for path in write_evaluations(evaluations, out):
-            print_text(console, f"written: {path}")
+            say(f"written: {path}")
     if as_json:
         print(json.dumps([evaluation.as_json() for evaluation in evaluations]))
 
@@ -164,13 +164,13 @@ def export(
         progress=_progress(),
     )  # fmt: skip
     for path in [*written.files, written.folder / "README.md"]:
-        print_text(console, f"written: {path}")
+        say(f"written: {path}")
     difference = f"logits differ by at most {written.max_difference:.1e} on {written.compared} images"
-    print_text(console, f"compared with the original: {difference}")
+    say(f"compared with the original: {difference}")
     if written.quantised is not None:
-        print_text(console, f"eight-bit weights: {quantised_text(written)}")
+        say(f"eight-bit weights: {quantised_text(written)}")
     if push_to_hub is not None:
-        print_text(console, f"uploaded: {push_to_hub}")
+        say(f"uploaded: {push_to_hub}")
 
 
 @app.command()
@@ -191,14 +191,14 @@ def demo(
     """
     import webbrowser
 
-    from vitfleet.api.demonstration import demo_server
+    from vitfleet.api.models import demo_server
 
     _prepare(plugin, False)
     numbers = None if clients is None else [int(str(_client(part.strip()))) for part in clients.split(",")]
     with demo_server(model, numbers, host, port, device) as server:
         if not server.is_local:
-            print_text(error_console, f"warning: --host {host}: everyone who reaches this machine can use the page")
-        print_text(console, f"demo: {server.address} (stop with Ctrl-C)")
+            warn(f"warning: --host {host}: everyone who reaches this machine can use the page")
+        say(f"demo: {server.address} (stop with Ctrl-C)")
         if browser:
             webbrowser.open(server.address)
         try:
@@ -249,9 +249,9 @@ def _print_notes(notes: Iterable[str]) -> None:
         alike.setdefault(conversion, []).append(note)
     lines = [same[0] + (f" (and {len(same) - 1} more)" if len(same) > 1 else "") for same in alike.values()]
     for line in lines[:MAX_NOTES]:
-        print_text(error_console, line)
+        warn(line)
     if len(lines) > MAX_NOTES:
-        print_text(error_console, f"… and {len(lines) - MAX_NOTES} more remarks")
+        warn(f"… and {len(lines) - MAX_NOTES} more remarks")
 
 
 def _as_tree(image: ImagePrediction, top: int) -> dict[str, Any]:

@@ -21,15 +21,16 @@ from vitfleet.cli.base import (
     Out,
     Overrides,
     Plugins,
+    Yes,
     app,
     console,
-    error_console,
-    print_text,
+    create_confirmed,
     raise_interrupt,
     reserve_stdout,
-    with_data_dir,
+    say,
+    warn,
+    with_options,
 )
-from vitfleet.cli.estimate import Yes, confirm_run
 from vitfleet.errors import UserError, describe_os_error
 from vitfleet.files import COMPARISON_FILE, CONFIG_FILE
 
@@ -62,24 +63,21 @@ def run(
 
     `vitfleet presets` lists the presets, `vitfleet keys` every key that -o can set.
     """
-    if source is None:
-        from vitfleet.cli.first_run import first_run
-
-        first_run(override, plugin, seed, out, data_dir, yes, as_json, ["vitfleet", *sys.argv[1:]])
-        return
-    if process_rank() > 0:
+    reserve_stdout(as_json)
+    if process_rank() > 0 and source is not None:
         _follow()
         return
-    from vitfleet.api.training import create_run
+    from vitfleet.api.request import ComparisonRequest, RunRequest
 
-    reserve_stdout(as_json)
-    overrides, command = with_data_dir(data_dir, override), ["vitfleet", *sys.argv[1:]]
-    run_folder, _ = create_run(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
-    try:
-        confirm_run(run_folder.config(), run_folder.path, yes)
-    except (UserError, typer.Abort):
-        run_folder.discard()
-        raise
+    overrides, command = with_options(override, {"data.dir": data_dir}), ["vitfleet", *sys.argv[1:]]
+    if source is None:
+        from vitfleet.cli.compare import first_run
+
+        runs = ComparisonRequest(seeds=[seed or 0], overrides=overrides, plugins=plugin, out=out, command=command)
+        first_run(runs, yes, as_json)
+        return
+    request = RunRequest(source, seed=seed, overrides=overrides, plugins=plugin, out=out, command=command)
+    run_folder = create_confirmed(request, yes)
     summary = train(run_folder, is_new=True)
     if as_json:
         print(json.dumps({"folder": str(run_folder.path), **summary}))
@@ -107,10 +105,10 @@ def resume(
         if rounds is not None:
             raise UserError(f"--rounds {rounds}: is for one run; name the folder of a run in {folder}")
         from vitfleet.api.comparison import Comparison
-        from vitfleet.cli.compare import check_single_process, resume_comparison
+        from vitfleet.cli.compare import check_single_process, run_comparison
 
         check_single_process()
-        resume_comparison(Comparison(folder), jobs)
+        run_comparison(Comparison(folder), jobs)
         return
     if process_rank() > 0:
         _follow()
@@ -151,7 +149,7 @@ def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
     except KeyboardInterrupt:
         display.close()
         arguments = shlex.quote(str(path)) + options
-        print_text(error_console, f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
+        warn(f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
         raise typer.Exit(130) from None
     except OSError as error:
         sentence = describe_os_error(error)
@@ -168,7 +166,7 @@ def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:
     from vitfleet.report.console.results import summary_table
 
     console.print(summary_table(summary, run_title(run_folder.config().model_dump(mode="json"))))
-    print_text(console, f"run folder: {run_folder.path}")
+    say(f"run folder: {run_folder.path}")
     total = summary["total"]
     if total["failures"] == total["participations"]:
         raise UserError(f"no client's update could be used: {total['failure']}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from vitfleet.config.base import PartitionParams, Table
-from vitfleet.config.registry import DATASETS, PARTITIONS, Parameters, validate_params
+from vitfleet.config.registry import DATASETS, PARTITIONS, Parameters
 
 #: The images that every accuracy of a run is measured on.
 EvalSplit: TypeAlias = Literal["test", "validation"]
@@ -32,7 +32,7 @@ class TasksConfig(Table):
     )
     order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
     scenario: Literal["task", "class"] = Field(
-        "task", description="whether an image's task is known, or its class is looked for among all"
+        "task", description="task: an image's task is known; class: its class is looked for among those of all tasks"
     )
     keep_models: bool = Field(
         False, description="keep the clients' models after each task, so that the accuracies can be computed again"
@@ -70,8 +70,8 @@ class AugmentConfig(Table):
         return self.crop > 0 or self.flip or self.brightness > 0
 
 
-class DataSource(Table):
-    """Keys of ``[data]`` that say where the images come from."""
+class DataConfig(Table):
+    """Which images, where they come from, and how they are partitioned among the clients."""
 
     name: str = Field(
         "digits", description="a registered data set, hf:owner/name[:config], or a name for your own (with data.path)"
@@ -89,22 +89,12 @@ class DataSource(Table):
     test_split: str | None = Field(
         None, description="hf:owner/name: split to test on; default: test, valid, validation, val"
     )
-    params: dict[str, Any] = Field({}, description="parameters of a registered data set that has any")
+    params: Annotated[dict[str, Any], Parameters(DATASETS)] = Field(
+        {}, description="parameters of a registered data set that has any", validate_default=True
+    )
     fingerprint: str | None = Field(
         None, description="hash of data that was passed from Python: resuming needs the same data again"
     )
-
-    @model_validator(mode="after")
-    def _params_fit(self) -> DataSource:
-        validate_params(DATASETS, self.name, self.params, "data.params")
-        return self
-
-
-class DataConfig(DataSource):
-    """Which images, and how they are partitioned among the clients."""
-
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
-
     test_share: float = Field(0.2, gt=0, lt=1, description="share of each class held out if there is no test split")
     validation: float = Field(
         0.0,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
+from vitfleet.config.registry import SCHEDULES, Parameters
 
 DeviceName = Literal[
     "nano", "tx2", "nx", "agx", "orin-nano", "orin-nx", "orin-agx",
@@ -15,27 +16,33 @@ DeviceName = Literal[
 ]  # fmt: skip
 
 
-class SynchronousSchedule(Table):
+class Schedule(Table):
+    """When a round ends: the table ``[fleet.schedule]``."""
+
+    kind: str = ""
+
+
+class SynchronousSchedule(Schedule):
     """A round lasts until the slowest of its clients has replied."""
 
     kind: Literal["synchronous"] = "synchronous"
 
 
-class DeadlineSchedule(Table):
+class DeadlineSchedule(Schedule):
     """A round lasts until its deadline at most; later replies are dropped."""
 
     kind: Literal["deadline"] = "deadline"
     seconds: float = Field(600.0, gt=0, description="longest round, in virtual seconds")
 
 
-class OverSelectionSchedule(Table):
+class OverSelectionSchedule(Schedule):
     """More clients are asked than needed; the first ``fleet.per_round`` replies make the round."""
 
     kind: Literal["over-selection"] = "over-selection"
     share: float = Field(0.3, gt=0, le=100, description="additional clients, as a fraction of fleet.per_round")
 
 
-class BufferedSchedule(Table):
+class BufferedSchedule(Schedule):
     """Clients train continuously; every ``fleet.per_round`` replies are aggregated (FedBuff, Nguyen et al., 2022)."""
 
     kind: Literal["buffered"] = "buffered"
@@ -45,14 +52,19 @@ class BufferedSchedule(Table):
     )
 
 
-ScheduleConfig = Annotated[
-    SynchronousSchedule | DeadlineSchedule | OverSelectionSchedule | BufferedSchedule, Field(discriminator="kind")
-]
+for _kind, _schedule in (
+    ("synchronous", SynchronousSchedule),
+    ("deadline", DeadlineSchedule),
+    ("over-selection", OverSelectionSchedule),
+    ("buffered", BufferedSchedule),
+):
+    SCHEDULES.register(_kind, _schedule)(_schedule)
 
 
-class RemoteClients(Table):
-    """Keys of ``[fleet]`` that apply to clients on machines of their own (``fleet.kind = "flower"``)."""
+class FleetConfig(Table):
+    """The clients, how many take part per round, and the hardware that the virtual clock assumes."""
 
+    # These apply to clients on machines of their own (fleet.kind = "flower").
     names: tuple[str, ...] = Field(
         (), strict=False, description="flower: names of the clients, client 0 first; default: 0, 1, 2, …"
     )
@@ -65,11 +77,6 @@ class RemoteClients(Table):
     )
     join_s: float = Field(60.0, ge=0, description="flower: seconds that a server waits for all clients at its start")
     max_message_mb: float = Field(2048.0, gt=0, description="flower: largest message accepted from a client")
-
-
-class FleetConfig(RemoteClients):
-    """The clients, how many take part per round, and the hardware that the virtual clock assumes."""
-
     kind: Literal["simulation", "flower"] = Field(
         "simulation", description="where clients run: in this process, or on machines of their own (vitfleet server)"
     )
@@ -83,7 +90,7 @@ class FleetConfig(RemoteClients):
     bandwidth: float | None = Field(
         None, ge=1e-6, le=1e6, description="MB/s per client, up and down; default: the hardware profile's own"
     )
-    schedule: ScheduleConfig = SynchronousSchedule()
+    schedule: Annotated[Schedule, Parameters(SCHEDULES)] = SynchronousSchedule()
 
     @model_validator(mode="after")
     def _clients_suffice(self) -> FleetConfig:
@@ -117,18 +124,18 @@ class FleetConfig(RemoteClients):
     @model_validator(mode="after")
     def _schedule_fits(self) -> FleetConfig:
         schedule = self.schedule
-        if schedule.kind != "synchronous" and self.kind == "flower":
+        if not isinstance(schedule, SynchronousSchedule) and self.kind == "flower":
             raise ValueError(
                 f"fleet.schedule.kind = {schedule.kind!r}: needs fleet.kind = simulation; "
                 "on Flower see fleet.deadline_s and fleet.over_provision"
             )
-        if schedule.kind != "synchronous" and not self.devices:
+        if not isinstance(schedule, SynchronousSchedule) and not self.devices:
             raise ValueError(f"fleet.schedule.kind = {schedule.kind!r}: needs hardware profiles; set fleet.devices")
-        if schedule.kind == "over-selection" and self.asked > self.clients:
+        if isinstance(schedule, OverSelectionSchedule) and self.asked > self.clients:
             raise ValueError(
                 f"fleet.schedule.share = {schedule.share}: would ask {self.asked} of fleet.clients = {self.clients}"
             )
-        if schedule.kind == "buffered" and schedule.concurrency + self.per_round > self.clients:
+        if isinstance(schedule, BufferedSchedule) and schedule.concurrency + self.per_round > self.clients:
             # A client that has just replied is not asked again before the next aggregation.
             most = self.clients - self.per_round
             raise ValueError(
@@ -139,7 +146,7 @@ class FleetConfig(RemoteClients):
 
     @model_validator(mode="after")
     def _enough_clients_train(self) -> FleetConfig:
-        needed = self.asked + (self.schedule.concurrency if self.schedule.kind == "buffered" else 0)
+        needed = self.asked + (self.schedule.concurrency if isinstance(self.schedule, BufferedSchedule) else 0)
         left = self.clients - self.num_held_out
         if self.held_out and needed > left:
             raise ValueError(
@@ -156,7 +163,7 @@ class FleetConfig(RemoteClients):
     @property
     def asked(self) -> int:
         """Clients asked per round."""
-        extra = self.schedule.share if self.schedule.kind == "over-selection" else 0.0
+        extra = self.schedule.share if isinstance(self.schedule, OverSelectionSchedule) else 0.0
         return ceil(self.per_round * (1 + extra)) + self.over_provision
 
     def name_of(self, client: int) -> str:

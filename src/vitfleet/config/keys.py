@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vitfleet.config.explain import VARIANTS
-from vitfleet.config.registry import Parameters, registry_of, tables_of
+from vitfleet.config.registry import Registry, parameters_of
 from vitfleet.config.schema import Config
 
 _SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
@@ -31,33 +30,32 @@ class Key:
     meaning: str
 
 
-def every_key(table: type[BaseModel] = Config, prefix: str = "", variant: str = "") -> Iterator[Key]:
+def every_key(table: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key]:
     """Yield every key below a table, in the order of the tables."""
-    tag = VARIANTS.get(prefix.rstrip("."), "") if variant else ""
     for name, field in table.model_fields.items():
         path = f"{prefix}{name}"
-        mark = registry_of(field)
+        mark = parameters_of(field)
         inner = [member for member in _members(field.annotation) if _is_table(member)]
-        if isinstance(mark, Parameters):
+        if mark is not None and mark.registry.part_paths == "by name":
             for entry in mark.registry:
                 yield Key(f"{path}.{entry.name}", "", "table", "", entry.summary)
                 yield from every_key(entry.params, f"{path}.{entry.name}.")
-        elif path in VARIANTS:
-            yield from _variant_keys(path, field, tables_of(field) or inner)
+        elif mark is not None and mark.registry.part_paths == "tagged":
+            default = str(getattr(field.get_default(call_default_factory=True), mark.registry.tag))
+            yield from _tagged_keys(mark.registry, default)
         elif inner:
             yield from every_key(inner[0], f"{path}.")
-        elif name != tag:
-            yield Key(path, variant, _allowed(field), _default(field), field.description or "")
+        else:
+            yield Key(path, "", _allowed(field), _default(field), field.description or "")
 
 
-def _variant_keys(path: str, field: FieldInfo, tables: list[type[BaseModel]]) -> Iterator[Key]:
+def _tagged_keys(registry: Registry[Any], default: str) -> Iterator[Key]:
     """Yield the keys of a table whose tag decides which other keys it has."""
-    tag = VARIANTS[path]
-    names = [str(table.model_fields[tag].default) for table in tables]
-    default = str(getattr(field.get_default(call_default_factory=True), tag))
-    yield Key(f"{path}.{tag}", "", ", ".join(names), default, "decides which keys follow")
-    for table, name in zip(tables, names, strict=True):
-        yield from every_key(table, f"{path}.", name)
+    yield Key(registry.key, "", ", ".join(registry.names()), default, "decides which keys follow")
+    for entry in registry:
+        for key in every_key(entry.params, f"{registry.table}."):
+            if key.name != registry.key:
+                yield replace(key, variant=entry.name)
 
 
 def _is_table(annotation: Any) -> bool:

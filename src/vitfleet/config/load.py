@@ -6,7 +6,8 @@ import copy
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,11 +40,26 @@ FRESH = {
 PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 
 
+@cache
+def _preset_texts() -> dict[str, str]:
+    """Return the text of every shipped preset's file."""
+    folder = files("vitfleet") / "presets"
+    entries = sorted(
+        (entry for entry in folder.iterdir() if entry.name.endswith(".toml")), key=lambda entry: entry.name
+    )
+    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in entries}
+
+
 def presets() -> dict[str, str]:
     """Return every shipped preset's name and its one-line title."""
-    folder = files("vitfleet") / "presets"
-    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {name: str(_read_preset(name).get("title", "")) for name in names}
+    return {name: str(tomllib.loads(text).get("title", "")) for name, text in _preset_texts().items()}
+
+
+def preset_text(name: str) -> str:
+    """Return a shipped preset as the text of its file."""
+    if name not in _preset_texts():
+        raise _unknown_preset(name)
+    return _preset_texts()[name]
 
 
 def load_config(
@@ -61,7 +77,8 @@ def load_config(
     overrides
         Values by dotted key, or ``key=value`` texts as given to ``-o``, whose value is TOML or a bare string.
     base
-        Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``).
+        Values that replace the source's before the overrides are applied, by dotted key (``--seed``, ``--data-dir``);
+        ``None``: not given.
     plugins
         Plug-in files to load in addition to those that the source names.
     """
@@ -83,7 +100,8 @@ def from_tree(
     plugin_loader.load_plugins(tree["plugins"])  # what they register counts as known below
     meant = copy.deepcopy(titled_parts(tree))
     for key, value in (base or {}).items():
-        _put(tree, key, value)
+        if value is not None:
+            _put(tree, key, value)
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
     for key, value in given:
@@ -126,18 +144,17 @@ def validate(tree: Tree, load_plugins: bool = True) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise explain(error.errors()[0]) from None
+        raise explain(error.errors()[0], Config) from None
 
 
 def _with_plugins(tree: Tree) -> Tree:
     """Load a tree's plug-ins, and resolve names such as ``mine.py:Mine``."""
-    listed = _listed_plugins(tree)
-    plugin_loader.load_plugins(listed)
+    paths = _listed_plugins(tree)
+    plugin_loader.load_plugins(paths)
     tree = copy.deepcopy(tree)
-    paths = listed
-    for registry in ALL:
-        if reference := _reference(tree, registry):
-            paths.append(reference)
+    for registry, table, leaf in _references(tree):
+        path, table[leaf] = plugin_loader.resolve(table[leaf], registry)
+        paths.append(path)
     tree["plugins"] = list(dict.fromkeys(os.path.abspath(os.path.expanduser(path)) for path in paths))
     return tree
 
@@ -150,42 +167,23 @@ def _listed_plugins(tree: Tree) -> list[str]:
     return list(listed)
 
 
-def _reference(tree: Tree, registry: Registry[Any]) -> str | None:
-    """Replace ``mine.py:Mine`` in a tree by the registered name, and return the plug-in's path."""
-    table, leaf = _table_of(tree, registry.key)
-    value = table.get(leaf)
-    resolved = plugin_loader.resolve(value, registry) if isinstance(value, str) else None
-    if resolved is None:
-        return None
-    path, table[leaf] = resolved
-    return path
-
-
-def preset_text(name: str) -> str:
-    """Return a shipped preset as the text of its file."""
-    if name not in presets():
-        raise _unknown_preset(name)
-    return _preset_file(name)
+def _references(tree: Tree) -> Iterator[tuple[Registry[Any], Tree, str]]:
+    """Yield where a tree names a component by its file, ``mine.py:Mine``: its registry, the table and the key in it."""
+    for registry in ALL:
+        table, leaf = _table_of(tree, registry.key)
+        if isinstance(table.get(leaf), str) and table[leaf].rpartition(":")[0].endswith(".py"):
+            yield registry, table, leaf
 
 
 def _unknown_preset(name: str) -> UserError:
-    close = difflib.get_close_matches(name, presets(), n=1)
+    close = difflib.get_close_matches(name, _preset_texts(), n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`vitfleet presets` lists them."
     return UserError(f"no preset is called {name!r}: {hint} A file's name must end in .toml or .json.")
 
 
-def _preset_file(name: str) -> str:
-    return (files("vitfleet") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
-
-
-def _read_preset(name: str) -> Tree:
-    return tomllib.loads(_preset_file(name))
-
-
 def _read_source(source: str) -> Tree:
-    known = presets()
-    if source in known:
-        return _read_preset(source)
+    if source in _preset_texts():
+        return tomllib.loads(_preset_texts()[source])
     path = Path(source)
     if path.suffix not in {".toml", ".json"}:
         raise _unknown_preset(source)
@@ -208,11 +206,9 @@ def _resolve_beside(tree: Tree, folder: Path) -> None:
     listed = tree.get("plugins")
     if isinstance(listed, list):
         tree["plugins"] = [str(folder / name) if isinstance(name, str) else name for name in listed]
-    for registry in ALL:
-        table, leaf = _table_of(tree, registry.key)
-        name = table.get(leaf) if table else None
-        if isinstance(name, str) and ".py:" in name and (folder / name.rpartition(":")[0]).is_file():
-            table[leaf] = str(folder / name)
+    for _, table, leaf in _references(tree):
+        if (folder / table[leaf].rpartition(":")[0]).is_file():
+            table[leaf] = str(folder / table[leaf])
 
 
 def parse_overrides(overrides: Overrides) -> dict[str, Any]:

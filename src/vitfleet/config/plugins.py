@@ -78,11 +78,10 @@ def load_file(path: Path) -> str:
     sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
     try:
         spec.loader.exec_module(module)
-    except UserError:
-        sys.modules.pop(name, None)
-        raise
     except Exception as error:
         sys.modules.pop(name, None)
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"plug-in {path}: {_location(error, file)}{type(error).__name__}: {error}") from error
     _loaded[str(file)] = digest
     return str(file)
@@ -117,17 +116,9 @@ def load_installed() -> None:
             ) from error
 
 
-def resolve(reference: str, registry: Registry[Any]) -> tuple[str, str] | None:
-    """Resolve ``FILE.py:NAME`` to a plug-in and the registered name of a component in it.
-
-    Returns
-    -------
-    tuple
-        The plug-in's absolute path and the component's name; ``None`` if the text has another form.
-    """
-    path, colon, name = reference.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        return None
+def resolve(reference: str, registry: Registry[Any]) -> tuple[str, str]:
+    """Resolve ``FILE.py:NAME`` to the plug-in's absolute path and the registered name of a component in it."""
+    path, _, name = reference.rpartition(":")
     file = load_file(Path(path))
     own = [entry for entry in registry if entry.origin.file == file]
     for entry in own:

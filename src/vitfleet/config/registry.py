@@ -1,8 +1,9 @@
 """Registries of what users may extend: methods, data sets, models, partitions, metrics, trackers and more.
 
-A component is registered under a name, with a table of its parameters. The configuration's tables are built from the
-registries, so a component from a user's own file is configured, validated and listed like a built-in one. The built-in
-components are registered by the same decorators; their modules are imported when a registry is first looked at.
+A component is registered under a name, with a table of its parameters. A key of the configuration that holds such
+parameters is validated by the registry (:class:`Parameters`), so a component from a user's own file is configured,
+validated and listed like a built-in one. The built-in components are registered by the same decorators; their modules
+are imported when a registry is first looked at.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_origin
 
-from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError, create_model
+from pydantic import GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from vitfleet.config.base import Table
+from vitfleet.config.explain import explain, suggest
 from vitfleet.errors import ConfigError, UserError
 
 T = TypeVar("T")
 Registered = TypeVar("Registered")
 PACKAGE = "vitfleet"
+#: Where a component's parameters stand: in the table that names it (``[method]``), in a table under its name
+#: (``[metrics.NAME]``), or in a table ``params`` beside the key that names it (``model.name``, ``[model.params]``).
+PartPaths: TypeAlias = Literal["tagged", "by name", "beside"]
 
 
 class NoParams(Table):
@@ -105,15 +110,15 @@ class Registry(Generic[T]):
         The configuration key that names a component: ``method.name``.
     builtin
         Modules whose import registers the built-in components.
-    tagged
-        Whether a component's parameters form a table of their own that holds the name too (``[method]``), instead of
-        lying under the name (``[metrics.NAME]``).
+    layout
+        Where a component's parameters stand.
     """
 
-    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], tagged: bool = True) -> None:
+    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: PartPaths = "tagged") -> None:
         self.kind = kind
         self.key = key
-        self.tag = key.rpartition(".")[2] if tagged else None
+        self.part_paths = layout
+        self.table, _, self.tag = key.rpartition(".")
         self._builtin = builtin
         self._loading = False
         self._entries: dict[str, Entry[T]] = {}
@@ -140,9 +145,8 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} ({origin.file or origin.module}): the name is taken by "
                     f"{known.origin.file or known.origin.module}; choose another name"
                 )
-            table = params if self.tag is None else _tagged(params, self.tag, name)
+            table = _tagged(params, self.tag, name) if self.part_paths == "tagged" else params
             self._entries[name] = Entry(name, title or name, target, params, table, origin)  # type: ignore[arg-type]
-            _rebuild_configuration()
             return target
 
         return decorator
@@ -157,10 +161,10 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> Entry[T]:
         self._load_builtin()
-        if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, n=1)
+        if not isinstance(name, str) or name not in self._entries:
+            close = difflib.get_close_matches(str(name), self._entries, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(self.key, name, f"must be one of {', '.join(self._entries)}{hint}")
+            raise ConfigError(self.key, str(name), f"must be one of {', '.join(self._entries)}{hint}")
         return self._entries[name]
 
     def get(self, name: str) -> Entry[T] | None:
@@ -179,9 +183,48 @@ class Registry(Generic[T]):
         """Return all names, in the order of registration."""
         return [entry.name for entry in self]
 
-    def make_params(self, name: str, **values: Any) -> Any:
+    def make_params(self, name: str, /, **values: Any) -> Any:
         """Return a component's parameter table with these values."""
-        return self[name].params(**values)
+        return self.validate(name, values)
+
+    def validate(self, name: str, values: Any) -> Table:
+        """Return the parameter table of a component, from the values of its keys.
+
+        Raises
+        ------
+        UserError
+            Names the key, its value and the remedy.
+        """
+        params = self._params_of(name)
+        try:
+            return params.model_validate(values)
+        except ValidationError as error:
+            raise self._explain(error.errors()[0], name, params) from None
+
+    def _params_of(self, name: str) -> type[Table]:
+        if self.part_paths == "beside":  # a name may also be that of the user's own images, or of a model of timm
+            entry = self.get(name)
+            return NoParams if entry is None else entry.params
+        if self.part_paths == "by name" and name not in self:
+            raise UserError(f"{self.key}.{name}: no such key; {suggest(str(name), self.names(), self.key)}")
+        return self[name].params
+
+    def _explain(self, error: ErrorDetails, name: str, params: type[Table]) -> UserError:
+        """Explain what is wrong with the parameters of a component."""
+        where = {"tagged": self.table, "by name": f"{self.key}.{name}", "beside": f"{self.table}.params"}[
+            self.part_paths
+        ]
+        if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+            key = str(error["loc"][0])
+            if self.part_paths == "beside":
+                known = ", ".join(params.model_fields)
+                allowed = f"has the parameters {known}" if known else "has no parameters"
+                return ConfigError(f"{where}.{key}", error["input"], f"no such key; {name!r} {allowed}")
+            owners = [entry.name for entry in self if key in entry.params.model_fields]
+            if self.part_paths == "tagged" and owners:
+                owned = f"it belongs to {self.key} = {' or '.join(owners)}, and {self.key} is {name}"
+                return UserError(f"{where}.{key}: no such key; {owned}")
+        return explain(error, params, where)
 
     def _load_builtin(self) -> None:
         if self._builtin and not self._loading:
@@ -191,22 +234,12 @@ class Registry(Generic[T]):
 
 
 ALL: list[Registry[Any]] = []
-_on_change: list[Callable[[], None]] = []
-
-
-def on_change(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call a function whenever a component is registered."""
-    _on_change.append(callback)
-    return callback
-
-
-def _rebuild_configuration() -> None:
-    for callback in _on_change:
-        callback()
 
 
 def _tagged(params: type[Table], tag: str, name: str) -> type[Table]:
     """Return a parameter table in which the tag has one possible value."""
+    if tag in params.model_fields and get_origin(params.model_fields[tag].annotation) is Literal:
+        return params  # it says so itself
     fields: dict[str, Any] = {tag: (Literal[name], name)}
     table: type[Table] = create_model(
         params.__name__, __base__=params, __module__=params.__module__, __doc__=params.__doc__, **fields
@@ -214,8 +247,11 @@ def _tagged(params: type[Table], tag: str, name: str) -> type[Table]:
     return table
 
 
-class OneOf:
-    """Annotation of a field that holds the table of one registered component, which the table's tag names.
+class Parameters:
+    """Annotation of a field that holds parameters of a registry's components, in the registry's layout.
+
+    The value is a parameter table, or for parameters under their components' names a dictionary of them. Parameters
+    beside the name stay as they were given: what is saved holds no defaults of theirs.
 
     Parameters
     ----------
@@ -228,69 +264,45 @@ class OneOf:
         self.default = default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a union of the tables of all registered components."""
-        choices = {entry.name: handler.generate_schema(entry.params) for entry in self.registry}
-        union = core_schema.tagged_union_schema(choices, discriminator=self.registry.tag or "")
-        return core_schema.no_info_before_validator_function(self._with_tag, union)
+        """Return a schema that asks the registry when it validates: components may be registered at any time."""
+        serialization = core_schema.plain_serializer_function_ser_schema(_as_tree, info_arg=True)
+        return core_schema.with_info_plain_validator_function(self._validate, serialization=serialization)
 
-    def _with_tag(self, value: Any) -> Any:
-        """Add the tag to a table that has none: a component's own parameter table, or one that means the default."""
-        tag = self.registry.tag or ""
-        if isinstance(value, Table) and not getattr(value, tag, None):
-            return {**value.model_dump(), tag: self.registry.entry_of(value).name}
-        if isinstance(value, dict) and self.default is not None:
-            return {tag: self.default, **value}
+    def _validate(self, value: Any, info: core_schema.ValidationInfo) -> Any:
+        registry = self.registry
+        if registry.part_paths == "tagged" and isinstance(value, dict | Table):
+            return self._validate_tagged(value)
+        if not isinstance(value, dict):
+            raise PydanticKnownError("dict_type")
+        if registry.part_paths == "by name":
+            return {name: registry.validate(name, values) for name, values in value.items()}
+        if registry.tag in (info.data or {}):  # else the name is wrong, and reported
+            registry.validate(info.data[registry.tag], value)
         return value
 
-
-class ByName:
-    """Annotation of a field that holds the tables of several registered components, by name."""
-
-    def __init__(self, registry: Registry[Any]) -> None:
-        self.registry = registry
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a table whose keys are the names of all registered components."""
-        fields = {
-            entry.name: core_schema.typed_dict_field(handler.generate_schema(entry.params), required=False)
-            for entry in self.registry
-        }
-        return core_schema.typed_dict_schema(fields, extra_behavior="forbid", total=False)
+    def _validate_tagged(self, value: dict[str, Any] | Table) -> Table:
+        registry, tag = self.registry, self.registry.tag
+        if isinstance(value, Table):
+            name = getattr(value, tag, None) or registry.entry_of(value).name
+            if type(value) is registry[name].params:
+                return value
+            value = {**value.model_dump(), tag: name}
+        if tag not in value and self.default is None:
+            raise UserError(f"{registry.key}: is missing; set it")
+        value = {tag: self.default, **value}
+        return registry.validate(value[tag], value)
 
 
-def registry_of(field: FieldInfo) -> OneOf | ByName | None:
-    """Return the annotation of a field whose tables come from a registry; ``None`` for any other field."""
-    return next((mark for mark in field.metadata if isinstance(mark, OneOf | Parameters)), None)
+def _as_tree(value: Any, info: core_schema.SerializationInfo) -> Any:
+    """Return parameters as plain values."""
+    if isinstance(value, Table):
+        return value.model_dump(mode=info.mode)
+    return {key: _as_tree(item, info) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def tables_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the tables of all components that may stand in a field."""
-    mark = registry_of(field)
-    return [] if mark is None else [entry.params for entry in mark.registry]
-
-
-def validate_params(registry: Registry[Any], name: str, values: dict[str, Any], prefix: str) -> Table:
-    """Validate the parameters of a component that lie in a table beside its name.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
-    entry = registry.get(name)
-    table = NoParams if entry is None else entry.params
-    unknown = sorted(set(values) - set(table.model_fields))
-    if unknown:
-        allowed = f"{name!r} has the parameters {', '.join(table.model_fields)}" if table.model_fields else (
-            f"{name!r} has no parameters"
-        )  # fmt: skip
-        raise ConfigError(f"{prefix}.{unknown[0]}", values[unknown[0]], f"no such key; {allowed}")
-    try:
-        return table.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join([prefix, *map(str, first["loc"])])
-        raise ConfigError(key, first["input"], first["msg"].removeprefix("Input ").replace("should", "must")) from None
+def parameters_of(field: FieldInfo) -> Parameters | None:
+    """Return the annotation of a field that holds parameters of components; ``None`` for any other field."""
+    return next((mark for mark in field.metadata if isinstance(mark, Parameters)), None)
 
 
 METHODS: Registry[Any] = Registry("method", "method.name", ("vitfleet.methods",))
@@ -299,11 +311,12 @@ AGGREGATIONS: Registry[Any] = Registry("aggregation", "aggregate.rule", ("vitfle
 SERVER_OPTIMIZERS: Registry[Any] = Registry(
     "server optimiser", "server.optimizer", ("vitfleet.methods.aggregation.server_optimizers",)
 )
-DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.sources.named",), tagged=False)
-MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), tagged=False)
-METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.evaluate.metrics",), tagged=False)
-TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.output.trackers",), tagged=False)
-CALLBACKS: Registry[Any] = Registry("callback", "callbacks", ("vitfleet.run.callbacks",), tagged=False)
+SCHEDULES: Registry[Any] = Registry("schedule", "fleet.schedule.kind", ("vitfleet.config.fleet",))
+DATASETS: Registry[Any] = Registry("data set", "data.name", ("vitfleet.data.sources.named",), "beside")
+MODELS: Registry[Any] = Registry("model", "model.name", ("vitfleet.models.zoo",), "beside")
+METRICS: Registry[Any] = Registry("metric", "metrics", ("vitfleet.run.evaluate.metrics",), "by name")
+TRACKERS: Registry[Any] = Registry("tracker", "trackers", ("vitfleet.run.output.trackers",), "by name")
+CALLBACKS: Registry[Any] = Registry("callback", "callbacks", ("vitfleet.run.callbacks",), "by name")
 
 register_method = METHODS.register
 register_partition = PARTITIONS.register

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vitfleet.config.base import (
     AggregationParams,
@@ -29,16 +29,13 @@ from vitfleet.config.registry import (
     SERVER_OPTIMIZERS,
     TRACKERS,
     Parameters,
-    on_change,
 )
 from vitfleet.config.train import EvalConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.errors import ConfigError
 
 
-class Extensions(Table):
-    """What a run uses from plug-ins, by name, besides the components that the other tables name."""
-
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
+class Config(Table):
+    """A whole run."""
 
     plugins: tuple[str, ...] = Field(
         (), strict=False, description="files of your own methods, data sets, metrics, … to load first"
@@ -51,13 +48,6 @@ class Extensions(Table):
         default_factory=lambda: {"tensorboard": TRACKERS.make_params("tensorboard")},
         description="where curves are shown",
     )
-
-
-class Config(Extensions):
-    """A whole run."""
-
-    model_config = ConfigDict(defer_build=True)  # until the registries are complete
-
     title: str = Field("", description="one line for `vitfleet presets` and the report")
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of every random draw")
     rounds: int = Field(10, ge=1, le=10**6, description="rounds of the run; with data.tasks it follows from the tasks")
@@ -112,11 +102,9 @@ class Config(Extensions):
         return {**tree, "rounds": tasks.rounds} if tasks else tree
 
     @model_validator(mode="after")
-    def _tasks_fit(self) -> Config:
+    def _rounds_suit_the_tasks(self) -> Config:
         tasks = self.data.tasks
-        if tasks is None:
-            return self
-        if self.rounds != tasks.rounds:
+        if tasks is not None and self.rounds != tasks.rounds:
             raise ValueError(
                 f"rounds = {self.rounds}: must be {tasks.rounds}, data.tasks.count × data.tasks.rounds_per_task, "
                 "or be left out"
@@ -124,35 +112,28 @@ class Config(Extensions):
         return self
 
     @model_validator(mode="after")
-    def _checkpoints_suit_the_fleet(self) -> Config:
-        """Require a checkpoint every round with remote clients: they store one earlier state only."""
-        if self.fleet.kind == "flower" and self.machine.checkpoint_every != 1:
+    def _keys_suit_the_fleet(self) -> Config:
+        """Check what depends on where clients run: remote ones have images of their own and store one earlier state."""
+        is_remote, data = self.fleet.kind == "flower", self.data
+        if is_remote and self.machine.checkpoint_every != 1:
             raise ValueError(
                 f"machine.checkpoint_every = {self.machine.checkpoint_every}: must be 1 with fleet.kind = flower"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validation_suits_the_fleet(self) -> Config:
-        """Reject validation images with remote clients: they have images of their own, split by their owners."""
-        if self.fleet.kind == "flower" and self.data.validation:
+        if is_remote and data.validation:  # whoever owns the images has split them
             raise ValueError(
-                f"data.validation = {self.data.validation}: must be 0 with fleet.kind = flower, where clients have "
+                f"data.validation = {data.validation}: must be 0 with fleet.kind = flower, where clients have "
                 "their own images; choose settings with fleet.kind = simulation"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _test_only_suits_the_fleet(self) -> Config:
-        """Require clients with images of their own where the server's are all test images."""
-        if self.fleet.kind == "simulation" and self.data.test_only:
+        if not is_remote and data.test_only:
             raise ValueError("data.test_only = true: needs fleet.kind = flower, where clients have their own images")
         return self
 
     @model_validator(mode="after")
-    def _method_fits(self) -> Config:
-        """Let the method check its parameters before any data is read."""
+    def _components_fit(self) -> Config:
+        """Let the method and the metrics check their parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)
+        for params in self.metrics.values():
+            params.check_config(self)
         return self
 
     @model_validator(mode="after")
@@ -168,21 +149,6 @@ class Config(Extensions):
             f"has no effect: with {self.method.name} as configured the server averages no weights; leave the table "
             "[server] out",
         )
-
-    @model_validator(mode="after")
-    def _metrics_fit(self) -> Config:
-        """Check each metric's parameters before any data is read."""
-        for params in self.metrics.values():
-            params.check_config(self)
-        return self
-
-
-@on_change
-def _rebuild() -> None:
-    """Build the tables again: their unions hold every registered component."""
-    for table in (DataConfig, Config):
-        if table.__pydantic_complete__:
-            table.model_rebuild(force=True)
 
 
 __all__ = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
-from vitfleet.config.registry import MODELS, validate_params
+from vitfleet.config.registry import MODELS, Parameters
 
 #: The body with which a client's model is evaluated: as the client trained it, or as it would receive it now.
 EvaluatedBody: TypeAlias = Literal["own", "aggregated"]
@@ -30,7 +30,9 @@ class ModelConfig(Table):
     depth: int | None = Field(None, ge=1, le=64, description="number of layers; default: 4, or timm's own")
     heads: int = Field(4, ge=1, le=1024, description="attention heads (for vit)")
     mlp_ratio: float = Field(4.0, ge=0.125, le=64, description="MLP width over embedding width (for vit)")
-    params: dict[str, Any] = Field({}, description="parameters of a registered model that has any")
+    params: Annotated[dict[str, Any], Parameters(MODELS)] = Field(
+        {}, description="parameters of a registered model that has any"
+    )
     weights: str | None = Field(
         None, description="pretrained: a .safetensors file, a folder of them, 'hub', or 'digits' (shipped)"
     )
@@ -39,12 +41,6 @@ class ModelConfig(Table):
     def _heads_divide_dim(self) -> ModelConfig:
         if self.name == "vit" and self.dim % self.heads:
             raise ValueError(f"model.heads = {self.heads}: must divide model.dim = {self.dim}")
-        return self
-
-    @model_validator(mode="after")
-    def _params_fit(self) -> ModelConfig:
-        if self.params:
-            validate_params(MODELS, self.name, self.params, "model.params")
         return self
 
 
@@ -105,7 +101,8 @@ class MachineConfig(Table):
     )
     graphs: bool = Field(True, description="on a GPU, capture training steps in CUDA graphs and replay them")
     kernels: bool = Field(
-        True, description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of a cohort"
+        True,
+        description="on a GPU, Triton kernels for attention over few tokens and for the optimiser of stacked clients",
     )
     compile: bool | Literal["auto"] = Field(
         False, description="compile the model's forward and backward pass; pays off in long runs; auto: on a GPU"

@@ -151,9 +151,9 @@ def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net
     return make_method(config.method, context), net
 
 
-def training_bytes(config: Config, progress: Progress = NO_PROGRESS) -> int:
+def training_bytes(config: Config) -> int:
     """Return the peak memory of a typical client's training, without its other costs."""
-    dataset = _dataset_size(config, progress)
+    dataset = _dataset_size(config, NO_PROGRESS)
     method, net = _make_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size)
     late_round = cost_model.late_round(typical_labels(config, dataset))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from vitfleet.config.fleet import ScheduleConfig
+from vitfleet.config.fleet import DeadlineSchedule, Schedule
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Arrival:
 
 
 def close_round(
-    schedule: ScheduleConfig, wanted: int, now: float, seconds: Mapping[int, float]
+    schedule: Schedule, wanted: int, now: float, seconds: Mapping[int, float]
 ) -> tuple[list[Arrival], float]:
     """Simulate one round; return one arrival per client, sorted by client, and the time at which the round ended.
 
@@ -50,7 +50,7 @@ def close_round(
     """
     queue = [(now + duration, client) for client, duration in seconds.items()]
     heapify(queue)
-    deadline = now + schedule.seconds if schedule.kind == "deadline" else inf
+    deadline = now + schedule.seconds if isinstance(schedule, DeadlineSchedule) else inf
     arrivals: list[Arrival] = []
     end = now
     while queue and len(arrivals) < wanted and queue[0][0] <= deadline:

@@ -1,1 +1,5 @@
-"""Trained models in the formats of other software. Packages that a format needs are imported when it is written."""
+"""Trained models in the formats of other software: one file per kind of format, and the model card.
+
+A format's packages are imported when a model is written in it. What is written is loaded again and compared with the
+original (``write``). Loading models is in ``inference``.
+"""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +37,6 @@ class ExportInfo:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     model_size: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values for JSON."""
-        return asdict(self)
 
 
 class ExportGraph(nn.Module):
@@ -86,10 +81,14 @@ class ExportGraph(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of images in 0…1."""
+        return self.with_network(self.network, images)
+
+    def with_network(self, network: nn.Module, images: Tensor) -> Tensor:
+        """Return the logits that another network computes instead of its own."""
         if self.info.input_size != self.info.model_size:
             size = (self.info.model_size, self.info.model_size)
             images = F.interpolate(images, size, mode="bilinear", antialias=False)
-        logits: Tensor = self.network((images - self.mean) / self.std)
+        logits: Tensor = network((images - self.mean) / self.std)
         return logits
 
     def prepare(self, pixels: Tensor) -> Tensor:

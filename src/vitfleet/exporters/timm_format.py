@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from vitfleet.config.schema import ModelConfig
@@ -43,7 +42,7 @@ def write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> nn.Module
 
     built: nn.Module = timm.create_model(architecture, num_classes=len(model.classes), **arguments)
     built.load_state_dict(load_file(folder / "model.safetensors"))
-    return built.eval()
+    return built.eval().requires_grad_(False)
 
 
 def timm_arguments(model: Classifier) -> tuple[str, dict[str, Any]]:
@@ -90,14 +89,3 @@ def _config(model: Classifier, architecture: str, arguments: dict[str, Any]) -> 
             "classifier": "head",
         },
     }
-
-
-def timm_logits(built: nn.Module, graph: ExportGraph, images: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a timm model for the images that a graph takes."""
-    network, graph.network = graph.network, built
-    try:
-        with torch.inference_mode():
-            logits: torch.Tensor = graph(images)
-        return logits
-    finally:
-        graph.network = network

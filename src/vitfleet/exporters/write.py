@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,23 +16,16 @@ from torch import Tensor
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.onnx_format import onnx_logits, quantise_onnx, write_onnx
+from vitfleet.exporters.graph_formats import GRAPH_FORMATS, onnx_logits, quantise_onnx
 from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
-from vitfleet.exporters.program_format import (
-    executorch_logits,
-    torch_export_logits,
-    write_executorch,
-    write_torch_export,
-)
-from vitfleet.exporters.timm_format import timm_logits, write_timm
+from vitfleet.exporters.timm_format import write_timm
 from vitfleet.files import MODEL_FILE, make_folder, write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import load_model_file
 from vitfleet.run.output.model_file import write_model
 
-FORMATS = ("safetensors", "timm", "onnx", "executorch", "torch-export")
+FORMATS = ("safetensors", "timm", *GRAPH_FORMATS)
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
-ONNX_FILE = "model.onnx"
 COMPARED_IMAGES = 100  # with which an exported model is compared with the original
 MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
 BATCH = 32
@@ -115,57 +108,30 @@ def write_export(
     quantised = None
     if int8:
         files.append(folder / "model-int8.onnx")
-        quantise_onnx(folder / ONNX_FILE, files[-1])
-        quantised = _measure(folder / ONNX_FILE, files[-1], graph, labelled, images)
-    write_atomically(folder / PREPROCESSING_FILE, json.dumps(graph.info.as_json(), indent=1).encode())
+        quantise_onnx(files[0], files[-1])
+        quantised = _measure(files[0], files[-1], graph, labelled, images)
+    write_atomically(folder / PREPROCESSING_FILE, json.dumps(asdict(graph.info), indent=1).encode())
     return Export(folder, format, [*files, folder / PREPROCESSING_FILE], difference, len(images), quantised)
 
 
 def _write(model: Classifier, graph: ExportGraph, format: str, folder: Path) -> tuple[list[Path], Logits]:
     """Write a model and return its files, and the function that computes logits from them."""
-    files, logits = _WRITERS[format](model, graph, folder)
-    if has_lora(model) and format in {"safetensors", "timm"}:
+    logits: Logits
+    if format in GRAPH_FORMATS:
+        name, write_graph, logits_of_file = GRAPH_FORMATS[format]
+        write_graph(graph, folder / name)
+        return [folder / name], partial(logits_of_file, folder / name)
+    files = [folder / MODEL_FILE]
+    if format == "timm":
+        logits = partial(graph.with_network, write_timm(model, graph, folder))
+        files.append(folder / "config.json")
+    else:
+        write_model(files[0], model.net, model.vit.state_dict(), model.info)
+        logits = partial(_in_batches, ExportGraph(load_model_file(files[0])))
+    if has_lora(model):
         write_peft_adapter(model, folder)
         files += [folder / BASE_FILE, folder / ADAPTER_FOLDER]
     return files, logits
-
-
-def _write_safetensors(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / MODEL_FILE
-    write_model(path, model.net, model.vit.state_dict(), model.info)
-    return [path], partial(_in_batches, ExportGraph(load_model_file(path)))
-
-
-def _write_timm(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    built = write_timm(model, graph, folder)
-    return [folder / MODEL_FILE, folder / "config.json"], partial(timm_logits, built, graph)
-
-
-def _write_onnx(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / ONNX_FILE
-    write_onnx(graph, path)
-    return [path], partial(onnx_logits, path)
-
-
-def _write_torch_export(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / "model.pt2"
-    write_torch_export(graph, path)
-    return [path], partial(torch_export_logits, path)
-
-
-def _write_executorch(model: Classifier, graph: ExportGraph, folder: Path) -> tuple[list[Path], Logits]:
-    path = folder / "model.pte"
-    write_executorch(graph, path)
-    return [path], partial(executorch_logits, path)
-
-
-_WRITERS: dict[str, Callable[[Classifier, ExportGraph, Path], tuple[list[Path], Logits]]] = {
-    "safetensors": _write_safetensors,
-    "timm": _write_timm,
-    "onnx": _write_onnx,
-    "executorch": _write_executorch,
-    "torch-export": _write_torch_export,
-}
 
 
 def _in_batches(graph: ExportGraph, images: Tensor) -> Tensor:
@@ -189,3 +155,26 @@ def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet 
         bytes=path.stat().st_size,
         original_bytes=original.stat().st_size,
     )
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload an exported model to the Hugging Face hub as a private repository ``owner/name``; return its address.
+
+    Raises
+    ------
+    UserError
+        No token is set, or the hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    token = get_token()
+    if token is None:
+        raise UserError(f"--push-to-hub {repository}: no token is set; set HF_TOKEN, or log in with `hf auth login`")
+    hub = HfApi(token=token)
+    try:
+        address = str(hub.create_repo(repository, private=True, exist_ok=True))
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Model exported by vitfleet")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"--push-to-hub {repository}: {str(error).splitlines()[0]}") from None
+    return address

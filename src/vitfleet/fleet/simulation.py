@@ -25,7 +25,7 @@ MIN_USED_FRACTION = 0.9  # of a storage: tensors that use less of theirs are cop
 
 
 class SimulatedFleet:
-    """Clients that train in this process, in cohorts or in worker threads, on shards of one data set.
+    """Clients that train in this process, stacked or in worker threads, on shards of one data set.
 
     Parameters
     ----------
@@ -61,18 +61,18 @@ class SimulatedFleet:
         return self.runtime.trainer.machine.device
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Train clients in cohorts, or each in a worker thread. Clients start only as replies are consumed."""
+        """Train stacked clients, or each in a worker thread. Clients start only as replies are consumed."""
         machine = self.runtime.trainer.machine
         # A module that holds its weights while it runs cannot be shared between threads.
         threaded = machine.workers > 1 and machine.stack_size == 1 and self.runtime.trainer.net.thread_safe
-        for reply, client_state in self._train_in_threads(requests) if threaded else self._train_in_cohorts(requests):
+        for reply, client_state in self._train_in_threads(requests) if threaded else self._train_stacked(requests):
             if reply.message is not None:
                 self.stage_state(reply.client, client_state)
             yield reply
 
-    def _train_in_cohorts(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
-        for cohort in batched(requests, self.runtime.trainer.machine.stack_size):
-            for reply, update in self.runtime.train(cohort, self._pending_update):
+    def _train_stacked(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:
+        for group in batched(requests, self.runtime.trainer.machine.stack_size):
+            for reply, update in self.runtime.train(group, self._pending_update):
                 yield reply, update.client_state
 
     def _train_in_threads(self, requests: Iterable[Request]) -> Iterator[tuple[Reply, State | None]]:

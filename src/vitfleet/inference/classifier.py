@@ -1,9 +1,11 @@
-"""A trained model for inference."""
+"""A trained model for inference, and what it predicts of one image or of many files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from torch import Tensor, nn
 from vitfleet.data.decode import UNREADABLE, decode_image, fit_image
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
+from vitfleet.inference.image_files import decode_file
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.output.model_file import ModelInfo
+
+DECODING_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,23 @@ class Prediction:
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the most probable classes with their probabilities, the most probable first."""
         return sorted(self.probabilities.items(), key=lambda item: -item[1])[:count]
+
+
+@dataclass(frozen=True)
+class ImagePrediction:
+    """The prediction of one image file.
+
+    Attributes
+    ----------
+    prediction
+        ``None`` if the file cannot be read.
+    note
+        Why it cannot be read, or that its colours were converted; ``None``: nothing to say.
+    """
+
+    path: Path
+    prediction: Prediction | None
+    note: str | None = None
 
 
 class Classifier(nn.Module):
@@ -116,8 +139,22 @@ class Classifier(nn.Module):
         weights = {**dict(self.vit.named_parameters()), **dict(self.vit.named_buffers())}
         return self.net(weights, pixels)
 
+    @property
+    def class_to_task(self) -> Tensor:
+        """The task of each class, ``[classes]``, on the CPU."""
+        if self.info.class_to_task is None:
+            raise UserError("the model was not trained on tasks; leave the task out")
+        return torch.tensor(self.info.class_to_task)
+
+    def classes_of_task(self, task: int) -> list[int]:
+        """Return the classes of a task, as indices."""
+        last = int(self.class_to_task.max())
+        if not 0 <= task <= last:
+            raise UserError(f"task = {task}: must be between 0 and {last}")
+        return self.tasks[task]
+
     @torch.inference_mode()
-    def probabilities(self, images: Tensor, task: int | Sequence[int] | None = None) -> Tensor:
+    def probabilities(self, images: Tensor, task: int | None = None) -> Tensor:
         """Return the softmax probabilities ``[batch, classes]`` of images; 0 for classes of other tasks.
 
         Parameters
@@ -125,33 +162,13 @@ class Classifier(nn.Module):
         images
             As for :meth:`forward`.
         task
-            The task of the images, or of each of them, where it is known; ``None``: all classes are candidates.
+            The task of the images, where it is known; ``None``: all classes are candidates.
         """
         logits = self(images).float()
         if task is not None:
-            tasks = [task] * len(images) if isinstance(task, int) else list(task)
-            of_class = torch.tensor(self._class_to_task(), device=logits.device)
-            logits = logits.masked_fill(of_class != torch.tensor(tasks, device=logits.device)[:, None], float("-inf"))
+            logits = logits.masked_fill(self.class_to_task.to(logits.device) != task, float("-inf"))
         probabilities: Tensor = logits.softmax(dim=-1)
         return probabilities
-
-    def tasks_of(self, labels: Sequence[int]) -> list[int]:
-        """Return the task of each label."""
-        of_class = self._class_to_task()
-        return [of_class[label] for label in labels]
-
-    def _class_to_task(self) -> tuple[int, ...]:
-        if self.info.class_to_task is None:
-            raise UserError("the model was not trained on tasks; leave the task out")
-        return self.info.class_to_task
-
-    def classes_of_task(self, task: int) -> list[int]:
-        """Return the classes of a task, as indices."""
-        self._class_to_task()
-        tasks = self.tasks
-        if not 0 <= task < len(tasks):
-            raise UserError(f"task = {task}: must be between 0 and {len(tasks) - 1}")
-        return tasks[task]
 
     def predict(self, image: Any, task: int | None = None) -> Prediction:
         """Return the class of one image.
@@ -182,3 +199,33 @@ class Classifier(nn.Module):
             image = fit_image(image, self.image_size, self.channels)
         tensor = torch.as_tensor(np.array(image) if isinstance(image, np.ndarray) else image)
         return (tensor[None] if tensor.dim() == 2 else tensor)[None]
+
+
+def predict_files(
+    model: Classifier,
+    paths: Sequence[Path],
+    task: int | None = None,
+    batch_size: int = 64,
+    progress: Progress = NO_PROGRESS,
+) -> Iterator[ImagePrediction]:
+    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others.
+
+    Parameters
+    ----------
+    task
+        The task of the images, where it is known: only its classes are candidates.
+    """
+    if task is not None:
+        model.classes_of_task(task)  # a wrong number is an error before the first image is read
+    decode = partial(decode_file, image_size=model.image_size, channels=model.channels)
+    with ThreadPoolExecutor(DECODING_THREADS) as pool, progress.task("predicting", len(paths)) as advance:
+        for start in range(0, len(paths), batch_size):
+            decoded = list(pool.map(decode, paths[start : start + batch_size]))
+            readable = [image.pixels for image in decoded if image.pixels is not None]
+            rows: Iterator[list[float]] = iter(())
+            if readable:
+                rows = iter(model.probabilities(torch.from_numpy(np.stack(readable)), task).tolist())
+            for image in decoded:
+                prediction = None if image.pixels is None else model.prediction(next(rows), task)
+                yield ImagePrediction(image.path, prediction, image.note)
+            advance(len(decoded))

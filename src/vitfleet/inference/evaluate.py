@@ -8,12 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vitfleet.data.images import ImageSet
 from vitfleet.inference.classifier import Classifier
 from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.run.evaluate.metric_context import Predictions
+from vitfleet.run.evaluate.metrics import class_accuracies, confusion_matrix
+from vitfleet.training.evaluator import logits_by_batch, score
 
+CPU = torch.device("cpu")
 CALIBRATION_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", 2017
 
 
@@ -77,38 +83,36 @@ def evaluate_images(
     """
     of_client = model.info.client
     name = "server" if of_client is None else f"client {of_client}"
-    probabilities: list[NDArray[np.float64]] = []
-    with progress.task(f"evaluating {name}", len(images)) as advance:
-        for start in range(0, len(images), batch_size):
-            batch = slice(start, start + batch_size)
-            tasks = model.tasks_of(images.labels[batch].tolist()) if known_task else None
-            probabilities.append(model.probabilities(images.images[batch], tasks).double().cpu().numpy())
-            advance(len(images.labels[batch]))
-    return summarise(name, np.concatenate(probabilities), images.labels.cpu().numpy(), model.classes)
+    batches = logits_by_batch(
+        lambda pixels: model(pixels).cpu(),
+        images.to(CPU),
+        batch_size,
+        None,
+        model.class_to_task if known_task else None,
+    )
+    all_logits = []
+    with torch.inference_mode(), progress.task(f"evaluating {name}", len(images)) as advance:
+        for logits, labels in batches:
+            all_logits.append(logits)
+            advance(len(labels))
+    return summarise(name, torch.cat(all_logits), images.labels.to(CPU), model.classes)
 
 
-def summarise(
-    model: str, probabilities: NDArray[np.float64], labels: NDArray[np.int64], class_names: Sequence[str]
-) -> Evaluation:
-    """Return the evaluation of probabilities ``[images, classes]`` against the true classes ``[images]``."""
-    predicted = probabilities.argmax(axis=1)
-    correct = predicted == labels
-    confusion = np.zeros((len(class_names), len(class_names)), dtype=np.int64)
-    np.add.at(confusion, (labels, predicted), 1)
-    counts = confusion.sum(axis=1)
-    with np.errstate(divide="ignore"):
-        loss = float(-np.log(probabilities[np.arange(len(labels)), labels]).mean())
-    bins = calibration_bins(probabilities.max(axis=1), correct)
+def summarise(model: str, logits: Tensor, labels: Tensor, class_names: Sequence[str]) -> Evaluation:
+    """Return the evaluation of logits ``[images, classes]`` against the true classes ``[images]``."""
+    scores = score([(logits, labels)])
+    ((accuracy, loss),) = scores.means()
+    confusion = confusion_matrix(Predictions(labels.numpy(), logits.argmax(dim=1).numpy()), len(class_names))
+    confidence = logits.double().softmax(dim=1).amax(dim=1).numpy()
+    bins = calibration_bins(confidence, scores.correct.bool().numpy())
     gaps = [bin.images * abs((bin.accuracy or 0.0) - (bin.confidence or 0.0)) for bin in bins]
     return Evaluation(
         model=model,
         images=len(labels),
-        accuracy=float(correct.mean()),
+        accuracy=accuracy,
         loss=loss if math.isfinite(loss) else None,
         calibration_error=sum(gaps) / len(labels),
-        class_accuracy={
-            name: int(confusion[i, i]) / int(counts[i]) if counts[i] else None for i, name in enumerate(class_names)
-        },
+        class_accuracy=dict(zip(class_names, class_accuracies(confusion), strict=True)),
         confusion=confusion.tolist(),
         calibration=bins,
     )

@@ -1,4 +1,4 @@
-"""Image files of a user's own: finding them, decoding them, and saying which of them need a remark."""
+"""A user's own image files: finding and decoding them, with a remark for those that cannot be used as they are."""
 
 from __future__ import annotations
 

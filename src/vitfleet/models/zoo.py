@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import vitfleet.models.families  # noqa: F401  (registers the built-in families)
-from vitfleet.config.registry import MODELS, validate_params
+from vitfleet.config.registry import MODELS
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
 from vitfleet.errors import ConfigError, UserError
@@ -51,7 +51,7 @@ def build_model(
         entry = MODELS.get(config.name)
         with timm_required_for("model.name", config.name):
             if entry is not None:
-                params = validate_params(MODELS, config.name, config.params, "model.params")
+                params = MODELS.validate(config.name, config.params)
                 vit, image_size = entry.target(params, request)
             elif config.name in NAMED_VITS and config.weights != HUB_WEIGHTS:
                 vit, image_size = build_named_vit(request)

@@ -1,9 +1,13 @@
-"""Evaluation of a model on images, without augmentation or masking."""
+"""Evaluation of models on images, without augmentation or masking: the loop over batches, and what it measures.
+
+Runs evaluate weights (:class:`Evaluator`); ``inference`` evaluates trained models by the same functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +23,68 @@ from vitfleet.training.stacking.stack import stack
 
 MAX_STACKED_MODELS = 8  # in one forward pass: their weights are copied
 STACKED_BATCHES = 4  # a forward pass of stacked models has at most this many times ``batch_size`` images
+
+
+class Scores(NamedTuple):
+    """How well each image is predicted, ``[images]``; by several models, ``[models, images]``.
+
+    Attributes
+    ----------
+    correct
+        1 where the predicted class is the true one, else 0.
+    losses
+        The cross-entropy.
+    """
+
+    correct: Tensor
+    losses: Tensor
+
+    def means(self) -> list[tuple[float, float]]:
+        """Return the accuracy and the mean loss of each model. The device is waited for once."""
+        correct, losses = (values.reshape(-1, values.shape[-1]) for values in self)
+        means = torch.stack([model.mean() for model in (*correct, *losses)]).tolist()
+        return list(zip(means[: len(correct)], means[len(correct) :], strict=True))
+
+
+def score(batches: Iterable[tuple[Tensor, Tensor]]) -> Scores:
+    """Return how well the images of all batches are predicted.
+
+    Parameters
+    ----------
+    batches
+        Logits ``[batch, classes]``, or ``[models, batch, classes]`` of several models, and labels ``[batch]``.
+    """
+    all_correct, all_losses = [], []
+    for logits, labels in batches:
+        targets = labels.expand(logits.shape[:-1])
+        all_correct.append(logits.argmax(dim=-1) == targets)
+        all_losses.append(F.cross_entropy(logits.float().movedim(-1, 1), targets, reduction="none"))
+    return Scores(torch.cat(all_correct, dim=-1).float(), torch.cat(all_losses, dim=-1))
+
+
+def logits_by_batch(
+    forward: Callable[[Tensor], Tensor],
+    images: ImageSet,
+    batch_size: int,
+    index: Tensor | None = None,
+    class_to_task: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits and labels of each batch.
+
+    Parameters
+    ----------
+    forward
+        Returns the logits of images as they are stored.
+    index
+        Indices of the images to evaluate; ``None``: all.
+    class_to_task
+        The task of each class, ``[classes]``, where the task of an image is known: the classes of other tasks are not
+        possible then.
+    """
+    indices = torch.arange(len(images), device=images.labels.device) if index is None else index
+    for batch in torch.split(indices, max(1, batch_size)):
+        labels = images.labels[batch]
+        yield mask_other_tasks(forward(images.images[batch]), labels, class_to_task), labels
 
 
 @dataclass(frozen=True)
@@ -48,23 +114,19 @@ class Evaluator:
         return wanted if wanted > 1 and self.net.stackable else 1
 
     @torch.inference_mode()
-    def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return for each image whether it is predicted correctly (0 or 1), and its cross-entropy.
+    def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> Scores:
+        """Evaluate a model.
 
         Parameters
         ----------
         index
             Indices of the images to evaluate; ``None``: all.
         """
-        correct, losses = [], []
-        for logits, labels in self._logits(weights, images, index):
-            correct.append(logits.argmax(dim=1) == labels)
-            losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
-        return torch.cat(correct).float(), torch.cat(losses)
+        return score(self._logits(weights, images, index))
 
     @torch.inference_mode()
-    def evaluate_models(self, models: Sequence[Tensors], images: ImageSet) -> tuple[Tensor, Tensor]:
-        """Evaluate several models on all images, see :meth:`evaluate`; the results are ``[models, images]``.
+    def evaluate_models(self, models: Sequence[Tensors], images: ImageSet) -> Scores:
+        """Evaluate several models on all images.
 
         Models are stacked, ``models_at_once`` in one forward pass: a batch is preprocessed once, and a weight that is
         the same tensor in all models is used once for the tokens of all. A forward pass has at most
@@ -73,24 +135,17 @@ class Evaluator:
         size = self.models_at_once
         groups = [models[start : start + size] for start in range(0, len(models), size)]
         results = [self._evaluate_stacked(group, images) for group in groups]
-        return torch.cat([correct for correct, _ in results]), torch.cat([losses for _, losses in results])
+        return Scores(*(torch.cat(parts) for parts in zip(*results, strict=True)))
 
-    def _evaluate_stacked(self, models: Sequence[Tensors], images: ImageSet) -> tuple[Tensor, Tensor]:
+    def _evaluate_stacked(self, models: Sequence[Tensors], images: ImageSet) -> Scores:
         """Evaluate models in the same forward passes."""
         if len(models) == 1:
-            correct, losses = self.evaluate(models[0], images)
-            return correct.unsqueeze(0), losses.unsqueeze(0)
+            return Scores(*(values.unsqueeze(0) for values in self.evaluate(models[0], images)))
         names = self.net.parts.shapes  # a client's weights may be more than its model's
         weights = stack([{name: model[name] for name in names} for model in models])
         if not weights.stacked_names:  # the same model several times
-            correct, losses = self._evaluate_stacked(models[:1], images)
-            return correct.expand(len(models), -1), losses.expand(len(models), -1)
-        all_correct, all_losses = [], []
-        for logits, labels in self._logits(weights.tensors, images, None, len(models)):
-            all_correct.append(logits.argmax(dim=-1) == labels)
-            targets = labels.expand(len(models), -1)
-            all_losses.append(F.cross_entropy(logits.float().mT, targets, reduction="none"))
-        return torch.cat(all_correct, dim=1).float(), torch.cat(all_losses, dim=1)
+            return Scores(*(values.expand(len(models), -1) for values in self._evaluate_stacked(models[:1], images)))
+        return score(self._logits(weights.tensors, images, None, len(models)))
 
     @torch.inference_mode()
     def predict(self, weights: Tensors, images: ImageSet) -> Tensor:
@@ -107,13 +162,13 @@ class Evaluator:
         num_models
             Number of stacked models; the logits have a leading axis of models. ``None``: weights of one model.
         """
-        indices = torch.arange(len(images), device=self.machine.device) if index is None else index
-        stacked_size = STACKED_BATCHES * self.batch_size // (num_models or STACKED_BATCHES)
-        for batch in torch.split(indices, max(1, stacked_size)):
-            pixels = self.preprocess(images.images[batch])
-            labels = images.labels[batch]
+
+        def forward(batch: Tensor) -> Tensor:
+            pixels = self.preprocess(batch)
             if num_models is not None:
                 pixels = pixels.expand(num_models, *pixels.shape)
             with self.machine.autocast():
-                logits = mask_other_tasks(self.net(weights, pixels), labels, self.class_to_task)
-            yield logits, labels
+                return self.net(weights, pixels)
+
+        size = self.batch_size if num_models is None else STACKED_BATCHES * self.batch_size // num_models
+        yield from logits_by_batch(forward, images, size, index, self.class_to_task)

@@ -44,7 +44,7 @@ def dirichlet(params: DirichletPartition, data: PartitionInput) -> Ints:
     if params.min_samples > most:
         remedy = f"must be between 0 and {most}: {len(data.labels)} training images for {data.clients} clients"
         raise ConfigError("data.partition.min_samples", params.min_samples, remedy)
-    shares = dirichlet_shares(params.beta, data.classes, data.clients, data.rng)
+    shares = dirichlet_shares(params.beta, data.num_classes, data.clients, data.rng)
     owners = assign_by_shares(data.labels, shares, data.rng)
     return _ensure_min_samples(owners, data.clients, params.min_samples, data.rng)
 
@@ -91,7 +91,7 @@ def by_classes(params: ClassesPartition, data: PartitionInput) -> Ints:
         drawn = np.argsort(holders + data.rng.random(len(present)), kind="stable")[: params.per_client]
         is_holder[drawn, client] = 1
         holders[drawn] += 1
-    shares = np.full((data.classes, data.clients), 1 / data.clients)
+    shares = np.full((data.num_classes, data.clients), 1 / data.clients)
     shares[present] = is_holder / holders[:, None]
     return assign_by_shares(data.labels, shares, data.rng)
 
@@ -154,7 +154,7 @@ class FilePartition(PartitionParams):
 def from_file(params: FilePartition, data: PartitionInput) -> Partition:
     """Load a partition and check that it was made for these images."""
     path = Path(params.path).expanduser()
-    return load_partition_for(path, data.clients, data.labels, data.test_labels, data.classes)
+    return load_partition_for(path, data.clients, data.labels, data.test_labels, data.num_classes)
 
 
 def _largest_remainder(weights: Floats, total: int) -> Ints:

@@ -26,7 +26,7 @@ def from_tensors(
     images: Any,
     labels: Any,
     test: tuple[Any, Any] | None = None,
-    classes: Sequence[str] | None = None,
+    class_names: Sequence[str] | None = None,
     name: str = "tensors",
     test_share: float = 0.2,
 ) -> DataSet:
@@ -41,7 +41,7 @@ def from_tensors(
         The class of each image, integers ``[count]``.
     test
         Images and labels of the test set; ``None``: hold out a share of every class.
-    classes
+    class_names
         Class names; default: ``"0"``, ``"1"``, … up to the largest label.
     name
         Name of the data set in messages and reports.
@@ -67,10 +67,10 @@ def from_tensors(
         counts = f"{len(train_images)} training and {len(test_images)} test images"
         raise DataError(f"{name}: {counts} are too few; pass more images, or a test set")
     largest = int(torch.cat([train_labels, test_labels]).max())
-    class_names = tuple(str(label) for label in range(largest + 1)) if classes is None else tuple(classes)
-    if largest >= len(class_names):
-        raise DataError(f"{name}: labels go up to {largest}, but classes has {len(class_names)} names")
-    return DataSet(name, class_names, ImageSet(train_images, train_labels), ImageSet(test_images, test_labels))
+    names = tuple(str(label) for label in range(largest + 1)) if class_names is None else tuple(class_names)
+    if largest >= len(names):
+        raise DataError(f"{name}: labels go up to {largest}, but class_names has {len(names)} names")
+    return DataSet(name, names, ImageSet(train_images, train_labels), ImageSet(test_images, test_labels))
 
 
 def from_hf(

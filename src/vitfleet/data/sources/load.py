@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from vitfleet.config.registry import DATASETS, validate_params
+from vitfleet.config.registry import DATASETS
 from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import DecodeOptions, RawDataset, decode_dataset
 from vitfleet.data.image_cache import read_shared, write_shared
@@ -111,7 +111,7 @@ def _load(request: DataRequest) -> DataSet:
     config = request.config
     entry = DATASETS.get(config.name)
     if entry is not None:
-        params = validate_params(DATASETS, config.name, config.params, "data.params")
+        params = DATASETS.validate(config.name, config.params)
         data: DataSet = entry.target(params, request)
         return data
     if config.path is not None:

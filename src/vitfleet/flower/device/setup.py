@@ -50,8 +50,8 @@ class LocalTasks:
         indices = self._indices(self.data.test, task_index)
         if not len(indices):
             return EvalResult(0, 0)
-        correct, _ = evaluator.evaluate(weights, self.data.test, indices)
-        return EvalResult(int(correct.sum()), len(indices))
+        scores = evaluator.evaluate(weights, self.data.test, indices)
+        return EvalResult(int(scores.correct.sum()), len(indices))
 
     def _indices(self, images: ImageSet, task_index: int) -> Tensor:
         if self.class_to_task is None:

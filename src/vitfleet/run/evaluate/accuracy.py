@@ -23,7 +23,7 @@ from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.evaluator import Evaluator, Scores
 from vitfleet.training.execution.settings import ExecutionSettings
 
 
@@ -99,18 +99,12 @@ class FleetEvaluator:
         models = distinct_models()
         with progress.task(f"round {round}: evaluation", count) as advance:
             while group := list(islice(models, self._evaluator.models_at_once)):
-                results += self._evaluate_models(group)
+                results += self._evaluator.evaluate_models(group, self.test).means()
                 advance(len(group))
         # All clients without a state have the same model. It was evaluated once, last, and counts for each of them.
         results += [results[-1]] * (count - len(results))
         accuracy, loss = (sum(column) / len(results) for column in zip(*results, strict=True))
         return GlobalEvaluation(accuracy, loss if math.isfinite(loss) else None, len(results))
-
-    def _evaluate_models(self, models: Sequence[Tensors]) -> list[tuple[float, float]]:
-        """Return the accuracy and mean loss of each model on the common test set."""
-        correct, losses = self._evaluator.evaluate_models(models, self.test)
-        means = torch.stack([values.mean() for values in (*correct, *losses)]).tolist()  # the only synchronisation
-        return list(zip(means[: len(models)], means[len(models) :], strict=True))
 
     def evaluate_clients(self, weights: Tensors, tasks: Sequence[ClientTask]) -> list[EvalResult]:
         """Evaluate one model on the test images of clients' tasks, each image once, in large batches."""
@@ -118,12 +112,12 @@ class FleetEvaluator:
         distinct, inverse = np.unique(np.concatenate(indices), return_inverse=True)
         if not len(distinct):
             return [EvalResult(0, 0)] * len(tasks)
-        correct = self.evaluate(weights, distinct)[0].cpu().numpy()[inverse]
+        correct = self.evaluate(weights, distinct).correct.cpu().numpy()[inverse]
         by_task = np.split(correct, np.cumsum([len(index) for index in indices])[:-1])
         return [EvalResult(int(part.sum()), len(part)) for part in by_task]
 
-    def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each test image, whether it is predicted correctly (0 or 1), and its cross-entropy."""
+    def evaluate(self, weights: Tensors, index: NDArray[np.int64] | None = None) -> Scores:
+        """Evaluate a model on the common test set, or on some of its images."""
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
         return self._evaluator.evaluate(weights, self.test, chosen)
 

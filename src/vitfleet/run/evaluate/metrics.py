@@ -81,8 +81,7 @@ class PerClassParams(MetricParams):
 def per_class_accuracy(params: PerClassParams, context: MetricContext) -> MetricValues:
     """Return the accuracy of each class, their mean (balanced accuracy) and the worst of them."""
     matrix = confusion_matrix(context.predictions, len(context.class_names))
-    images = matrix.sum(axis=1)
-    accuracy = [correct / count if count else None for correct, count in zip(matrix.diagonal(), images, strict=True)]
+    accuracy = class_accuracies(matrix)
     measured = [value for value in accuracy if value is not None]
     return {
         "mean": float(np.mean(measured)) if measured else None,
@@ -127,6 +126,12 @@ def confusion_matrix(predictions: Predictions, num_classes: int) -> NDArray[np.i
     """Count images by true class (row) and predicted class (column)."""
     cells = predictions.labels * num_classes + predictions.predicted
     return np.bincount(cells, minlength=num_classes**2).astype(np.int64).reshape(num_classes, num_classes)
+
+
+def class_accuracies(matrix: NDArray[np.int64]) -> list[float | None]:
+    """Return the accuracy of each class of a confusion matrix; ``None`` for a class without images."""
+    pairs = zip(matrix.diagonal().tolist(), matrix.sum(axis=1).tolist(), strict=True)
+    return [correct / images if images else None for correct, images in pairs]
 
 
 def most_confused(matrix: NDArray[np.int64], class_names: Sequence[str]) -> list[str]:

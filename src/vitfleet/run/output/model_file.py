@@ -249,11 +249,10 @@ def save_server_model(context: RunContext, state: RunState) -> dict[str, Any]:
     write_run_model(context.folder / MODEL_FILE, context, weights, state.round, averaged_clients)
     if method.has_global_model or context.config.data.tasks is not None:
         return {}
-    correct, losses = context.evaluator.evaluate(weights)
-    loss = float(losses.mean())
+    ((accuracy, loss),) = context.evaluator.evaluate(weights).means()
     return {
         "server_model": {
-            "accuracy": float(correct.mean()),
+            "accuracy": accuracy,
             "loss": loss if math.isfinite(loss) else None,
             "averaged_clients": averaged_clients,
         }

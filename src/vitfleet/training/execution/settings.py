@@ -38,7 +38,7 @@ class ExecutionSettings:
         Whether the project's own Triton kernels are used. Triton comes with torch for GPUs.
     compile
         Whether the model is compiled.
-    cohort
+    stack_size
         The most clients that are stacked in one training.
     workers
         Clients that are trained in parallel on a CPU, with an equal number of threads each. The operations of a small
@@ -50,7 +50,7 @@ class ExecutionSettings:
     graphs: bool = False
     kernels: bool = False
     compile: bool = False
-    cohort: int = 1
+    stack_size: int = 1
     workers: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -113,7 +113,7 @@ def resolve_machine_config(config: MachineConfig, machine: ExecutionSettings) ->
             "device": config.device if config.device == str(machine.device) else machine.device.type,
             "precision": precision,
             "threads": torch.get_num_threads(),
-            "cohort": machine.stack_size,
+            "stack_size": machine.stack_size,
             "workers": machine.workers,
             "kernels": machine.kernels,
             "compile": machine.compile,

@@ -1,9 +1,10 @@
-"""Arguments of the public API as a configuration."""
+"""The arguments of ``train`` and ``compare`` as one value each, and the configuration that they describe."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,39 +23,65 @@ ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Config
 MethodSource: TypeAlias = str | type | MethodParams | Mapping[str, Any]
 
 
-def make_config(
-    source: ConfigSource,
-    *,
-    method: MethodSource | None = None,
-    data: Any = None,
-    seed: int | None = None,
-    overrides: Overrides = (),
-    plugins: Iterable[str | Path] = (),
-) -> tuple[Config, DataSet | None]:
-    """Return the configuration that the arguments of :func:`vitfleet.train` describe.
+@dataclass(frozen=True)
+class RunRequest:
+    """What a run is asked to be: the arguments of :func:`vitfleet.train`, where they are explained.
 
-    Returns
-    -------
-    tuple
-        The configuration, and the data set if it was passed as an object instead of a name or a path.
+    How it is executed (callbacks, progress, force) is not part of it.
     """
-    paths = list(plugins)
-    load_plugins(paths)
-    images = as_data_set(data)
-    keys = {**_method_keys(method), **_data_keys(data, images), **parse_overrides(overrides)}
-    base = {} if seed is None else {"seed": seed}
-    if isinstance(source, Config):
-        return from_tree(source.model_dump(mode="json"), keys, base, paths), images
-    if isinstance(source, Mapping):
-        return from_tree(dict(source), keys, base, paths), images
-    return load_config(os.fspath(source), keys, base, paths), images
+
+    config: ConfigSource
+    method: MethodSource | None = None
+    data: Any = None
+    seed: int | None = None
+    overrides: Overrides = ()
+    plugins: Iterable[str | Path] = ()
+    out: str | Path | None = None
+    command: Sequence[str] = ()
+
+    def resolve(self) -> tuple[Config, DataSet | None]:
+        """Return the configuration, and the data set if it was passed as an object instead of a name or a path."""
+        paths = list(self.plugins)
+        load_plugins(paths)
+        images = as_data_set(self.data)
+        keys = {**_method_keys(self.method), **_data_keys(self.data, images), **parse_overrides(self.overrides)}
+        base, source = {"seed": self.seed}, self.config
+        if not isinstance(source, Config | Mapping):
+            return load_config(os.fspath(source), keys, base, paths), images
+        tree = source.model_dump(mode="json") if isinstance(source, Config) else dict(source)
+        return from_tree(tree, keys, base, paths), images
+
+
+@dataclass(frozen=True)
+class ComparisonRequest:
+    """What a comparison is asked to be: the arguments of :func:`vitfleet.compare`, where they are explained.
+
+    How it is executed (jobs, callbacks, progress, force) is not part of it.
+    """
+
+    configs: ConfigSource | Sequence[ConfigSource] = ()
+    best_of: str | Path | None = None
+    methods: Sequence[str | Mapping[str, Any]] = ()
+    seeds: Iterable[int] = (0,)
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    data: Any = None
+    overrides: Overrides = ()
+    plugins: Iterable[str | Path] = ()
+    target: float | None = None
+    out: str | Path | None = None
+    command: Sequence[str] = ()
+
+    @property
+    def sources(self) -> Sequence[ConfigSource]:
+        """The configurations, as a list even if there is only one."""
+        if isinstance(self.configs, str) or not isinstance(self.configs, Sequence):
+            return [self.configs]
+        return self.configs
 
 
 def source_name(source: ConfigSource) -> str:
     """Return what a run of a configuration is called: the preset's or the file's name."""
-    if isinstance(source, Config | Mapping):
-        return "run"
-    return Path(os.fspath(source)).stem
+    return "run" if isinstance(source, Config | Mapping) else Path(os.fspath(source)).stem
 
 
 def _method_keys(method: MethodSource | None) -> dict[str, Any]:
@@ -92,7 +119,7 @@ def as_data_set(data: Any) -> DataSet | None:
     ----------
     data
         A :class:`~vitfleet.data.images.DataSet`, a ``datasets.Dataset`` or ``DatasetDict``, or tensors: ``(images,
-        labels)``, or ``{"train": (images, labels), "test": (images, labels), "classes": names}``.
+        labels)``, or ``{"train": (images, labels), "test": (images, labels), "class_names": names}``.
     """
     if data is None or isinstance(data, str | os.PathLike):
         return None
@@ -102,10 +129,10 @@ def as_data_set(data: Any) -> DataSet | None:
         return from_hf(data)
     if isinstance(data, tuple) and len(data) == 2:
         return from_tensors(*data)
-    if isinstance(data, Mapping) and "train" in data:
+    if isinstance(data, Mapping) and {"train"} <= data.keys() <= {"train", "test", "class_names"}:
         images, labels = data["train"]
-        return from_tensors(images, labels, test=data.get("test"), class_names=data.get("classes"))
+        return from_tensors(images, labels, test=data.get("test"), class_names=data.get("class_names"))
     raise UserError(
         f"data = {type(data).__name__}: must be a folder, a data set's name, hf:owner/name, a datasets.Dataset, "
-        "(images, labels), or {'train': (images, labels), 'test': (images, labels)}"
+        "(images, labels), or {'train': (images, labels), 'test': (images, labels), 'class_names': names}"
     )
