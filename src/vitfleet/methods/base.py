@@ -427,6 +427,11 @@ def method_class(params: MethodParams) -> type[Method[Any]]:
     return target
 
 
+def declared_work(config: Config) -> Work:
+    """Return the most that a configuration's method asks of a client; see :meth:`Method.declared_work`."""
+    return method_class(config.method).declared_work(config.method, config)
+
+
 def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
     """Return the configured method."""
     return method_class(params)(params, context)

@@ -19,7 +19,7 @@ from vitfleet.methods.continual.decomposition import (
     TARGET,
     masked,
 )
-from vitfleet.methods.continual.sparse_weights import SparseVector, densify
+from vitfleet.methods.continual.sparse_weights import OTHERS_MULTIPLE, SparseVector
 from vitfleet.models.anatomy import Selection
 
 TRANSFER, UNDIVIDED, PAST = "transfer.", "undivided.", "past."
@@ -175,16 +175,20 @@ class ClientTasks:
             The shape of each decomposed weight.
         """
 
-        def transferred_to(weights: TaskWeights) -> TaskWeights:
+        def with_transfer(weights: TaskWeights) -> TaskWeights:
             return replace(weights, transfer={name: empty(*shape) for name, shape in shapes.items()})
 
-        attention = {name: empty(len(rows)) for name, rows in densify(knowledge, shapes).items()}
-        latest = None if self.latest is None else transferred_to(self.latest)
-        past = {
-            task_index: replace(task, weights=transferred_to(task.weights)) if task_index else task
-            for task_index, task in self.past.items()
-        }
-        return replace(self, latest=latest, attention=attention, knowledge=knowledge, past=past)
+        rows = -(-len(knowledge) // OTHERS_MULTIPLE) * OTHERS_MULTIPLE
+        return replace(
+            self,
+            latest=None if self.latest is None else with_transfer(self.latest),
+            attention={name: empty(rows) for name in shapes},
+            knowledge=knowledge,
+            past={
+                task_index: replace(task, weights=with_transfer(task.weights)) if task_index else task
+                for task_index, task in self.past.items()
+            },
+        )
 
     def task_model(self, task_index: int) -> dict[str, Tensor]:
         """Return the model of a task, with its own mask and adaptive weights; of an unknown one, that of the latest."""

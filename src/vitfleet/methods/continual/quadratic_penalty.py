@@ -234,6 +234,7 @@ class QuadraticPenalty(SharedBody[Params]):
         image on a CPU and of several on a GPU, which one image would leave idle.
         """
         zeros = {name: torch.zeros_like(weights[name]) for name in self.penalized}
+        images = min(images_per_step(zeros), self.context.train.batch_size)
         return LocalTraining(
             weights,
             self.penalized,
@@ -241,7 +242,7 @@ class QuadraticPenalty(SharedBody[Params]):
             self.importance_step(),
             constants=self.importance_constants(job),
             kept=zeros,
-            train=whole_images(self.context.train, images_per_step(zeros)),
+            train=whole_images(self.context.train, images),
             augment=False,
         )
 
