@@ -17,7 +17,7 @@ from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.flops import CountedModels, FlopCounter, StepPasses
 from vitfleet.data.tasks import task_classes
-from vitfleet.message import State, Tensors
+from vitfleet.message import Numbers, State, Tensors
 from vitfleet.methods import MethodContext, Work, adapt_model, declared_work, make_method
 from vitfleet.methods.averaging.fedavg import FedAvgParams, WeightAveraging
 from vitfleet.methods.personal.shared_body import SharedBody
@@ -170,12 +170,17 @@ def test_numbers_that_cannot_be_are_limited(name: str, reported: dict[str, Any],
 
 def test_memory_is_that_of_the_client_that_keeps_most(tiny_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(tiny_config(*STREAM, "method.name=ewc"), tmp_path)
-    new, of_one_task, of_two = (
+    new, of_one_task, of_two_tasks = (
         {"latest_task": latest, "penalized": penalized} for latest, penalized in ((-1, 0), (0, 0), (2, 1))
     )
-    peak = context.client_costs({0: of_two}).peak_memory_bytes
-    assert peak > context.client_costs({0: of_one_task}).peak_memory_bytes
-    assert context.client_costs({0: new, 1: of_one_task, 2: of_two, 3: new}).peak_memory_bytes == peak
+
+    def peak(*clients: Numbers) -> int:
+        peak_bytes = context.client_costs(dict(enumerate(clients))).peak_memory_bytes
+        assert peak_bytes is not None
+        return peak_bytes
+
+    assert peak(new) < peak(of_one_task) < peak(of_two_tasks)
+    assert peak(new, of_one_task, of_two_tasks, new) == peak(of_two_tasks)
 
 
 def test_importance_and_anchor_count_each() -> None:

@@ -401,14 +401,14 @@ class Method(ABC, Generic[Params]):
     def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
         """Return what a client keeps after an update, as tensors without values: the costs of its next round need it.
 
-        By default it does not depend on what the client has done before.
+        By default, what it keeps after any round. A method that keeps something of every task says which tasks.
 
         Parameters
         ----------
         reported
             The numbers of the update. They are the client's word: implausible ones are to be limited.
         """
-        return after_tasks(())
+        return after_tasks((0,))
 
 
 def train_metrics(result: LocalResult) -> Numbers:
