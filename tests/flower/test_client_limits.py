@@ -81,7 +81,8 @@ def test_what_an_honest_server_asks_for_is_allowed_and_shown(spec: RunSpec, tmp_
         ({"machine__device": "cuda:7"}, "keys of the table machine"),
         (
             {"train__epochs": 2000},
-            "the server asks for epochs = 2000 (epochs per round); this client's owner allows 1000",
+            "the server asks for epochs = 2000 (epochs that run in a round, of tuning and measuring too); "
+            "this client's owner allows 1000",
         ),
         ({"train__epochs": 10**30}, "train.epochs"),
         ({"model__depth": 1000}, "model.depth"),
@@ -131,7 +132,7 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
         ("batch_size=4096", {"method": {"name": "dytox", "replays": 1000}, "data__tasks": TASKS}),
         ("tasks=2", {"data__tasks": TASKS}),
         ("epochs=4", {"train__epochs": 4, "method": {"name": "fedvit", "tune_epochs": 5}, "data__tasks": TASKS}),
-        ("stored_share=0.1", {"method": {"name": "gem", "rho": 0.2}, "data__tasks": TASKS}),
+        ("stored_share=0.1", {"method": {"name": "gem", "stored_share": 0.2}, "data__tasks": TASKS}),
     ],
 )
 def test_every_size_is_limited_also_that_of_a_model_which_is_named(

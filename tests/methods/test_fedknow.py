@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from conftest import MakeContext, MakeShard, MakeTrainer
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate, FedKnow
 from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
@@ -207,7 +208,10 @@ def test_a_client_without_images_keeps_what_it_knows(
 
 def test_reported_tasks_that_cannot_be_are_ignored(make_context: MakeContext) -> None:
     method = make_method(make_context)
-    assert method.reported_tasks({"known_tasks": [2, 0, -1, 7]}) == [0, 2]
-    assert method.reported_tasks({"known_tasks": 3}) == []
-    shapes = method.client_state_shapes({"known_tasks": [1]}, 1, 8)
-    assert sorted(shapes) == ["knowledge.0001.indices", "knowledge.0001.label", "knowledge.0001.values"]
+    cost_model = CostModel(method, method.context.net, method.context.train)
+    expected = {(2, 0, -1, 7): (0, 2), (1,): (1,), (): ()}
+    for reported, known in expected.items():
+        state = cost_model.kept_state({"known_tasks": list(reported)})
+        assert state is not None
+        assert tuple(read_knowledge(state.tensors)) == known
+    assert cost_model.kept_state({"known_tasks": 3}) == cost_model.kept_state({"known_tasks": []})

@@ -12,9 +12,10 @@ from fedweit_clients import CLASS_TASKS, make_fedweit, random_sparse, sigmoid, t
 from torch import Tensor
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.fleet.client_runtime import ClientRuntime
-from vitfleet.message import Message, State, Tensors, with_prefix
+from vitfleet.message import Message, Numbers, State, Tensors, with_prefix
 from vitfleet.methods.continual.decomposed_tasks import TaskWeights
 from vitfleet.methods.continual.decomposition import Decomposition
 from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
@@ -217,6 +218,13 @@ def test_shapes_of_the_state_are_known_from_the_numbers_that_are_reported(
 ) -> None:
     trainer, initial = make_trainer(epochs=1, **PLAIN_SGD), tiny_net.initial_weights()
     body, base = tiny_net.parts.body.take(initial), tiny_net.parts.head.take(initial)
+    cost_model = CostModel(method, tiny_net, method.context.train)
+
+    def kept_shapes(reported: Numbers) -> dict[str, torch.Size]:
+        kept = cost_model.kept_state(reported)
+        assert kept is not None
+        return {name: tensor.shape for name, tensor in kept.tensors.items() if name not in initial}
+
     state = None
     for round in (1, 3, 5):
         received = {
@@ -228,11 +236,11 @@ def test_shapes_of_the_state_are_known_from_the_numbers_that_are_reported(
         update = update_of(method, trainer, make_shard(0, 10), message, base, state, round)
         state = update.client_state
         assert state is not None
-        shapes = {n: t.shape for n, t in method.client_state_shapes(update.message.numbers, 1, 8).items()}
+        shapes = kept_shapes(update.message.numbers)
         kept = {n: t.shape for n, t in state.tensors.items() if n not in initial}
         assert shapes.keys() == kept.keys()
         own = update.message.numbers["adaptive_kept"]
         for name, shape in shapes.items():
             # Of other clients' weights only the number is known, not how sparse they are: as sparse as its own.
             assert shape == ((own,) if name.startswith("knowledge.") else kept[name]), name
-    assert not method.client_state_shapes({"latest_task": -1, "adaptive_kept": 0}, 1, 8)
+    assert not kept_shapes({"latest_task": -1, "adaptive_kept": 0})

@@ -16,9 +16,10 @@ from torch.func import functional_call
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config.schema import AugmentConfig
+from vitfleet.costs.cost_model import CostModel
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate, weight_importance
 from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
 from vitfleet.methods.continual.mas import Mas, MasParams
@@ -292,6 +293,13 @@ def test_a_clients_state_does_not_grow_with_the_tasks(
     make_context: MakeContext, make_trainer: MakeTrainer, tiny_net: Net, make_shard: MakeShard
 ) -> None:
     method, trainer = of_kind("ewc, model", make_context), make_trainer()
+    cost_model = CostModel(method, tiny_net, method.context.train)
+
+    def kept_shapes(reported: Numbers) -> dict[str, torch.Size]:
+        state = cost_model.kept_state(reported)
+        assert state is not None
+        return {name: tensor.shape for name, tensor in state.tensors.items() if name not in tiny_net.parts.shapes}
+
     own: State | None = None
     sizes: list[int] = []
     for task_index in range(3):
@@ -300,8 +308,7 @@ def test_a_clients_state_does_not_grow_with_the_tasks(
         assert own is not None
         sizes.append(sum(tensor.numel() for tensor in own.tensors.values()))
         kept = {name: tensor.shape for name, tensor in own.tensors.items() if name not in tiny_net.parts.shapes}
-        stated = method.client_state_shapes(answer.message.numbers, 1, 8)
-        assert {name: tensor.shape for name, tensor in stated.items()} == kept
+        assert kept_shapes(answer.message.numbers) == kept
     model = sum(tensor.numel() for tensor in tiny_net.initial_weights().values())
     assert sizes == [2 * model, 4 * model + 1, 4 * model + 1]
-    assert len(method.client_state_shapes({"latest_task": 10**9}, 1, 8)) == 0
+    assert not kept_shapes({"latest_task": 10**9})

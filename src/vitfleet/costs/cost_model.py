@@ -6,7 +6,8 @@ The memory of a training is computed by :mod:`vitfleet.costs.memory`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from vitfleet.message import Numbers, State
 from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.training.step import kind_of_step
+
+KNOWN_STATES = 64  # of clients that have learned different tasks
+ONE_LABEL: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 
 
 class CostModel:
@@ -48,6 +52,7 @@ class CostModel:
         self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self.counter = FlopCounter(net, train, counted)
+        self._after_tasks = lru_cache(KNOWN_STATES)(self._state_after)
 
     def dry_run(
         self,
@@ -66,8 +71,20 @@ class CostModel:
         client_metrics
             The numbers of the client's last message; ``None``: first round of the client.
         """
-        kept = None if client_metrics is None else self._kept_state(client_metrics)
-        return dry_run(self.method, self.net, self.image_size, labels, round, client, task_index, kept, self.blank)
+        kept = None if client_metrics is None else self.kept_state(client_metrics)
+        return self._dry_run(labels, round, client, task_index, kept)
+
+    def _dry_run(
+        self,
+        labels: NDArray[np.int64],
+        round: int = 1,
+        client: int = 0,
+        task_index: int = 0,
+        client_state: State | None = None,
+    ) -> DryRun:
+        return dry_run(
+            self.method, self.net, self.image_size, labels, round, client, task_index, client_state, self.blank
+        )
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
@@ -77,26 +94,28 @@ class CostModel:
         labels
             Labels of the client's images in each task.
         """
-        client_metrics: Numbers | None = None
+        client_state: State | None = None
         for position in range(len(labels) + 1):
             task_index = min(position, len(labels) - 1)
             first_task = 0 if self.method.accumulates_tasks else task_index
             task_labels = np.concatenate(labels[first_task : task_index + 1])
-            dry_run_result = self.dry_run(self.method.cost_round, 0, task_labels, task_index, client_metrics)
-            client_metrics = dry_run_result.update.message.numbers
+            dry_run_result = self._dry_run(task_labels, self.method.cost_round, 0, task_index, client_state)
+            client_state = dry_run_result.kept_state()
         return dry_run_result
 
-    @cached_property
-    def _first_round_state(self) -> State | None:
-        """State that a client without images keeps after its first round."""
-        return dry_run(self.method, self.net, self.image_size, NO_LABELS).update.client_state
-
-    def _kept_state(self, client_metrics: Numbers) -> State | None:
-        if self._first_round_state is None:
+    def kept_state(self, client_metrics: Numbers) -> State | None:
+        """Return what a client keeps, by the numbers of its last update: tensors without values; ``None``: nothing."""
+        kept = self.method.kept_state(client_metrics, lambda tasks: self._after_tasks(tuple(tasks)))
+        if kept is None:
             return None
-        stored = self.method.client_state_shapes(client_metrics, len(self.net.mean), self.image_size)
-        numbers = {name: client_metrics.get(name, kept) for name, kept in self._first_round_state.numbers.items()}
-        return State({**self._first_round_state.tensors, **stored}, numbers)
+        return replace(kept, numbers={name: client_metrics.get(name, number) for name, number in kept.numbers.items()})
+
+    def _state_after(self, tasks: tuple[int, ...]) -> State | None:
+        """Return the state of a client after a round with an image in each task; without tasks, without images."""
+        if not tasks:
+            return self._dry_run(NO_LABELS).kept_state()
+        before = self._after_tasks(tasks[:-1]) if tasks[1:] else None
+        return self._dry_run(ONE_LABEL, task_index=tasks[-1], client_state=before).kept_state()
 
     def average(self, dry_run_result: DryRun) -> Flops:
         """Return the operations per sample, averaged over the epochs of all trainings of a round."""

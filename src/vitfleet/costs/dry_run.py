@@ -8,7 +8,7 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,14 @@ class DryRun:
     trainings: list[LocalTraining]
     update: ClientUpdate
     held_tensors: list[Tensor]
+
+    def kept_state(self) -> State | None:
+        """Return the state that the client would keep, in tensors of its own: memory is counted per tensor."""
+        state = self.update.client_state
+        if state is None:
+            return None
+        copies = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in state.tensors.values()}
+        return replace(state, tensors={name: copies[id(tensor)] for name, tensor in state.tensors.items()})
 
 
 def dry_run(
@@ -89,8 +97,8 @@ def dry_run(
         training = next(requested)
         while True:
             trainings.append(training)
-            of_round = client_state is None, len(trainings)
-            training = requested.send(_blank_result(training, len(targets), method.context.num_classes, of_round))
+            result = _blank_result(training, len(targets), method.context.num_classes, len(trainings))
+            training = requested.send(result)
     except StopIteration as end:
         update: ClientUpdate = end.value
         return DryRun(trainings, update, held_tensors)
@@ -102,19 +110,18 @@ def shapes_of(net: Net) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=4096)
-def _blank_weight(name: str, shape: torch.Size, of_round: tuple[bool, int]) -> Tensor:
+def _blank_weight(name: str, shape: torch.Size, training: int) -> Tensor:
     """Return a weight as a meta tensor; cached, because creating it takes longer than the rest of a dry run.
 
-    Memory is counted per tensor. ``of_round`` is therefore part of the key: different trainings of a round, and first
-    and later rounds, have different tensors.
+    Memory is counted per tensor: each training of a round, by its number, has tensors of its own.
     """
     return torch.empty(shape, device="meta")
 
 
-def _blank_result(training: LocalTraining, samples: int, num_classes: int, of_round: tuple[bool, int]) -> LocalResult:
+def _blank_result(training: LocalTraining, samples: int, num_classes: int, number: int) -> LocalResult:
     scored, steps = samples if training.score_samples else 0, max(1, training.epochs)
     return LocalResult(
-        {name: _blank_weight(name, training.weights[name].shape, of_round) for name in training.trainable},
+        {name: _blank_weight(name, training.weights[name].shape, number) for name in training.trainable},
         torch.zeros(()),
         samples,
         steps,

@@ -29,7 +29,7 @@ from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import class_to_task
-from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
@@ -117,7 +117,7 @@ def estimate_run(
     net = cost_net(config, size, partial(adapt_model, config.method, class_to_task=tasks))
     context = MethodContext(config, net, size.num_classes, torch.device("cpu"))
     method = make_method(config.method, context)
-    client_bytes = estimate_client_bytes(net, config.train)
+    client_bytes = estimate_client_bytes(net, config.train, declared_work(config).images_per_step)
     work = _RunWork.of(config, size, method, net)
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
         machine = set_up_execution(config.machine, net.embed_dim, client_bytes)

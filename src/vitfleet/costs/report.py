@@ -26,7 +26,7 @@ from vitfleet.data.partitions.assign import make_partition
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.tasks import class_to_task, make_task_streams
 from vitfleet.errors import UserError
-from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model, weights_without_values
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -62,7 +62,10 @@ class CostReport(SampleCost):
     Attributes
     ----------
     batch_size, peak_memory_bytes, memory
-        Images per training step, the peak memory of such a step, and its parts.
+        Images of a training batch, the peak memory of a step, and its parts.
+    epochs, images_per_step
+        Epochs that run in a round, and images of a step with drawn stored samples: see
+        :class:`~vitfleet.methods.base.Work`.
     up_bytes, down_bytes, first_bytes
         Message sizes per round, and the size of the base message, which a client receives once.
     samples, round_gflops
@@ -75,6 +78,8 @@ class CostReport(SampleCost):
     batch_size: int
     peak_memory_bytes: int
     memory: dict[str, int]
+    epochs: int
+    images_per_step: int
     up_bytes: int
     down_bytes: int
     first_bytes: int
@@ -175,6 +180,7 @@ def _cost_report(
     samples = len(labels[-1])
     round_flops = cost_model.round_flops(dry_run_result, samples)
     workload = RoundWorkload(down_bytes, round_flops, up_bytes)
+    work = declared_work(config)
     return CostReport(
         method=config.method.name,
         mask_ratio=config.train.mask_ratio,
@@ -191,6 +197,8 @@ def _cost_report(
             "optimizer": memory.optimizer,
             "activations": memory.activations,
         },
+        epochs=work.epochs,
+        images_per_step=work.images_per_step,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         first_bytes=first_bytes,

@@ -168,8 +168,34 @@ class ServerWork:
     training: Callable[[Tensors], LocalTraining]
 
 
+@dataclass(frozen=True)
+class Work:
+    """The most that a method asks of a client, known from the configuration alone, before a model is built.
+
+    Attributes
+    ----------
+    epochs
+        Passes over the client's images that its trainings make in a round: those that train a part of the model, tune
+        it, or measure something. Choosing the samples to store, a forward pass per image, is not among them.
+    images_per_step
+        Images of a step: those of the batch, and the stored samples that are drawn with it.
+    passes
+        Forward passes of an image in a step.
+    stored_share
+        Share of the client's images that it stores as samples. They remain when the images of their task are gone.
+    """
+
+    epochs: int
+    images_per_step: int
+    passes: int = 1
+    stored_share: float = 0.0
+
+
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
 ServerGenerator: TypeAlias = Generator[LocalTraining, LocalResult, State]
+#: Returns the state of a client that has had a round with images in each of these tasks, one after the other: tensors
+#: without values, by dry runs of its own updates. Without tasks, after a round without images.
+StateAfterTasks: TypeAlias = Callable[[Sequence[int]], State | None]
 
 
 class Aggregator(ABC):
@@ -270,6 +296,14 @@ class Method(ABC, Generic[Params]):
             )
 
     @classmethod
+    def declared_work(cls, params: Params, config: Config) -> Work:
+        """Return the most that is asked of a client: what its owner's limits apply to.
+
+        By default, ``train.epochs`` with batches of ``train.batch_size``, and nothing is stored.
+        """
+        return Work(config.train.epochs, config.train.batch_size)
+
+    @classmethod
     def averages_weights(cls, params: Params) -> bool:
         """Return whether the server averages weights that clients send: what a server optimiser applies to."""
         return True
@@ -364,30 +398,17 @@ class Method(ABC, Generic[Params]):
         """Return the model with which a client is evaluated on one of its tasks: by default the same for all tasks."""
         return self.model_weights(server_state, base_weights, client_state)
 
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of what a client keeps besides its model; its costs follow from them. Nothing by default.
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return what a client keeps after an update, as tensors without values: the costs of its next round need it.
+
+        By default, what it keeps after any round. A method that keeps something of every task says which tasks.
 
         Parameters
         ----------
         reported
-            The numbers of the client's last update.
-        channels, image_size
-            Of the client's images.
+            The numbers of the update. They are the client's word: implausible ones are to be limited.
         """
-        return {}
-
-    def check_reported(self, numbers: Numbers) -> None:
-        """Check the numbers of a client's update, beyond the form that ``client_metrics`` declare: nothing by default.
-
-        Raises
-        ------
-        RejectedUpdateError
-            A number is one that no correct client can report.
-        """
-
-    def num_stored_samples(self, reported: Numbers) -> int:
-        """Return how many samples a client keeps besides its data set, by the numbers of its last update."""
-        return 0
+        return after_tasks((0,))
 
 
 def train_metrics(result: LocalResult) -> Numbers:
@@ -404,6 +425,11 @@ def method_class(params: MethodParams) -> type[Method[Any]]:
     """Return the class of the method that a parameter table belongs to."""
     target: type[Method[Any]] = METHODS.entry_of(params).target
     return target
+
+
+def declared_work(config: Config) -> Work:
+    """Return the most that a configuration's method asks of a client; see :meth:`Method.declared_work`."""
+    return method_class(config.method).declared_work(config.method, config)
 
 
 def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:

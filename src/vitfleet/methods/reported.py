@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from vitfleet.methods.base import Method
 
 Reduction: TypeAlias = Literal["sum", "mean", "max"]
-#: What a client may report: a whole number ≥ 0, any number, a list of either, or anything of these.
-Form: TypeAlias = Literal["count", "number", "counts", "numbers", "any"]
+#: What a client may report: a whole number ≥ 0, any number, a list of either, samples of each task, or any of these.
+Form: TypeAlias = Literal["count", "number", "counts", "numbers", "task counts", "any"]
 REDUCTIONS: Mapping[Reduction, Callable[[list[int | float]], int | float]] = {"sum": sum, "mean": fmean, "max": max}
 
+MAX_TASK_COUNT = 2**31  # fewer samples of a task are plausible
 MAX_NUMBER = 2**53  # the largest up to which a float represents every integer
 MAX_LIST_LENGTH = 65536
 MAX_NAMES = 100
@@ -92,8 +93,7 @@ def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
     check_numbers(numbers)
     for metric in method.client_metrics:
         if metric.name in numbers:
-            _check_form(metric, numbers[metric.name])
-    method.check_reported(numbers)
+            _check_form(metric, numbers[metric.name], method.context.num_tasks)
     return dict(numbers)
 
 
@@ -126,18 +126,21 @@ def check_numbers(numbers: Numbers) -> None:
             raise RejectedUpdateError(f"its {name!r} has a value that is no number between ±{MAX_NUMBER}")
 
 
-def _check_form(metric: ClientMetric, value: Number) -> None:
+def _check_form(metric: ClientMetric, value: Number, num_tasks: int) -> None:
     """Reject a value that does not have the form that its method declares."""
     form, is_list = metric.form, isinstance(value, list)
     if form == "any":
         return
     items = value if isinstance(value, list) else [value]
-    if is_list == form.endswith("s") and (form.startswith("number") or all(map(_is_count, items))):
-        return
-    expected = {"count": "a whole number ≥ 0", "number": "a number", "counts": "a list of whole numbers ≥ 0"}
-    raise RejectedUpdateError(
-        f"its {metric.name!r} is {shown(value, SHOWN)}; expected: {expected.get(form, 'a list of numbers')}"
-    )
+    if is_list != form.endswith("s") or not (form.startswith("number") or all(map(_is_count, items))):
+        forms = {"count": "a whole number ≥ 0", "number": "a number", "numbers": "a list of numbers"}
+        expected = forms.get(form, "a list of whole numbers ≥ 0")
+        raise RejectedUpdateError(f"its {metric.name!r} is {shown(value, SHOWN)}; expected: {expected}")
+    if form == "task counts" and (len(items) > num_tasks or any(count >= MAX_TASK_COUNT for count in items)):
+        raise RejectedUpdateError(
+            f"its {metric.name!r} has {len(items)} tasks, the most samples are {min(max(items), MAX_TASK_COUNT)}; "
+            f"expected: at most {num_tasks} tasks and fewer than {MAX_TASK_COUNT} samples of each"
+        )
 
 
 def _is_number(value: object) -> bool:

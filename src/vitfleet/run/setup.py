@@ -27,7 +27,7 @@ from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, ProcessGroup
 from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, to_device
-from vitfleet.methods import make_method
+from vitfleet.methods import declared_work, make_method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.checkpoints.store import Checkpoints
@@ -121,7 +121,8 @@ def _open_machine(config: Config, folder: Path, net: Net) -> ExecutionSettings:
         except ValidationError:
             raise UserError(f"{path}: is damaged; restore it from a copy") from None
         return set_up_execution(recorded, net.embed_dim)
-    machine = set_up_execution(config.machine, net.embed_dim, estimate_client_bytes(net, config.train))
+    client_bytes = estimate_client_bytes(net, config.train, declared_work(config).images_per_step)
+    machine = set_up_execution(config.machine, net.embed_dim, client_bytes)
     write_atomically(path, resolve_machine_config(config.machine, machine).model_dump_json(indent=2).encode())
     return machine
 

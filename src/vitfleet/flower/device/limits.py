@@ -17,6 +17,7 @@ from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.errors import UserError
 from vitfleet.fleet.build import build_net
 from vitfleet.flower.transport.payloads import RunSpec
+from vitfleet.methods import declared_work
 from vitfleet.models.zoo import weights_without_values
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -30,11 +31,12 @@ class ClientLimits(Table):
     width: int = Field(4096, ge=1, description="embedding width of the model")
     image_size: int = Field(1024, ge=1, description="pixels per side of the images")
     classes: int = Field(100_000, ge=1, description="classes")
-    epochs: int = Field(1000, ge=1, description="epochs per round")
+    epochs: int = Field(1000, ge=1, description="epochs that run in a round, of tuning and measuring too")
     batch_size: int = Field(4096, ge=1, description="images per step, replayed ones too")
+    passes: int = Field(10_000, ge=1, description="forward passes of an image in a step")
     tasks: int = Field(1000, ge=1, description="tasks")
     disk_mb: int = Field(20_000, ge=1, description="megabytes of all runs' files on the client")
-    stored_share: float = Field(1.0, gt=0, le=1, description="share of the images that may be stored as samples")
+    stored_share: float = Field(1.0, gt=0, le=1, description="share of the images that is stored as samples")
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> ClientLimits:
@@ -65,17 +67,18 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
         Names what it asks for and what the device's owner allows.
     """
     _check_form(config, run_spec)
-    tasks, method = config.data.tasks, config.method
+    tasks, work = config.data.tasks, declared_work(config)
     _check_limits(
         {
             "layers": config.model.depth,
             "width": config.model.dim if config.model.name == "vit" else None,
             "image_size": max(run_spec.image_size, config.model.image_size or 0),
             "classes": len(run_spec.classes),
-            "epochs": max(config.train.epochs, getattr(method, "tune_epochs", 0)),
-            "batch_size": config.train.batch_size * (1 + getattr(method, "replays", 0)),
+            "epochs": work.epochs,
+            "batch_size": work.images_per_step,
+            "passes": work.passes,
             "tasks": tasks.count if tasks else None,
-            "stored_share": getattr(method, "rho", None),
+            "stored_share": work.stored_share,
         },
         limits,
     )
@@ -140,7 +143,7 @@ def _check_form(config: Config, run_spec: RunSpec) -> None:
 
 def describe_run(config: Config, run_spec: RunSpec) -> str:
     """Return what a server asks for, in one line, for the owner's eyes and log."""
-    model, train = config.model, config.train
+    model, work = config.model, declared_work(config)
     size = (
         f"{model.depth or 4} layers, {model.dim} wide" if model.name == "vit" else f"{model.depth or 'its own'} layers"
     )
@@ -148,6 +151,6 @@ def describe_run(config: Config, run_spec: RunSpec) -> str:
     method = method_label(config.method.name)
     return (
         f"run {run_spec.run_id}: the server asks to train {method} for up to {config.rounds} rounds of "
-        f"{train.epochs} epochs (batch {train.batch_size}){tasks}; model {model.name} ({size}); images of "
+        f"{work.epochs} epochs (batch {work.images_per_step}){tasks}; model {model.name} ({size}); images of "
         f"{run_spec.image_size} × {run_spec.image_size} × {run_spec.channels}, {len(run_spec.classes)} classes"
     )

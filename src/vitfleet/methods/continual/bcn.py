@@ -21,14 +21,16 @@ descent. Decisions:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
+from vitfleet.methods.base import Work
 from vitfleet.methods.continual.replay import ReplayMethod, ReplayParams
 from vitfleet.methods.continual.stored_samples import REPLAY
 from vitfleet.training.samples import Samples, cross_entropy
@@ -52,6 +54,12 @@ class BcnParams(ReplayParams):
 @register_method("bcn", BcnParams, title="BCN")
 class Bcn(ReplayMethod[BcnParams]):
     """Balanced continual learning."""
+
+    @classmethod
+    def declared_work(cls, params: BcnParams, config: Config) -> Work:
+        """Return the work with the passes of stored samples that the two players make."""
+        passes = 1 + params.ascent_steps + params.descent_steps
+        return replace(super().declared_work(params, config), passes=passes)
 
     @property
     def replay_step(self) -> Step:

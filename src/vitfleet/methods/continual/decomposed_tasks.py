@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from vitfleet.methods.continual.decomposition import (
     TARGET,
     masked,
 )
-from vitfleet.methods.continual.sparse_weights import SparseVector
+from vitfleet.methods.continual.sparse_weights import OTHERS_MULTIPLE, SparseVector
 from vitfleet.models.parts import Selection
 
 TRANSFER, UNDIVIDED, PAST = "transfer.", "undivided.", "past."
@@ -166,12 +166,41 @@ class ClientTasks:
         ended = PastTask(self.latest, self.latest.compose(base, transfer=False), undivided)
         return {**self.past, self.latest_task: ended}
 
+    def with_others(self, knowledge: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -> ClientTasks:
+        """Return the same, without values, of a client that uses these weights of others since its second task.
+
+        Parameters
+        ----------
+        shapes
+            The shape of each decomposed weight.
+        """
+
+        def with_transfer(weights: TaskWeights) -> TaskWeights:
+            return replace(weights, transfer={name: empty(*shape) for name, shape in shapes.items()})
+
+        rows = -(-len(knowledge) // OTHERS_MULTIPLE) * OTHERS_MULTIPLE
+        return replace(
+            self,
+            latest=None if self.latest is None else with_transfer(self.latest),
+            attention={name: empty(rows) for name in shapes},
+            knowledge=knowledge,
+            past={
+                task_index: replace(task, weights=with_transfer(task.weights)) if task_index else task
+                for task_index, task in self.past.items()
+            },
+        )
+
     def task_model(self, task_index: int) -> dict[str, Tensor]:
         """Return the model of a task, with its own mask and adaptive weights; of an unknown one, that of the latest."""
         if task_index in self.past:
             task = self.past[task_index]
             return {**task.undivided, **task.weights.compose(self.model)}
         return {**self.model, **({} if self.latest is None else self.latest.compose(self.model))}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor without values."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def read_knowledge(tensors: Tensors) -> list[SparseVector]:

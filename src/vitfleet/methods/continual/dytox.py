@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
-from vitfleet.message import Numbers, State, Tensors
+from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.continual.stored_samples import (
     MEMORY_METRICS,
@@ -79,6 +79,11 @@ class DyToxParams(StorageParams):
         description="local: every client keeps its task tokens; shared: the current task's token is averaged over the "
         "clients that learn the task",
     )
+
+    @property
+    def draws(self) -> int:
+        """How many stored samples a step draws per sample of its batch."""
+        return self.replays
 
 
 @dataclass(frozen=True)
@@ -277,12 +282,6 @@ class DyTox(MemoryMethod[DyToxParams]):
     def classes_of(self, task: int) -> list[int]:
         """Return the classes of a task."""
         return [label for label, of in enumerate(self.context.class_to_task) if of == task]
-
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of the stored samples, and of the teacher if there is one."""
-        body = self.parts.body if reported.get("distilled") else ()
-        teacher = {TEACHER + name: torch.empty(self.parts.shapes[name], device="meta") for name in body}
-        return {**super().client_state_shapes(reported, channels, image_size), **teacher}
 
 
 def committed(weights: Tensors, task: int) -> dict[str, Tensor]:

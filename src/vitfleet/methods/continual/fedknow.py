@@ -37,9 +37,10 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.data.subsets import round_half_up
-from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
-from vitfleet.methods.base import ClientRoundInput
+from vitfleet.message import Numbers, State, Tensors, add_prefix, label_dtype, with_prefix
+from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
@@ -258,6 +259,14 @@ class FedKnow(SharedBody[FedKnowParams]):
         ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept"),
     )
 
+    @classmethod
+    def declared_work(cls, params: FedKnowParams, config: Config) -> Work:
+        """Return the work with the fine-tuning, and the passes of the kept models of all earlier tasks."""
+        work = super().declared_work(params, config)
+        earlier = config.num_tasks - 1
+        distilled, rotated = 2 + earlier if earlier else 1, 2 if params.tune_epochs else 1
+        return replace(work, epochs=params.tune_epochs + work.epochs, passes=max(distilled, rotated))
+
     @property
     def parameters(self) -> Selection:
         """The weights that are ranked: all parameters of the model."""
@@ -314,27 +323,12 @@ class FedKnow(SharedBody[FedKnowParams]):
             scratch=restorer.scratch(self.parameters.take(weights)),
         )
 
-    # Costs
-
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of the kept weights."""
-        count = num_kept_weights(self.parts.count_parameters(self.parameters), self.params.kept_share)
-        kept = TaskKnowledge(
-            torch.empty(count, device="meta"),
-            torch.empty(count, dtype=torch.int32, device="meta"),
-            torch.empty((), dtype=label_dtype(self.context.num_classes), device="meta"),
-        )
-        return knowledge_tensors({index: kept for index in self.reported_tasks(reported)})
-
-    def num_stored_samples(self, reported: Numbers) -> int:
-        """Return of how many tasks a client has knowledge: it needs memory as stored samples do."""
-        return len(self.reported_tasks(reported))
-
-    def reported_tasks(self, reported: Numbers) -> list[int]:
-        """Return the tasks of which a client has knowledge, as it reported them; an invalid index does not count."""
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return the state with knowledge of the tasks that the client reports; an invalid index does not count."""
         tasks = reported.get("known_tasks")
         indices = tasks if isinstance(tasks, list) else []
-        return sorted({index for index in indices if isinstance(index, int) and 0 <= index < self.context.num_tasks})
+        known = {index for index in indices if isinstance(index, int) and 0 <= index < self.context.num_tasks}
+        return after_tasks(sorted(known))
 
 
 def knowledge_numbers(known: KnownTasks) -> Numbers:

@@ -33,7 +33,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors, add_prefix
 from vitfleet.methods.averaging.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
 from vitfleet.methods.averaging.transfl import MeasuredStep
-from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext
+from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext, Work
 from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
 from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Ranking, Restorer, RestorerParams, RotatedStep
 from vitfleet.methods.continual.stored_samples import MEMORY, MemoryMethod, MemoryParams, parts_before
@@ -101,6 +101,12 @@ class FedVit(MemoryMethod[FedVitParams]):
         if config.eval.body == "aggregated":
             remedy = "must be own with method.send_layers: the server never has some clients' layers"
             raise ConfigError("eval.body", config.eval.body, remedy)
+
+    @classmethod
+    def declared_work(cls, params: FedVitParams, config: Config) -> Work:
+        """Return the work with the fine-tuning, whose steps compute two gradients of the batch."""
+        work = super().declared_work(params, config)
+        return replace(work, epochs=params.tune_epochs + work.epochs, passes=2 if params.tune_epochs else 1)
 
     def __init__(self, params: FedVitParams, context: MethodContext) -> None:
         super().__init__(params, context)

@@ -51,7 +51,7 @@ from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, Numbers, State, Tensors, add_prefix, with_prefix
+from vitfleet.message import Message, Number, Numbers, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
@@ -60,6 +60,7 @@ from vitfleet.methods.base import (
     ClientUpdate,
     Method,
     MethodContext,
+    StateAfterTasks,
     train_metrics,
 )
 from vitfleet.methods.continual.adaptive_store import AdaptiveStoreUpdate, knowledge_for
@@ -71,6 +72,7 @@ from vitfleet.methods.continual.decomposed_tasks import (
     ClientTasks,
     PastTask,
     TaskWeights,
+    empty,
     past_tensors,
     read_knowledge,
 )
@@ -241,36 +243,21 @@ class FedWeit(Method[FedWeitParams]):
             return {**base_weights, **server_state.tensors}
         return ClientTasks.of_state(client_state, self.parts.whole).task_model(task_index)
 
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of what a client keeps of its tasks and of other clients."""
-        latest_task, past, others, kept = (reported.get(name) for name in (LATEST_TASK, PAST_TASKS, OTHERS, KEPT))
-        if not all(isinstance(number, int) and number >= 0 for number in (latest_task, past, others, kept)):
-            return {}
-        assert isinstance(latest_task, int)
-        assert isinstance(past, int)
-        assert isinstance(others, int)
-        assert isinstance(kept, int)
-        knowledge = [SparseVector(_empty(kept), _empty(kept, dtype=torch.int32))] * others
-        whole = {name: _empty(*shape) for name, shape in self.parts.shapes.items()}
-        base = self.decomposed.take(whole)
-        undivided = {name: tensor for name, tensor in whole.items() if name not in base}
-        mask = {name: _empty(shape[0]) for name, shape in self.shapes.items()}
-        # In the first task there is nothing from other clients.
-        past_tasks = {index: TaskWeights(mask, base, base if index else {}) for index in range(min(past, latest_task))}
-        tasks = ClientTasks(
-            {},
-            latest_task,
-            TaskWeights(mask, base, base if others else {}),
-            {name: _empty(len(rows)) for name, rows in densify(knowledge, self.shapes).items()},
-            knowledge,
-            {index: PastTask(weights, base, undivided) for index, weights in past_tasks.items()},
-            kept,
-        )
-        return tasks.state().tensors
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return the state with all tasks, and adaptive weights of other clients: of each as many as its own."""
+        latest, past, others, kept = (_count(reported.get(name)) for name in (LATEST_TASK, PAST_TASKS, OTHERS, KEPT))
+        if min(latest, past, others, kept) < 0:
+            return after_tasks(())
+        state = after_tasks([*range(min(past, latest)), latest])
+        if state is None or not others:
+            return state
+        knowledge = [SparseVector(empty(kept), empty(kept, dtype=torch.int32)) for _ in range(others)]
+        return ClientTasks.of_state(state, self.parts.whole).with_others(knowledge, self.shapes).state()
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _count(number: Number | None) -> int:
+    """Return a reported number; −1 if it is no number of anything."""
+    return number if isinstance(number, int) else -1
 
 
 def transfer(result: LocalResult, knowledge: Tensors) -> dict[str, Tensor]:

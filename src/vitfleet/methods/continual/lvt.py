@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, Numbers, Tensors
-from vitfleet.methods.base import ClientRoundInput, MethodContext
+from vitfleet.message import Message, Tensors
+from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
 from vitfleet.methods.continual.quadratic_penalty import whole_images
 from vitfleet.methods.continual.replay import ReplayParams
 from vitfleet.methods.continual.stored_samples import (
@@ -46,7 +46,6 @@ from vitfleet.methods.continual.stored_samples import (
     MemoryMethod,
     StoredTasks,
     drawn_before,
-    reported_counts,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
@@ -162,6 +161,12 @@ class Lvt(MemoryMethod[LvtParams]):
             raise ConfigError("method.keys", params.keys, 'must be "shared" where method.heads is')
 
     @classmethod
+    def declared_work(cls, params: LvtParams, config: Config) -> Work:
+        """Return the work with the epoch that measures the gradients of the keys."""
+        work = super().declared_work(params, config)
+        return replace(work, epochs=work.epochs + 1)
+
+    @classmethod
     def adapt_model(cls, params: LvtParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Give every block external keys, and the model a second classifier."""
         add_external_keys(vit)
@@ -226,14 +231,3 @@ class Lvt(MemoryMethod[LvtParams]):
             keys = {_KEYS + name: kept[name] for name in self.keys}
             return {**keys, **{_GRADIENTS + name: kept[_LATEST + name] for name in self.keys}}
         return {name: tensor for name, tensor in kept.items() if name.startswith((_KEYS, _GRADIENTS))}
-
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of the stored samples, and of keys and gradients of the previous task if there is one."""
-        prefixes = [_LATEST] if any(reported_counts(reported)) else []
-        prefixes += [_KEYS, _GRADIENTS] if reported.get("penalized") else []
-        kept = {
-            prefix + name: torch.empty(self.parts.shapes[name], device="meta")
-            for prefix in prefixes
-            for name in self.keys
-        }
-        return {**super().client_state_shapes(reported, channels, image_size), **kept}

@@ -24,9 +24,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.config.schema import TrainConfig
-from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
-from vitfleet.methods.base import ClientRoundInput
+from vitfleet.config.schema import Config, TrainConfig
+from vitfleet.message import Numbers, State, Tensors, add_prefix, with_prefix
+from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
@@ -168,6 +168,12 @@ class QuadraticPenalty(SharedBody[Params]):
     #: The penalty's factor c for λ = 1.
     factor: ClassVar[float]
 
+    @classmethod
+    def declared_work(cls, params: Params, config: Config) -> Work:
+        """Return the work with the epoch that measures the importance."""
+        work = super().declared_work(params, config)
+        return replace(work, epochs=work.epochs + 1)
+
     @abstractmethod
     def importance_step(self) -> ImportanceStep:
         """Return the step that measures the importance of each weight."""
@@ -228,6 +234,7 @@ class QuadraticPenalty(SharedBody[Params]):
         image on a CPU and of several on a GPU, which one image would leave idle.
         """
         zeros = {name: torch.zeros_like(weights[name]) for name in self.penalized}
+        images = min(images_per_step(zeros), self.context.train.batch_size)
         return LocalTraining(
             weights,
             self.penalized,
@@ -235,18 +242,15 @@ class QuadraticPenalty(SharedBody[Params]):
             self.importance_step(),
             constants=self.importance_constants(job),
             kept=zeros,
-            train=whole_images(self.context.train, images_per_step(zeros)),
+            train=whole_images(self.context.train, images),
             augment=False,
         )
 
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of importance and anchor."""
-        shapes = {name: torch.empty(self.parts.shapes[name], device="meta") for name in self.penalized}
-        penalty = Penalty(shapes, shapes, torch.empty((), device="meta")) if reported.get("penalized") else None
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return the state with the importance of the latest task; what is kept of others has one size."""
         latest = reported.get("latest_task")
-        if not isinstance(latest, int) or not 0 <= latest < self.context.num_tasks:
-            return learned_tensors(LearnedTasks(penalty))
-        return learned_tensors(LearnedTasks(penalty, latest, shapes))
+        known = [latest] if isinstance(latest, int) and 0 <= latest < self.context.num_tasks else []
+        return after_tasks([*([-1] if reported.get("penalized") else []), *known])
 
 
 def _task_number(learned: LearnedTasks) -> int:

@@ -53,17 +53,17 @@ class ReplayParams(MemoryParams):
         1, ge=1, le=1000, description="stored samples drawn per sample of the batch, for each replay term"
     )
 
+    @property
+    def draws(self) -> int:
+        """How many stored samples a step draws per sample of its batch."""
+        return self.replays
+
 
 Params = TypeVar("Params", bound=ReplayParams)
 
 
 class ReplayMethod(MemoryMethod[Params]):
     """Shared body; a step draws stored samples."""
-
-    @property
-    def replays(self) -> int:
-        """How many stored samples a step draws per sample of its batch."""
-        return self.params.replays
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class ReplayMethod(MemoryMethod[Params]):
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train body and head with replayed samples; store random samples of the task."""
         training = LocalTraining(weights, self.trainable, self.context.train.epochs, score_samples=self.stores_logits)
-        stored = drawn_before(self.stored_tasks(job), job.task_index, self.replays)
+        stored = drawn_before(self.stored_tasks(job), job.task_index, self.params.draws)
         if stored is not None:
             training = replace(training, step=self.replay_step, sets={REPLAY: stored})
         result = yield training
@@ -109,6 +109,11 @@ class DerPlusPlusParams(ReplayParams):
 
     alpha: float = Field(0.1, ge=0, description="weight α of the squared distance to the stored logits")
     beta: float = Field(0.5, ge=0, description="weight β of the cross-entropy of replayed samples; 0: DER")
+
+    @property
+    def draws(self) -> int:
+        """How many stored samples a step draws per sample of its batch: each term with a weight draws its own."""
+        return self.replays * sum(weight > 0 for weight in (self.alpha, self.beta))
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,6 @@ class DerPlusPlus(ReplayMethod[DerPlusPlusParams]):
     """Dark experience replay with labels."""
 
     stores_logits = True
-
-    @property
-    def replays(self) -> int:
-        """How many stored samples a step replays: each term with a weight draws its own."""
-        return self.params.replays * sum(weight > 0 for weight in (self.params.alpha, self.params.beta))
 
     @property
     def replay_step(self) -> Step:

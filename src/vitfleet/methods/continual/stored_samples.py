@@ -8,7 +8,7 @@ selected anew after every round. What remains is the selection under the last mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
@@ -16,13 +16,14 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.base import MethodParams
+from vitfleet.config.schema import Config
 from vitfleet.data.images import Shard
 from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
-from vitfleet.message import Numbers, Tensors, label_dtype
-from vitfleet.methods.base import ClientRoundInput
+from vitfleet.message import Numbers, State, Tensors, label_dtype
+from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
 from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody, TrainedClient
-from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
+from vitfleet.methods.reported import MAX_TASK_COUNT, ClientMetric
 from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, SampleSet
@@ -32,10 +33,9 @@ MEMORY = "memory"  # the set of stored samples whose parts a step takes
 REPLAY = "replay"  # the set of stored samples that a step draws from
 _PREFIX = "memory."
 
-MAX_REPORTED = 2**31  # larger counts in a client's message are not plausible
 MEMORY_METRICS = (
     ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max", form="count"),
-    ClientMetric("stored", "samples stored of each task", form="counts"),
+    ClientMetric("stored", "samples stored of each task", form="task counts"),
 )
 
 
@@ -51,6 +51,11 @@ class StorageParams(MethodParams):
         le=2**50,
         description="most bytes stored per client; all tasks are cut to a common size; null: no limit",
     )
+
+    @property
+    def draws(self) -> int:
+        """How many stored samples a step draws per sample of its batch."""
+        return 0
 
 
 class MemoryParams(StorageParams, HeadsParams):
@@ -244,6 +249,13 @@ class MemoryMethod(SharedBody[Params]):
     #: Whether samples are stored with their logits under the model that the client has just trained.
     stores_logits: ClassVar[bool] = False
 
+    @classmethod
+    def declared_work(cls, params: Params, config: Config) -> Work:
+        """Return the work with drawn and stored samples."""
+        work = super().declared_work(params, config)
+        images = (1 + params.draws) * work.images_per_step
+        return replace(work, images_per_step=images, stored_share=params.stored_share)
+
     def stored_tasks(self, job: ClientRoundInput) -> StoredTasks:
         """Return the samples that the client has stored so far."""
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
@@ -290,48 +302,24 @@ class MemoryMethod(SharedBody[Params]):
         numbers = {**numbers, **memory_numbers(stored)}
         return TrainedClient({**weights, **result.weights}, result, numbers, memory_tensors(stored), sent)
 
-    def check_reported(self, numbers: Numbers) -> None:
-        """Reject stored samples of more tasks than there are, or more of them than can be."""
-        super().check_reported(numbers)
-        counts, num_tasks = reported_counts(numbers), self.context.num_tasks
-        if len(counts) > num_tasks or any(count >= MAX_REPORTED for count in counts):
-            raise RejectedUpdateError(
-                f"its 'stored' has {len(counts)} tasks, the most samples are {max(counts, default=0)}; expected: at "
-                f"most {num_tasks} tasks and fewer than {MAX_REPORTED} samples of each"
-            )
-
-    def client_state_shapes(self, reported: Numbers, channels: int, image_size: int) -> Tensors:
-        """Return the shapes of the stored samples; implausible counts are reduced to the limit."""
-        sample = self._empty_samples(1, channels, image_size)
-        limit = self.params.memory_bytes
-        most = MAX_REPORTED if limit is None else limit // sample.sample_bytes
-        counts = [min(count, most) for count in reported_counts(reported)[: self.context.num_tasks]]
-        return memory_tensors(
-            {index: self._empty_samples(count, channels, image_size) for index, count in enumerate(counts) if count}
-        )
-
-    def _empty_samples(self, count: int, channels: int, image_size: int) -> StoredSamples:
-        """Return samples with shapes only."""
-        images = torch.empty(count, channels, image_size, image_size, dtype=torch.uint8, device="meta")
-        labels = torch.empty(count, dtype=label_dtype(self.context.num_classes), device="meta")
-        num_classes = self.context.num_classes
-        return StoredSamples(
-            images, labels, torch.empty(count, num_classes, device="meta") if self.stores_logits else None
-        )
-
-    def num_stored_samples(self, reported: Numbers) -> int:
-        """Return how many samples a client has stored, over all tasks."""
-        return sum(reported_counts(reported))
+    def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
+        """Return the state with as many samples of each task as the client reports; no more than it can have."""
+        stored, limit = reported.get("stored"), self.params.memory_bytes
+        counts = enumerate(stored[: self.context.num_tasks] if isinstance(stored, list) else [])
+        learned = {task_index: count for task_index, count in counts if isinstance(count, int) and count > 0}
+        state = after_tasks(tuple(learned))
+        assert state is not None
+        tensors = dict(state.tensors)
+        for task_index, sample in read_memory(state.tensors).items():
+            most = MAX_TASK_COUNT if limit is None else limit // sample.sample_bytes
+            tensors |= {
+                name: tensor.new_empty(min(learned[task_index], most), *tensor.shape[1:])
+                for name, tensor in memory_tensors({task_index: sample}).items()
+            }
+        return replace(state, tensors=tensors)
 
 
 def memory_numbers(stored: StoredTasks) -> Numbers:
     """Return the numbers that a client reports of its memory: its bytes, and the samples of each task so far."""
     counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored, default=-1) + 1)]
     return {"memory_bytes": memory_bytes(stored), "stored": counts}
-
-
-def reported_counts(reported: Numbers) -> list[int]:
-    """Return the samples that a client has stored of each task, as it reported them; an invalid count is 0."""
-    stored = reported.get("stored")
-    counts = stored if isinstance(stored, list) else []
-    return [min(count, MAX_REPORTED) if isinstance(count, int) and count > 0 else 0 for count in counts]

@@ -26,15 +26,18 @@ Decisions:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import Message, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.averaging.fedavg import WeightAveraging
-from vitfleet.methods.base import ClientGenerator, ClientRoundInput, ClientUpdate, train_metrics
+from vitfleet.methods.base import ClientGenerator, ClientRoundInput, ClientUpdate, Work, train_metrics
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
@@ -61,6 +64,11 @@ class Apfl(WeightAveraging[ApflParams]):
     client_metrics = (
         ClientMetric(ALPHA, "weight α of the personal model, mean over clients and rounds", "mean", form="number"),
     )
+
+    @classmethod
+    def declared_work(cls, params: ApflParams, config: Config) -> Work:
+        """Return the work with a pass at the personal weights beside that at the shared ones."""
+        return replace(super().declared_work(params, config), passes=2)
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train w and v on the same batches, update α, send w."""

@@ -13,7 +13,7 @@ off by default.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import Field
@@ -32,6 +32,7 @@ from vitfleet.methods.base import (
     ClientUpdate,
     Method,
     MethodContext,
+    Work,
     train_metrics,
 )
 from vitfleet.methods.params import check_layers
@@ -119,6 +120,12 @@ class FedBfpt(Method[FedBfptParams]):
         """Check the rounds, and the numbers of layers where the configuration sets the model's."""
         super().check_config(params, config)
         check_params(params, config.model.depth, config.rounds)
+
+    @classmethod
+    def declared_work(cls, params: FedBfptParams, config: Config) -> Work:
+        """Return the work with the epochs that measure the features' mean, before and after the training."""
+        work = super().declared_work(params, config)
+        return replace(work, epochs=work.epochs + 2 if params.center_features else work.epochs)
 
     def __init__(self, params: FedBfptParams, context: MethodContext) -> None:
         super().__init__(params, context)

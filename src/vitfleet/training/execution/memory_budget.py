@@ -122,7 +122,7 @@ def _allocator_bytes(device: torch.device, statistic: str, moment: str) -> int:
     return int(stats[statistic]["all"][moment]) if stats else 0
 
 
-def estimate_client_bytes(net: Net, train: TrainConfig) -> int:
+def estimate_client_bytes(net: Net, train: TrainConfig, images_per_step: int) -> int:
     """Return roughly what the training of one client takes if the whole model trains.
 
     ``vitfleet.costs.memory`` measures it exactly, and takes longer.
@@ -130,6 +130,6 @@ def estimate_client_bytes(net: Net, train: TrainConfig) -> int:
     parts = net.parts
     # Where tokens are merged from stage to stage, roughly their number in the middle.
     tokens = net.num_prefix_tokens + net.num_kept_patches(train.mask_ratio) or (net.image_size // 8) ** 2
-    token_numbers = train.batch_size * tokens * net.embed_dim * len(parts.blocks)
+    token_numbers = images_per_step * tokens * net.embed_dim * len(parts.blocks)
     parameters = parts.count_parameters(parts.whole)
     return FLOAT_BYTES * (WEIGHT_COPIES * parameters + SAVED_PER_TOKEN_NUMBER * token_numbers)
