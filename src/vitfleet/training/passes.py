@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from vitfleet.training.stack import Stack, vmap_over_clients
 #: Returns the model's weights, composed of what trains and of the constants.
 Compose: TypeAlias = Callable[[Tensors, Tensors], Tensors]
 PERTURBATION = "perturbation"
+Mapped = TypeVar("Mapped")
 
 
 class PassOptions(TypedDict, total=False):
@@ -120,7 +121,7 @@ class ClientModels:
         ]
         return frozenset(map(id, (*tensors, self.epoch)))
 
-    def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def map(self, function: Callable[..., Mapped], *arguments: Any) -> Mapped:
         """Return a function of one client's tensors, applied to each client's."""
         return vmap_over_clients(function, arguments, self.shared) if self.stacked else function(*arguments)
 
@@ -228,7 +229,7 @@ class ClientModels:
             samples = samples.append(other, axis)
         weights = {**self.weights.tensors, **(options.get("at") or {}), **leaves, **(statistics or {})}
         if compose := options.get("compose"):
-            composed: Tensors = self.map(compose, dict(leaves), self.constants.tensors)
+            composed = self.map(compose, dict(leaves), self.constants.tensors)
             weights = {**{name: weights[name] for name in net.anatomy.shapes if name in weights}, **composed}
         computed = self.engine.forward(
             weights,

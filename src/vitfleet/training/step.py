@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from vitfleet.training.stack import rows_at
 if TYPE_CHECKING:
     from vitfleet.training.client_stack import ClientStack
 
+Mapped = TypeVar("Mapped")
 SET_TENSORS = frozenset({"images", "labels", "sample_weight", "keep"})
 
 
@@ -252,7 +253,7 @@ class StepView:
 
     # What a client computes itself
 
-    def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def map(self, function: Callable[..., Mapped], *arguments: Any) -> Mapped:
         """Return a function of one client's tensors, applied to each client's.
 
         Arguments and result are tensors, or tuples, dictionaries, :class:`Samples` or :class:`Outputs` of tensors. The
@@ -289,8 +290,7 @@ class StepView:
             One of ``LocalTraining.random``. Every step has numbers of its own, the same at every call.
         """
         shapes = {key: tensor.shape[self._models.axis :] for key, tensor in like.items()}
-        numbers: dict[str, Tensor] = self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
-        return numbers
+        return self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
 
     def report(self, loss_sum: Tensor) -> None:
         """Set the loss that is reported for this step, summed over the batch's samples, of each client."""
