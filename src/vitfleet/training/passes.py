@@ -30,8 +30,8 @@ class PassOptions(TypedDict, total=False):
     Attributes
     ----------
     at
-        Other values of some weights; by default those of the training. Gradients are then with respect to what trains
-        among these.
+        Other values of some weights, of the model before or of another one; all others are those of the training.
+        Gradients are then with respect to what trains among these.
     compose
         Composes weights of the model from what trains.
     depth
@@ -41,7 +41,8 @@ class PassOptions(TypedDict, total=False):
     representation
         Whether ``Outputs.representation`` is returned; only of a plain ViT.
     given
-        Further arguments of the loss, of each client.
+        Further arguments of the loss, of each client: outputs of another model, for example. A loss sees tensors of the
+        view in no other way.
     all_classes
         Whether logits of classes of other tasks are left as they are, where the task of an image is known.
     """
