@@ -35,6 +35,7 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_update
+from vitfleet.training.passes import ClientModels
 from vitfleet.training.samples import Outputs
 from vitfleet.training.stack_inputs import ClientTraining, RngContext
 from vitfleet.training.step_runner import CudaGraphRunner
@@ -493,3 +494,21 @@ def test_moon_needs_a_plain_vit(tmp_path: Path) -> None:
         vitfleet.train(
             "digits", method="moon", plugins=plugins_of("moon"), overrides={"model.name": "cvt"}, out=tmp_path
         )
+
+
+# What the examples found
+
+
+def test_gradients_of_single_images_of_a_model_that_cannot_be_stacked(
+    tiny_net: Net, sgd: Trainer, make_shard: MakeShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, server = make_shard(0, 9), State(tiny_net.initial_weights())
+    method = method_of("dp-sgd", tiny_net, {"clip": 0.1, "noise": 0.5})
+    at_once = one_update(method, sgd, shard, server)
+    counts = []
+    monkeypatch.setattr(Net, "stackable", False)
+    monkeypatch.setattr(ClientModels, "_repeat", lambda *_: counts.append(1))
+    one_by_one = one_update(method, sgd, shard, server)
+    assert not counts
+    assert_close(one_by_one.message.tensors, at_once.message.tensors)
+    assert one_by_one.message.numbers["loss"] == pytest.approx(at_once.message.numbers["loss"])

@@ -212,11 +212,17 @@ class StepView:
         """
         present = samples.sample_weight > 0
         single = replace(samples, sample_weight=present.to(samples.sample_weight.dtype))
-        each = single.map(lambda tensor: tensor.unsqueeze(self._models.axis + 1))
-        gradients, losses = self._models.part_grads(loss, each, **options)
+        axis, count = self._models.axis, present.shape[-1]
+        each = single.map(lambda tensor: tensor.unsqueeze(axis + 1))
+        longest = count if self._models.engine.net.stackable else 1
+        chunks, losses = [], []
+        for start in range(0, count, longest):
+            of_chunk, its_losses = self._models.part_grads(loss, each.map(_narrow(axis, start, longest, 1)), **options)
+            chunks.append(of_chunk)
+            losses.append(its_losses)
         if samples is self.batch and self.loss_sum is None:
-            self.report((losses * present).sum(dim=-1))
-        return gradients
+            self.report((torch.cat(losses, dim=-1) * present).sum(dim=-1))
+        return _join(chunks, axis)
 
     def part_grads(
         self, loss: Loss, parts: Parts, dtype: torch.dtype | None = None, **options: Unpack[PassOptions]
@@ -235,10 +241,7 @@ class StepView:
             chunk = parts.samples.map(_narrow(axis, start, count, width))
             gradients, _ = self._models.part_grads(loss, chunk, dtype, **options)
             chunks.append({name: rows.to(dtype or rows.dtype) for name, rows in gradients.items()})
-        # A single chunk is not copied: gradients are hundreds of megabytes.
-        if len(chunks) == 1:
-            return chunks[0]
-        return {name: torch.cat([chunk[name] for chunk in chunks], dim=axis) for name in chunks[0]}
+        return _join(chunks, axis)
 
     def forward(self, *groups: Samples, **options: Unpack[PassOptions]) -> tuple[Outputs, ...]:
         """Return the model's outputs for each group, without gradients, as a tuple: of one group, a tuple of one.
@@ -339,6 +342,13 @@ def _index_parts(tensor: Tensor, selected: Tensor) -> Tensor:
 def _narrow(axis: int, start: int, count: int, width: int) -> Callable[[Tensor], Tensor]:
     """Return a function that takes some parts, and so many samples of each."""
     return lambda tensor: tensor.narrow(axis, start, count).narrow(axis + 1, 0, width)
+
+
+def _join(chunks: Sequence[dict[str, Tensor]], axis: int) -> dict[str, Tensor]:
+    """Return the gradients of all parts; a single chunk is not copied: gradients are hundreds of megabytes."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return {name: torch.cat([chunk[name] for chunk in chunks], dim=axis) for name in chunks[0]}
 
 
 def _runs_of_equal_width(widths: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:
