@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -35,9 +36,11 @@ from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_update
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.passes import ClientModels
-from vitfleet.training.samples import Outputs
+from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.stack_inputs import ClientTraining, RngContext
+from vitfleet.training.step import StepView
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
 
@@ -512,3 +515,42 @@ def test_gradients_of_single_images_of_a_model_that_cannot_be_stacked(
     assert not counts
     assert_close(one_by_one.message.tensors, at_once.message.tensors)
     assert one_by_one.message.numbers["loss"] == pytest.approx(at_once.message.numbers["loss"])
+
+
+def test_a_step_maps_what_all_clients_share(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    """Constants, frozen weights, the epoch and the tasks of classes have no axis of clients."""
+    trainer = replace(make_trainer(batch_size=64), class_tasks=torch.tensor([0, 0, 1, 1, 1]))
+    shared = torch.tensor([3.0])
+    trainings = [
+        LocalTraining(
+            tiny_net.initial_weights(),
+            tiny_net.anatomy.head,
+            2,
+            count_step,
+            constants={"shared": shared},
+            kept={"of task 1": torch.zeros(()), "epochs": torch.zeros(()), "shared": torch.zeros(1)},
+        )
+        for _ in range(2)
+    ]
+    shards = [make_shard(0, 12), make_shard(12, 36)]
+    group = [
+        ClientTraining(training, shard, RngContext(0, 1, client))
+        for client, (training, shard) in enumerate(zip(trainings, shards, strict=True))
+    ]
+    for result, shard in zip(trainer.train_together(group), shards, strict=True):
+        of_task_1 = int((shard.labels >= 2).sum())
+        assert {name: float(tensor) for name, tensor in result.kept.items()} == {
+            "of task 1": 2 * of_task_1,
+            "epochs": 0 + 1,
+            "shared": 2 * 3.0,
+        }
+
+
+def count_step(view: StepView, batch: Samples) -> Tensors:
+    view.count(view.map(counts, batch, view.class_to_task, view.epoch, view.constants["shared"]))
+    return {}
+
+
+def counts(batch: Samples, class_to_task: Tensor, epoch: Tensor, shared: Tensor) -> Tensors:
+    of_task_1 = (class_to_task[batch.labels] == 1) & (batch.sample_weight > 0)
+    return {"of task 1": of_task_1.sum(), "epochs": epoch, "shared": shared}
