@@ -120,8 +120,8 @@ class LocalTraining:
     sets
         Stored samples by name; those that are drawn from use their name in the random addresses.
     random
-        Names of the random numbers that steps draw themselves (:meth:`StepView.normal`), each a purpose of its own: see
-        :func:`vitfleet.randomness.own_purpose`.
+        Names of the random numbers that steps draw themselves (:meth:`~vitfleet.training.step.StepView.normal`), each a
+        purpose of its own: see :func:`vitfleet.randomness.own_purpose`.
     features
         Tokens to train on instead of the client's images.
     train
