@@ -14,6 +14,7 @@ import click
 import pytest
 import typer.main
 
+import vitfleet
 from conftest import Command
 from vitfleet.api.comparison_members import combinations, variants
 from vitfleet.cli.base import app
@@ -21,6 +22,8 @@ from vitfleet.cli.compare import parse_sweep
 from vitfleet.config import Config, load_config
 from vitfleet.config.keys import every_key
 from vitfleet.config.load import parse_overrides
+from vitfleet.config.plugins import load_file
+from vitfleet.config.registry import ALL, METHODS, PARTITIONS, SERVER_OPTIMIZERS
 from vitfleet.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +178,11 @@ def test_documented_command_parses(command: DocumentedCommand) -> None:
 )
 @pytest.mark.usefixtures("without_figure_files")
 def test_documented_commands_execute(document: Path, vitfleet: Command, tmp_path: Path) -> None:
-    """Execute the cheap commands of a document one after the other in one folder, as a reader would."""
+    """Execute the cheap commands of a document one after the other in one folder, as a reader would.
+
+    The repository's examples are in it.
+    """
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in commands_of(document):
         if command.reason_not_to_execute is None:
             result = vitfleet(tmp_path, *command.arguments, *reduction(command.arguments))
@@ -196,12 +203,38 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
 @pytest.mark.usefixtures("without_figure_files")
 def test_python_code_of_the_readme_executes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    assert blocks
-    for block in blocks:
+    for block in python_blocks(ROOT / "README.md"):
         exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", ["extending", "writing-methods"])
+@pytest.mark.usefixtures("without_figure_files")
+def test_python_code_of_a_page_for_authors_is_a_plugin(
+    page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The methods that it registers are trained, stacked; so is every other component of the page."""
+    monkeypatch.chdir(tmp_path)
+    before = {registry: set(registry.names()) for registry in ALL}
+    (tmp_path / "page.py").write_text("\n".join(python_blocks(ROOT / "docs" / f"{page}.md")), encoding="utf-8")
+    load_file(tmp_path / "page.py")
+    used = [
+        {f"{registry.key}": name}
+        for registry in (METHODS, PARTITIONS, SERVER_OPTIMIZERS)
+        for name in sorted(set(registry.names()) - before[registry])
+    ]
+    assert used
+    for number, keys in enumerate(used):
+        overrides = {**parse_overrides(SMALL), **keys, "machine.stack_size": 3, "machine.workers": 1, "rounds": 2}
+        run = vitfleet.train("digits", overrides=overrides, out=tmp_path / str(number))
+        assert run.summary["total"]["failures"] == 0, keys
+        assert run.summary["execution"]["largest_stack"] > 1, f"{keys}: clients do not stack"
+
+
+def python_blocks(document: Path) -> list[str]:
+    """Return the code blocks in Python of a document."""
+    blocks = re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert blocks
+    return blocks
 
 
 @pytest.mark.parametrize("pattern", NOT_EXECUTED)

@@ -186,6 +186,7 @@ def _track_step(
     machine = ExecutionSettings(torch.device("cpu"), bf16)
     preprocess = preprocess_for(cpu_net, machine.device)
     trainer = Trainer(cpu_net, preprocess, train, AugmentConfig(), 1, machine, parts_at_once=parts_at_once)
+    assert cpu_net.stacking  # a module is tried here: below it could not be copied
     with FakeTensorMode(allow_non_fake_inputs=True):
         images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
         indices = torch.empty(train.batch_size, dtype=torch.long)

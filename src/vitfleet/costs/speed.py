@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.data.batches import Batch
+from vitfleet.costs.flops import empty_batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.models.net import Net
 from vitfleet.training.execution.settings import ExecutionSettings, thread_limit
@@ -75,14 +75,8 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     group = [ClientTraining(training, Shard(ImageSet(pixels, torch.zeros_like(index)), index), RngContext(0, 1, 0))]
     stack = ClientStack(trainer.engine, group, stack_inputs(group, net, machine.device))
     stack.restart(None, train.lr)
-    kept = net.num_kept_patches(train.mask_ratio)
-    batch = Batch(
-        index,
-        index,
-        torch.full((images,), 1 / images, device=machine.device),
-        torch.ones((), device=machine.device),
-        keep=torch.arange(kept, device=machine.device).expand(images, kept) if train.mask_ratio else None,
-    )
+    batch = empty_batch(net, training, train, images, str(machine.device)).map(torch.zeros_like)
+    batch = replace(batch, sample_weight=batch.sample_weight + 1 / images, active=torch.ones_like(batch.active))
     epoch, kind = torch.zeros((), dtype=torch.long, device=machine.device), kind_of_step(training.step, 0)
 
     def step() -> None:

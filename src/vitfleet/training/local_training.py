@@ -109,16 +109,19 @@ class LocalTraining:
     step
         What is computed in every step: see :mod:`vitfleet.training.step`.
     constants
-        Tensors that do not change during the training, such as an anchor.
+        Tensors that do not change during the training, such as an anchor or another model. A tensor that is the same
+        object for all clients is held once.
     kept
         Tensors that steps change (sums, counters, recordings), with their initial values. Their final values are in the
         result. Between clients their shapes may differ: stacked ones are padded with zeros at their ends, and cut back.
+        In a dry run the final values are zeros on the CPU, because methods read them; all other tensors have no values.
     scratch
         The same for tensors that nobody needs afterwards. Only shape and type count, so they may be meta tensors.
     sets
         Stored samples by name; those that are drawn from use their name in the random addresses.
     random
-        Names of the random numbers that steps draw themselves (:meth:`StepView.normal`), each a purpose of its own.
+        Names of the random numbers that steps draw themselves (:meth:`~vitfleet.training.step.StepView.normal`), each a
+        purpose of its own: see :func:`vitfleet.randomness.own_purpose`.
     features
         Tokens to train on instead of the client's images.
     train
@@ -198,7 +201,7 @@ class LocalResult:
     Attributes
     ----------
     weights
-        What trained, and the buffers of the selection, in new tensors.
+        What trained, and the buffers of the selection, in new tensors; of a client without samples, as they were.
     loss
         Mean training loss over all samples and epochs, a scalar on the device; 0 where no step had a loss.
     samples, steps

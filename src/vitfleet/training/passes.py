@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from vitfleet.training.stacking.stack import Stack, vmap_over_clients
 #: Returns the model's weights, composed of what trains and of the constants.
 Compose: TypeAlias = Callable[[Tensors, Tensors], Tensors]
 PERTURBATION = "perturbation"
+Mapped = TypeVar("Mapped")
 
 
 class PassOptions(TypedDict, total=False):
@@ -29,8 +30,8 @@ class PassOptions(TypedDict, total=False):
     Attributes
     ----------
     at
-        Other values of some weights; by default those of the training. Gradients are then with respect to what trains
-        among these.
+        Other values of some weights, of the model before or of another one; all others are those of the training.
+        Gradients are then with respect to what trains among these.
     compose
         Composes weights of the model from what trains.
     depth
@@ -40,7 +41,8 @@ class PassOptions(TypedDict, total=False):
     representation
         Whether ``Outputs.representation`` is returned; only of a plain ViT.
     given
-        Further arguments of the loss, of each client.
+        Further arguments of the loss, of each client: outputs of another model, for example. A loss sees tensors of the
+        view in no other way.
     all_classes
         Whether logits of classes of other tasks are left as they are, where the task of an image is known.
     """
@@ -118,9 +120,9 @@ class ClientModels:
         tensors = [
             tensor for group in groups for name, tensor in group.tensors.items() if name not in group.stacked_names
         ]
-        return frozenset(map(id, (*tensors, self.epoch)))
+        return frozenset(map(id, (*tensors, self.epoch, self.engine.class_to_task)))
 
-    def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def map(self, function: Callable[..., Mapped], *arguments: Any) -> Mapped:
         """Return a function of one client's tensors, applied to each client's."""
         return vmap_over_clients(function, arguments, self.shared) if self.stacked else function(*arguments)
 
@@ -228,7 +230,7 @@ class ClientModels:
             samples = samples.append(other, axis)
         weights = {**self.weights.tensors, **(options.get("at") or {}), **leaves, **(statistics or {})}
         if compose := options.get("compose"):
-            composed: Tensors = self.map(compose, dict(leaves), self.constants.tensors)
+            composed = self.map(compose, dict(leaves), self.constants.tensors)
             weights = {**{name: weights[name] for name in net.parts.shapes if name in weights}, **composed}
         computed = self.engine.forward(
             weights,

@@ -126,7 +126,7 @@ Loss: TypeAlias = Callable[..., Tensor]
 
 
 def cross_entropy(outputs: Outputs) -> Tensor:
-    """Return the mean cross-entropy."""
+    """Return the mean cross-entropy, in which each sample has its weight: padding has none."""
     losses = F.cross_entropy(outputs.logits.float(), outputs.labels, reduction="none")
     return torch.dot(losses, outputs.sample_weight)
 

@@ -6,13 +6,18 @@ A step is a function ``step(view, batch)`` that returns the gradients to apply, 
     def cross_entropy_step(view, batch):
         return view.grad(cross_entropy, batch)
 
-It is written for one client. The engine runs it for one client or for several that are stacked, eagerly or captured in
-a CUDA graph, without any difference to the method. So it holds to three rules:
+What it returns is clipped (``train.max_grad_norm``) and given to the client's optimiser. It is written for one client. The
+engine runs it for one client or for several that are stacked, eagerly or captured in a CUDA graph, without any
+difference to the method. So it holds to four rules:
 
-- Tensors that come from the view are handles: they may have a leading axis of clients. They are combined by
-  :meth:`StepView.map`, whose function sees the tensors of one client.
-- Nothing depends on the *value* of a tensor on the host: no ``if``, no ``float(…)``, no ``.item()``.
-- A sample of weight 0 is padding, and so is a whole batch of such samples.
+- Tensors that come from the view are handles: they may have a leading axis of clients, or, if all clients share them,
+  none. They are combined by :meth:`StepView.map`, whose function sees the tensors of one client.
+- Nothing depends on the *value* of a tensor on the host: no ``if``, no ``float(…)``, no ``.item()``, no boolean index.
+- A sample of weight 0 is padding, and so is a whole batch of such samples: a sum over samples has weights, and what is
+  divided by a number of samples, or by a norm, has a least divisor.
+- The step itself is compared by value, so that clients with the same step are trained together: it is a function of a
+  module, or an instance of a frozen dataclass whose fields are settings, never a closure or a lambda. Tensors are not
+  its fields: they are constants.
 
 A step whose work differs from step to step (rank the stored tasks at every tenth, say) has a method ``kind(index)``: it
 returns the kind of the step with this number in its epoch, any value that can be hashed, and ``view.kind`` is that
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -39,6 +44,7 @@ from vitfleet.training.stacking.stack import rows_at
 if TYPE_CHECKING:
     from vitfleet.training.stacking.client_stack import ClientStack
 
+Mapped = TypeVar("Mapped")
 SET_TENSORS = frozenset({"images", "labels", "sample_weight", "keep"})
 
 
@@ -73,9 +79,10 @@ class StepView:
     epoch
         The number of the epoch, from 0, a scalar on the device.
     weights, all_weights
-        What trains, before the step; and all weights of the training.
+        What trains, before the step: the parameters of ``LocalTraining.trainable``, without running statistics. And
+        all weights of the training, with these.
     constants
-        Tensors that do not change during the training.
+        Tensors that do not change during the training, by name: see ``LocalTraining.constants``.
     class_to_task
         The task of each class, ``[classes]``, where the task of an image is known; else ``None``.
     kept, scratch
@@ -200,15 +207,22 @@ class StepView:
         """Return the gradient of each sample's loss, ``[batch, …]``; that of padding is zero.
 
         The loss is one that weighs samples, as :func:`~vitfleet.training.samples.cross_entropy` does: each sample has
-        the weight 1. Batch norms use their running statistics.
+        the weight 1. Batch norms use their running statistics. All gradients are held at once: they take the memory of
+        what trains, times the batch.
         """
         present = samples.sample_weight > 0
         single = replace(samples, sample_weight=present.to(samples.sample_weight.dtype))
-        each = single.map(lambda tensor: tensor.unsqueeze(self._models.axis + 1))
-        gradients, losses = self._models.part_grads(loss, each, **options)
+        axis, count = self._models.axis, present.shape[-1]
+        each = single.map(lambda tensor: tensor.unsqueeze(axis + 1))
+        longest = count if self._models.engine.net.stackable else 1
+        chunks, losses = [], []
+        for start in range(0, count, longest):
+            of_chunk, its_losses = self._models.part_grads(loss, each.map(_narrow(axis, start, longest, 1)), **options)
+            chunks.append(of_chunk)
+            losses.append(its_losses)
         if samples is self.batch and self.loss_sum is None:
-            self.report((losses * present).sum(dim=-1))
-        return gradients
+            self.report((torch.cat(losses, dim=-1) * present).sum(dim=-1))
+        return _join(chunks, axis)
 
     def part_grads(
         self, loss: Loss, parts: Parts, dtype: torch.dtype | None = None, **options: Unpack[PassOptions]
@@ -227,13 +241,13 @@ class StepView:
             chunk = parts.samples.map(_narrow(axis, start, count, width))
             gradients, _ = self._models.part_grads(loss, chunk, dtype, **options)
             chunks.append({name: rows.to(dtype or rows.dtype) for name, rows in gradients.items()})
-        # A single chunk is not copied: gradients are hundreds of megabytes.
-        if len(chunks) == 1:
-            return chunks[0]
-        return {name: torch.cat([chunk[name] for chunk in chunks], dim=axis) for name in chunks[0]}
+        return _join(chunks, axis)
 
     def forward(self, *groups: Samples, **options: Unpack[PassOptions]) -> tuple[Outputs, ...]:
-        """Return the model's outputs for each group, without gradients. Batch norms use their running statistics."""
+        """Return the model's outputs for each group, without gradients, as a tuple: of one group, a tuple of one.
+
+        Batch norms use their running statistics.
+        """
         at = options.get("at") or {}
         return self._models.forward(
             groups, {name: at.get(name, leaf) for name, leaf in self.weights.items()}, None, **options
@@ -252,11 +266,12 @@ class StepView:
 
     # What a client computes itself
 
-    def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def map(self, function: Callable[..., Mapped], *arguments: Any) -> Mapped:
         """Return a function of one client's tensors, applied to each client's.
 
-        Arguments and result are tensors, or tuples, dictionaries, :class:`Samples` or :class:`Outputs` of tensors. The
-        function's operations may not depend on values of tensors.
+        Arguments and result are tensors, or tuples, dictionaries, :class:`Samples` or :class:`Outputs` of tensors;
+        other arguments are passed as they are. The function's operations may not depend on values of tensors. Every
+        tensor that it needs is an argument: one that it sees by other ways may have an axis of clients.
         """
         return self._models.map(function, *arguments)
 
@@ -277,7 +292,7 @@ class StepView:
             target.copy_(value)
 
     def count(self, numbers: Tensors) -> None:
-        """Add a number of each client to kept scalars of the same names."""
+        """Add tensors of each client to kept ones of the same names and shapes: numbers, or gradients."""
         self.keep({name: self.kept[name] + number for name, number in numbers.items()})
 
     def normal(self, name: str, like: Tensors) -> dict[str, Tensor]:
@@ -287,10 +302,11 @@ class StepView:
         ----------
         name
             One of ``LocalTraining.random``. Every step has numbers of its own, the same at every call.
+        like
+            Tensors of each client, such as ``view.weights`` or gradients; the numbers are float32.
         """
         shapes = {key: tensor.shape[self._models.axis :] for key, tensor in like.items()}
-        numbers: dict[str, Tensor] = self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
-        return numbers
+        return self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
 
     def report(self, loss_sum: Tensor) -> None:
         """Set the loss that is reported for this step, summed over the batch's samples, of each client."""
@@ -326,6 +342,13 @@ def _index_parts(tensor: Tensor, selected: Tensor) -> Tensor:
 def _narrow(axis: int, start: int, count: int, width: int) -> Callable[[Tensor], Tensor]:
     """Return a function that takes some parts, and so many samples of each."""
     return lambda tensor: tensor.narrow(axis, start, count).narrow(axis + 1, 0, width)
+
+
+def _join(chunks: Sequence[dict[str, Tensor]], axis: int) -> dict[str, Tensor]:
+    """Return the gradients of all parts; a single chunk is not copied: gradients are hundreds of megabytes."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return {name: torch.cat([chunk[name] for chunk in chunks], dim=axis) for name in chunks[0]}
 
 
 def _runs_of_equal_width(widths: Sequence[int], longest: int) -> Iterator[tuple[int, int, int]]:

@@ -110,7 +110,7 @@ def register_fields(cls: type[T]) -> type[T]:
     return cls
 
 
-def vmap_over_clients(function: Callable[..., Any], arguments: tuple[Any, ...], shared: Collection[int]) -> Any:
+def vmap_over_clients(function: Callable[..., T], arguments: tuple[Any, ...], shared: Collection[int]) -> T:
     """Return a function of one client's tensors, applied to each client's.
 
     Parameters
@@ -130,4 +130,5 @@ def vmap_over_clients(function: Callable[..., Any], arguments: tuple[Any, ...], 
         return function(*_pytree.tree_unflatten(own, structure))
 
     in_dims = tuple(None if id(tensor) in shared else 0 for tensor in tensors)
-    return torch.vmap(of_one_client, in_dims=in_dims)(*tensors)
+    mapped: T = torch.vmap(of_one_client, in_dims=in_dims)(*tensors)
+    return mapped
