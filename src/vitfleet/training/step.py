@@ -6,8 +6,8 @@ A step is a function ``step(view, batch)`` that returns the gradients to apply, 
     def cross_entropy_step(view, batch):
         return view.grad(cross_entropy, batch)
 
-What it returns is clipped (``train.max_grad_norm``) and given to the client's optimiser. It is written for one client. The
-engine runs it for one client or for several that are stacked, eagerly or captured in a CUDA graph, without any
+What it returns is clipped (``train.max_grad_norm``) and given to the client's optimiser. It is written for one client.
+The engine runs it for one client or for several that are stacked, eagerly or captured in a CUDA graph, without any
 difference to the method. So it holds to four rules:
 
 - Tensors that come from the view are handles: they may have a leading axis of clients, or, if all clients share them,
