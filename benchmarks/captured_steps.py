@@ -44,8 +44,8 @@ from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 from vitfleet.training.runner_cache import RunnerCache
 from vitfleet.training.stack import Stack
-from vitfleet.training.stack_inputs import ClientFit
-from vitfleet.training.step import FitResult
+from vitfleet.training.stack_inputs import ClientTraining
+from vitfleet.training.step import LocalResult
 from vitfleet.training.step_runner import CudaGraphRunner, StepKind, step_kinds
 from vitfleet.training.trainer import Trainer
 
@@ -137,7 +137,7 @@ class Check:
     checked: int = 0
     differences: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    def __call__(self, trainer: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
         results = fit_group(trainer, group)
         if not trainer.machine.graphs or not len(group[0]):
             return results
@@ -151,7 +151,7 @@ class Check:
         return results
 
 
-def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitResult]) -> None:
+def report(trainer: Trainer, group: Sequence[ClientTraining], results: Sequence[LocalResult]) -> None:
     """Print what went wrong, and repeat the training in other ways."""
     print(f"round {group[0].rng.round}: {describe(group)}; clients {[client.rng.client for client in group]}")
     for client_fit, result in zip(group, results, strict=True):
@@ -164,7 +164,7 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         torch.cuda.set_per_process_memory_fraction(1.0)
     compiled = replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False))
     plain = plain_trainer(trainer)
-    ways: dict[str, Callable[[], list[FitResult]]] = {
+    ways: dict[str, Callable[[], list[LocalResult]]] = {
         "the same captured steps": lambda: fit_group(trainer, group),
         "captured anew": lambda: fit_group(replace(trainer, runners=RunnerCache()), group),
         "the same steps, one by one": lambda: fit_uncaptured(trainer, group),
@@ -178,7 +178,7 @@ def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitRe
         print(f"  {name}: {sum(finite)} of {len(finite)} clients finite", flush=True)
 
 
-def fit_step_by_step(trainer: Trainer, group: Sequence[ClientFit]) -> None:
+def fit_step_by_step(trainer: Trainer, group: Sequence[ClientTraining]) -> None:
     """Replay each captured step of the training, repeat it uncaptured from the same tensors, and compare."""
     run_epoch = CudaGraphRunner.run_epoch
     CudaGraphRunner.run_epoch = compare_epoch  # type: ignore[method-assign]
@@ -259,7 +259,7 @@ def differing(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> st
     return f"{count} of {len(found)} differ by more than a fifth: {largest}"
 
 
-def fit_uncaptured(trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+def fit_uncaptured(trainer: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
     """Run the training with the steps that would be captured, without capturing them."""
     capture = CudaGraphRunner._capture
     CudaGraphRunner._capture = lambda runner, kind: UncapturedStep(runner, kind)  # type: ignore[assignment, method-assign]
@@ -274,7 +274,7 @@ def plain_trainer(trainer: Trainer) -> Trainer:
     return replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False, compile=False))
 
 
-def describe(group: Sequence[ClientFit]) -> str:
+def describe(group: Sequence[ClientTraining]) -> str:
     """Return what kind of training it is."""
     fit = group[0].fit
     parts = 0 if fit.memory is None else len(fit.memory)
@@ -287,12 +287,12 @@ def describe(group: Sequence[ClientFit]) -> str:
     return f"{len(fit.objective.trainable)} tensors train" + (f", with {names}" if names else "")
 
 
-def is_finite(results: Sequence[FitResult]) -> bool:
+def is_finite(results: Sequence[LocalResult]) -> bool:
     """Whether the losses and the weights of all results are finite."""
     return all(all_finite([result.loss, *result.weights.values()]) for result in results)
 
 
-def largest_difference(results: Sequence[FitResult], reference: Sequence[FitResult]) -> float:
+def largest_difference(results: Sequence[LocalResult], reference: Sequence[LocalResult]) -> float:
     """Return the largest distance of a client's weights from the reference's, relative to their length."""
     ratios = []
     for result, expected in zip(results, reference, strict=True):

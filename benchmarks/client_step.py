@@ -62,7 +62,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         server: State = method.initial_state(weights)
         down, base = method.client_message(server, 1, 0, None), method.base_message(weights).tensors
         job = ClientJob(1, 0, down, base, None, shard)
-        trainer.fit(next(method.client_update(job)), shard, RngContext(0, 1, 0))
+        trainer.train(next(method.client_update(job)), shard, RngContext(0, 1, 0))
 
     def seconds(samples: int) -> float:
         started = time.perf_counter()

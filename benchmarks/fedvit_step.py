@@ -35,7 +35,7 @@ from vitfleet.methods.continual.projection import (
 from vitfleet.models.zoo import build_model
 from vitfleet.training.local_training import EpisodicMemory
 from vitfleet.training.machine import set_up_machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stack_inputs import ClientTraining, RngContext
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -94,11 +94,11 @@ def main() -> None:
     def seconds(objective: Objective, memories: list[EpisodicMemory | None], steps: int) -> float:
         shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))
         group = [
-            ClientFit(Fit(start, objective, 1, memory=memory), shard, RngContext(0, 1, client))
+            ClientTraining(Fit(start, objective, 1, memory=memory), shard, RngContext(0, 1, client))
             for client, (start, memory) in enumerate(zip(weights, memories, strict=True))
         ]
         started = time.perf_counter()
-        trainer.fit_cohort(group)
+        trainer.train_together(group)
         if machine.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started

@@ -111,7 +111,7 @@ def measure(setup: Setup) -> int:
         try:
             fit = next(generator)
             while True:
-                result = trainer.fit(fit, shard, RngContext(0, 1, 0))
+                result = trainer.train(fit, shard, RngContext(0, 1, 0))
                 peak = max(peak, _peak(machine))  # on a GPU the trainer resets it before every fit
                 fit = generator.send(result)
         except StopIteration as end:

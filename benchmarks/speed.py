@@ -37,7 +37,7 @@ from vitfleet.methods.base import ClientJob
 from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
@@ -102,8 +102,8 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
                     None,
                     shard,
                 )
-                participants.append(Participant(method.client_update(job), shard, RngContext(SEED, 1, client)))
-            run_cohort(participants, trainer)
+                participants.append(PendingUpdate(method.client_update(job), shard, RngContext(SEED, 1, client)))
+            run_updates(participants, trainer)
 
     return run_round
 

@@ -55,7 +55,7 @@ def training_rate(machine: Machine, model: str, batch: int, steps: int) -> float
         _synchronize(machine)
         started = time.perf_counter()
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        trainer.fit(Fit(weights, Objective(net.anatomy.whole), 1), shard, RngContext(0, 1, 0))
+        trainer.train(LocalTraining(weights, net.anatomy.whole, 1), shard, RngContext(0, 1, 0))
         _synchronize(machine)
         return time.perf_counter() - started
 

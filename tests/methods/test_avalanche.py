@@ -26,7 +26,7 @@ from vitfleet.methods.continual.replay import DarkExperienceLoss
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.machine import Machine
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.stack_inputs import ClientTraining, RngContext
 from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 
@@ -67,7 +67,7 @@ def make_method(kind: str, net: Net) -> Ewc | Mas:
 def importance(method: Ewc | Mas, trainer: Trainer, task: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     shard = task_shard(task)
     fit = method.importance_fit(ClientJob(1, 0, Message(), {}, None, shard), weights)
-    (result,) = trainer.fit_cohort([ClientFit(fit, shard, RngContext(0, 1, 0))])
+    (result,) = trainer.train_together([ClientTraining(fit, shard, RngContext(0, 1, 0))])
     return measured_importance(result, CPU)
 
 

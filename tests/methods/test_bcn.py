@@ -19,7 +19,7 @@ from vitfleet.methods.continual.bcn import BcnParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -83,7 +83,7 @@ def test_three_tasks_as_by_hand(
 ) -> None:
     tasks = TASKS if known else None
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_tasks=tasks)
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
     method = Bcn(BcnParams(rho=0.4, beta=BETA, epsilon=EPSILON, descent_rate=RATE), context)
     initial, hand = tiny_net.initial_weights(), ByHand(tiny_net, tasks)
     base, sent = method.base_message(initial).tensors, method.initial_state(initial).tensors
@@ -100,7 +100,7 @@ def test_three_tasks_as_by_hand(
         samples = inputs_of(shard.images.images[shard.index]), shard.labels
         expected = hand.train(received, samples, memory, round)
         job = ClientJob(round, CLIENT, Message(sent), base, own, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
         close(update.model_weights, expected)
         assert set(update.message.tensors) == set(method.anatomy.body)
         own = update.client_state

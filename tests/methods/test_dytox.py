@@ -23,7 +23,7 @@ from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import Participant, run_cohort, run_participant
+from vitfleet.training.driver import PendingUpdate, run_updates, run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
@@ -128,7 +128,7 @@ def run_client(
     initial = trainer.net.initial_weights()
     message = Message((server or method.initial_state(initial)).tensors)
     job = ClientJob(round, CLIENT, message, method.base_message(initial).tensors, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def train_by_hand(
@@ -280,13 +280,13 @@ def test_clients_that_learn_different_tasks_are_trained_together(
 
         def participant(
             client: int, round: int = task_index + 1, shards: dict[int, Shard] = shards
-        ) -> Participant[ClientUpdate]:
+        ) -> PendingUpdate[ClientUpdate]:
             job = ClientJob(round, client, message, base, states[client], shards[client], round - 1)
-            return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
+            return PendingUpdate(method.client_update(job), shards[client], RngContext(0, round, client))
 
-        alone = [run_cohort([participant(client)], trainer)[0] for client in states]
+        alone = [run_updates([participant(client)], trainer)[0] for client in states]
         others = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-        together = run_cohort([participant(client) for client in states], others)
+        together = run_updates([participant(client) for client in states], others)
         for client, (mine, theirs) in enumerate(zip(alone, together, strict=True)):
             close(theirs.model_weights, mine.model_weights)
             states[client] = theirs.client_state

@@ -26,8 +26,8 @@ from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult
+from vitfleet.training.stack_inputs import SERVER_CLIENT, ClientTraining, RngContext
+from vitfleet.training.step import Fit, LocalResult
 from vitfleet.training.step_runner import CudaGraphRunner
 
 
@@ -49,14 +49,14 @@ def run_to(context: RunContext, rounds: int) -> RunState:
     return state
 
 
-def server_fit(method: EftVit, state: State, round: int) -> tuple[Fit, Generator[Fit, FitResult, State]]:
+def server_fit(method: EftVit, state: State, round: int) -> tuple[Fit, Generator[Fit, LocalResult, State]]:
     update = method.server_update(state, round)
     return next(update), update
 
 
-def on_server(context: RunContext, fit: Fit) -> ClientFit:
+def on_server(context: RunContext, fit: Fit) -> ClientTraining:
     no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long))
-    return ClientFit(fit, no_images, RngContext(0, 2, SERVER_CLIENT))
+    return ClientTraining(fit, no_images, RngContext(0, 2, SERVER_CLIENT))
 
 
 def equal_states(first: State, second: State) -> bool:
@@ -80,7 +80,7 @@ def test_the_servers_training_has_settings_of_its_own(eftvit_config: MakeConfig,
     fit, _ = server_fit(method_of(context), run_to(context, 1).server, 2)
     assert fit.train == context.config.train.model_copy(update={"lr": 0.5, "batch_size": 7, "weight_decay": 0.25})
     assert fit.features is not None
-    (result,) = context.trainer.fit_cohort([on_server(context, fit)])
+    (result,) = context.trainer.train_together([on_server(context, fit)])
     assert result.steps == 2 * -(-len(fit.features) // 7)
 
 
@@ -143,7 +143,7 @@ def test_the_moving_average_is_sent_and_training_continues_from_the_last_weights
     fit, update = server_fit(method, state, 20)
     assert torch.equal(fit.weights[name], state.tensors["last." + name]), "as trained in the first round"
     with pytest.raises(StopIteration) as end:
-        update.send(FitResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0), torch.ones(())))
+        update.send(LocalResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0), torch.ones(())))
     after = end.value.value
     torch.testing.assert_close(after.tensors[name], 0.5 * state.tensors[name] + 0.5 * trained[name])
     assert torch.equal(after.tensors["last." + name], trained[name])

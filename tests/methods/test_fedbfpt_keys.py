@@ -24,7 +24,7 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.wire import encoded_size
 
@@ -153,7 +153,7 @@ def test_a_centred_round_as_by_hand(
     initial = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tiny_net.initial_weights().items()}
     state = method.initial_state(initial)
     base, down = method.base_message(initial).tensors, method.client_message(state, 1, 0, None)
-    update = run_participant(
+    update = run_update(
         method.client_update(ClientJob(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
 

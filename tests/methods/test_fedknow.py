@@ -17,7 +17,7 @@ from vitfleet.methods import ClientJob, ClientUpdate, FedKnow
 from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
 from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def test_a_missed_task_is_an_absent_teacher() -> None:
 
 
 def make_method(make_context: MakeContext, **params: object) -> FedKnow:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
     return FedKnow(FedKnowParams.model_validate({"k": 1, "rho": RHO, "check": True, **params}), context)
 
 
@@ -95,7 +95,7 @@ def play(method: FedKnow, trainer: Trainer, net: Net, make_shard: MakeShard) -> 
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.items()}
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         job = ClientJob(task_index + 1, 0, Message(sent), base, own, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = update.client_state
         kept = base if not played else played[-1][1].model_weights
         played.append(({**kept, **sent}, update))
@@ -179,7 +179,7 @@ def test_knowledge_of_a_task_is_replaced_in_the_clients_next_round_of_it(
     for round in (1, 2):
         message = Message(method.initial_state(initial).tensors)
         job = ClientJob(round, 0, message, method.base_message(initial).tensors, own, shard, 0)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         own = update.client_state
         assert own is not None
         (knowledge,) = read_knowledge(own.tensors).values()
@@ -196,7 +196,7 @@ def test_a_client_without_images_keeps_what_it_knows(
     initial, shard = tiny_net.initial_weights(), make_shard(0, 0)
     base = method.base_message(initial).tensors
     job = ClientJob(4, 0, Message(method.initial_state(initial).tensors), base, last.client_state, shard, 2)
-    update = run_participant(method.client_update(job), trainer, shard, RngContext(0, 4, 0))
+    update = run_update(method.client_update(job), trainer, shard, RngContext(0, 4, 0))
     assert update.client_state is not None
     assert last.client_state is not None
     before, after = (read_knowledge(state.tensors) for state in (last.client_state, update.client_state))

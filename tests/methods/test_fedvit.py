@@ -15,7 +15,7 @@ from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import select_samples
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -30,7 +30,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 @pytest.fixture
 def method(make_context: MakeContext) -> FedVit:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
     return FedVit(FedVitParams(k=1, head_epochs=1, rho=0.3, check=True), context)
 
 
@@ -52,7 +52,7 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
     for task_index, body in enumerate(bodies(method, net)):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         job = ClientJob(task_index + 1, 0, Message(body), base, own, shard, task_index)
-        answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
+        answer = run_update(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = answer.client_state
         head = base if not played else method.anatomy.head.take(played[-1][1].model_weights)
         played.append(({**head, **body}, answer))
@@ -118,7 +118,7 @@ def test_without_earlier_rounds_it_is_fedreps_round(
     work = method.client_update(ClientJob(1, 0, Message(body), base, None, make_shard(0, 12), 0))
     fit = next(work)
     assert fit.objective.trainable == method.anatomy.head
-    later = work.send(trainer.fit(fit, make_shard(0, 12), RngContext(0, 1, 0)))
+    later = work.send(trainer.train(fit, make_shard(0, 12), RngContext(0, 1, 0)))
     assert later.objective.trainable == method.anatomy.body
     assert (later.memory, later.reference_weights, later.objective.transform) == (None, None, None)
     assert (fit.epochs, later.epochs) == (1, EPOCHS - 1)

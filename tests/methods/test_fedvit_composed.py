@@ -27,9 +27,9 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
+from vitfleet.training.stack_inputs import ClientTraining, RngContext, stack_inputs
 from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.wire import tensors_size
@@ -122,7 +122,7 @@ def test_a_client_sends_its_layers_and_all_that_is_no_layer_and_the_server_chang
 
 @pytest.fixture
 def sharing(make_context: MakeContext) -> FedVit:
-    context = replace(make_context(epochs=2, batch_size=8), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, batch_size=8)
     return FedVit(FedVitParams(send_layers=1, head_epochs=1), context)
 
 
@@ -143,7 +143,7 @@ def test_a_client_receives_what_has_changed_and_keeps_its_other_layers(
         assert torch.equal(tuning.weights[name], initial[name] + (name in anatomy.blocks[0])), name
         assert torch.equal(tuning.reference_weights[name], initial[name] + 1), "as before the aggregation"
     assert all(torch.equal(tuning.weights[name], initial[name] + 1) for name in anatomy.head)
-    answer = run_participant(
+    answer = run_update(
         sharing.client_update(job), make_trainer(epochs=2, batch_size=8), job.shard, RngContext(0, 5, 0)
     )
     assert not set(answer.message.tensors) & set(anatomy.head)
@@ -169,7 +169,7 @@ def test_a_client_without_images_sends_no_layer(
     message = sharing.client_message(sharing.initial_state(initial), 1, 0, None)
     shard = make_shard(0, 0)
     job = ClientJob(1, 0, message, sharing.base_message(initial).tensors, None, shard, 0)
-    answer = run_participant(sharing.client_update(job), make_trainer(epochs=2), shard, RngContext(0, 1, 0))
+    answer = run_update(sharing.client_update(job), make_trainer(epochs=2), shard, RngContext(0, 1, 0))
     assert not answer.message.tensors
     assert "layers" not in answer.message.numbers
 
@@ -187,21 +187,21 @@ def test_more_layers_than_the_model_has_are_refused(make_context: MakeContext) -
 def test_what_is_masked_and_what_is_whole(
     make_context: MakeContext, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    context = replace(make_context(epochs=2, batch_size=8), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, batch_size=8)
     method = FedVit(FedVitParams(body_mask_ratio=0.5, head_epochs=1), context)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 12)
     job = ClientJob(2, 0, Message(initial), {}, State(initial), shard, 0)
     trainer, fits = make_trainer(epochs=2, batch_size=8), method.client_update(job)
     tuning = next(fits)
-    head = fits.send(trainer.fit(tuning, shard, RngContext(0, 2, 0)))
-    body = fits.send(trainer.fit(head, shard, RngContext(0, 2, 0, 1)))
+    head = fits.send(trainer.train(tuning, shard, RngContext(0, 2, 0)))
+    body = fits.send(trainer.train(head, shard, RngContext(0, 2, 0, 1)))
     ratios = [(fit.train or context.train).mask_ratio for fit in (tuning, head, body)]
     assert ratios == [0.5, 0.0, 0.5]
     assert not any(fit.objective.mask_memory for fit in (tuning, head, body)), "nothing is stored yet"
     assert method.integrated_objective(EpisodicMemory(torch.zeros(1), torch.zeros(1), torch.zeros(1), (1,))).mask_memory
     assert body.score_samples
     # Scores are those of whole images.
-    result = trainer.fit(body, shard, RngContext(0, 2, 0, 2))
+    result = trainer.train(body, shard, RngContext(0, 2, 0, 2))
     logits = tiny_net({**body.weights, **result.weights}, trainer.preprocess(shard.images.images[shard.index]))
     losses = torch.nn.functional.cross_entropy(logits, shard.labels, reduction="none")
     torch.testing.assert_close(result.sample_losses, losses.detach(), rtol=1e-4, atol=1e-5)
@@ -218,7 +218,7 @@ def test_stored_samples_keep_as_many_patches_as_the_batch_whoever_is_stacked(
 ) -> None:
     objective, weights = Objective(tiny_net.anatomy.body, mask_memory=True), tiny_net.initial_weights()
     group = [
-        ClientFit(
+        ClientTraining(
             Fit(weights, objective, 1, memory=stored(tiny_images, sizes)),
             make_shard(0, 8),
             RngContext(0, 1, client),
@@ -256,9 +256,9 @@ def test_masked_reference_gradient_is_that_of_the_kept_patches(
     weights, memory, shard = tiny_net.initial_weights(), stored(tiny_images, (8,)), make_shard(0, 12)
     objective = Objective(tiny_net.anatomy.whole, transform=AddReference(), mask_memory=True)
     rng, fit = RngContext(7, 3, 0), Fit(weights, objective, 1, memory=memory)
-    plain = trainer.fit(Fit(weights, Objective(tiny_net.anatomy.whole), 1), shard, rng)
-    result = trainer.fit(fit, shard, rng)
-    keep = stack_inputs([ClientFit(fit, shard, rng)], tiny_net, 0.5).memory.tensors["keep"][0]
+    plain = trainer.train(LocalTraining(weights, tiny_net.anatomy.whole, 1), shard, rng)
+    result = trainer.train(fit, shard, rng)
+    keep = stack_inputs([ClientTraining(fit, shard, rng)], tiny_net, 0.5).memory.tensors["keep"][0]
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
     logits = tiny_net(leaves, trainer.preprocess(memory.images[0]), keep)
     loss = torch.nn.functional.cross_entropy(logits, memory.labels[0])
@@ -281,8 +281,8 @@ def test_captured_steps_follow_the_mask_of_their_training(
         for train in (None, masked):
             objective = Objective(tiny_net.anatomy.whole, mask_memory=train is not None)
             fit = Fit(tiny_net.initial_weights(), objective, 1, train=train, memory=stored(tiny_images, (8, 3)))
-            group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(2)]
-            for result, expected in zip(graphed.fit_cohort(group), eager.fit_cohort(group), strict=True):
+            group = [ClientTraining(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(2)]
+            for result, expected in zip(graphed.train_together(group), eager.train_together(group), strict=True):
                 for name, weight in result.weights.items():
                     torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-6)
     assert len(captured) == 2, "one for each mask, each reused in the second round"

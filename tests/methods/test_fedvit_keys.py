@@ -16,7 +16,7 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -49,7 +49,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 
 def make_fedvit(make_context: MakeContext, **params: object) -> FedVit:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
     return FedVit(FedVitParams.model_validate({"name": "fedvit", "k": 1, "rho": 0.3, "check": True, **params}), context)
 
 
@@ -78,7 +78,7 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
         round, shard, scale = position + 1, make_shard(*shard_bounds(task_index)), 0.1 if position else 0.0
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.tensors.items()}
         job = ClientJob(round, 0, Message(sent), base, state, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         head = base if state is None else method.anatomy.head.take(state.tensors)
         played.append(PlayedRound(round, task_index, {**head, **sent}, state, update))
         state = update.client_state

@@ -115,7 +115,7 @@ def test_unusable_updates_are_rejected_and_change_nothing(method: FedWeit, tiny_
 
 
 def test_an_outlier_does_not_replace_what_is_stored(make_context: MakeContext, tiny_net: Net) -> None:
-    context = replace(make_context(), num_tasks=5)
+    context = make_context(num_tasks=5)
     context = replace(context, aggregation=context.aggregation.model_copy(update={"norm_factor": 2.0}))
     method, body = FedWeit(SETTINGS, context), tiny_net.anatomy.body.take(tiny_net.initial_weights())
     aggregator = method.aggregator(State(body), 1)

@@ -15,7 +15,7 @@ from vitfleet.methods import ClientJob, ClientUpdate
 from vitfleet.methods.continual.gem import AGem, AGemParams, Gem, GemParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -28,7 +28,7 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 
 def of_kind(kind: str, make_context: MakeContext) -> Gem | AGem:
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
     return Gem(GemParams(rho=0.4, check=True), context) if kind == "gem" else AGem(AGemParams(rho=0.4), context)
 
 
@@ -43,7 +43,7 @@ def ask(
 ) -> ClientUpdate:
     initial, shard = net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
     down, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
-    return run_participant(
+    return run_update(
         method.client_update(ClientJob(round, 0, down, base, own, shard, task_index)),
         trainer,
         shard,

@@ -25,7 +25,7 @@ from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import Participant, run_cohort, run_participant
+from vitfleet.training.driver import PendingUpdate, run_updates, run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step_runner import CudaGraphRunner
 from vitfleet.training.trainer import Trainer
@@ -151,7 +151,7 @@ def run_client(
     initial = trainer.net.initial_weights()
     message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
     job = ClientJob(round, CLIENT, message, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def candidates(label: int, known: bool) -> Tensor:
@@ -301,13 +301,13 @@ def test_clients_are_trained_together(
 
         def participant(
             client: int, round: int = round, shards: dict[int, Shard] = shards
-        ) -> Participant[ClientUpdate]:
+        ) -> PendingUpdate[ClientUpdate]:
             job = ClientJob(round, client, message, base, states[client], shards[client], round - 1)
-            return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
+            return PendingUpdate(method.client_update(job), shards[client], RngContext(0, round, client))
 
-        alone = [run_cohort([participant(client)], trainer)[0] for client in states]
+        alone = [run_updates([participant(client)], trainer)[0] for client in states]
         others = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-        together = run_cohort([participant(client) for client in states], others)
+        together = run_updates([participant(client) for client in states], others)
         for client, (mine, theirs) in enumerate(zip(alone, together, strict=True)):
             assert theirs.client_state is not None
             assert mine.client_state is not None

@@ -31,8 +31,8 @@ from vitfleet.methods.continual.quadratic_penalty import (
 )
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
-from vitfleet.training.stack_inputs import ClientFit, RngContext
+from vitfleet.training.driver import run_update
+from vitfleet.training.stack_inputs import ClientTraining, RngContext
 from vitfleet.training.step import Step
 from vitfleet.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ ROUND = 3
 
 
 def of_kind(kind: str, make_context: MakeContext, weight: float | None = None, **train: object) -> Ewc | Mas:
-    context = replace(make_context(**train), num_tasks=3)
+    context = make_context(num_tasks=3, **train)
     table = {} if weight is None else {"penalty_weight": weight}
     if kind == "mas":
         return Mas(MasParams.model_validate(table), context)
@@ -115,14 +115,14 @@ def test_importance_is_the_mean_over_single_images(
     trainer = replace(trainer, machine=replace(trainer.machine, graphs="captured" in execution))
     shards = [make_shard(*bounds) for bounds in ((0, 9), (3, 16), (20, 21))]
     random = torch.Generator().manual_seed(1)
-    group: list[ClientFit] = []
+    group: list[ClientTraining] = []
     for client, shard in enumerate(shards):
         noise = {name: torch.randn(shape, generator=random) for name, shape in tiny_net.anatomy.shapes.items()}
         weights = {name: (tensor + 0.3 * noise[name]).double() for name, tensor in tiny_net.initial_weights().items()}
         fit = method.importance_fit(ClientJob(ROUND, client, Message(), {}, None, shard), weights)
-        group.append(ClientFit(fit, shard, RngContext(0, ROUND, client)))
+        group.append(ClientTraining(fit, shard, RngContext(0, ROUND, client)))
     groups = [group] if "stacked" in execution else [[client_fit] for client_fit in group]
-    results = [result for part in groups for result in trainer.fit_cohort(part)]
+    results = [result for part in groups for result in trainer.train_together(part)]
     for client_fit, result in zip(group, results, strict=True):
         start = client_fit.fit.weights
         assert all(torch.equal(tensor, start[name]) for name, tensor in result.weights.items())
@@ -213,7 +213,7 @@ def ask(
     initial = net.initial_weights()
     down, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
     job = ClientJob(round, 0, down, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
 
 
 @dataclass(frozen=True)

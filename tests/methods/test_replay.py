@@ -19,7 +19,7 @@ from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusPar
 from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer
@@ -87,7 +87,7 @@ class ByHand:
 
 
 def make_replay_method(kind: str, make_context: MakeContext) -> ExperienceReplay | DerPlusPlus:
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
     if kind == "er":
         return ExperienceReplay(ErParams(rho=0.4), context)
     return DerPlusPlus(DerPlusPlusParams(rho=0.4, alpha=ALPHA, beta=BETA), context)
@@ -104,7 +104,7 @@ def run_client(
     initial, shard = trainer.net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
     message, base = Message(method.initial_state(initial).tensors), method.base_message(initial).tensors
     job = ClientJob(round, CLIENT, message, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def merge(state: State | None, num_tasks: int) -> StoredSamples | None:

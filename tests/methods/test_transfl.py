@@ -28,7 +28,7 @@ from vitfleet.randomness import Address, Purpose
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.machine import Machine
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.step import Fit, Objective, Step
@@ -53,10 +53,10 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
     observer = GradientMagnitude(tiny_net.anatomy, statistic)
     weights = tiny_net.initial_weights()
     objective = Objective(tiny_net.anatomy.whole, observer=observer)
-    fitted = trainer.fit(
+    fitted = trainer.train(
         Fit(weights, objective, 1, observer_state=observer.initial_state(CPU)), shard, RngContext(0, 1, 0)
     )
-    measured = fitted.observed["layers"] / fitted.steps
+    measured = fitted.kept["layers"] / fitted.steps
 
     order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
     vit = tiny_net.module.vit
@@ -231,7 +231,7 @@ def test_the_papers_message_sizes() -> None:
     methods = (FedAvg(FedAvgParams(), context), 18.2002), (TransFL(config.method, context), 9.1621)
     for method, mebibytes in methods:
         down = method.client_message(method.initial_state(net.initial_weights()), 1, 0, None)
-        answer = run_participant(
+        answer = run_update(
             method.client_update(ClientJob(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
         )
         sent = encode(answer.message)
