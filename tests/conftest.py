@@ -209,7 +209,7 @@ def context_of(
     if num_tasks > 1:
         tasks = {"count": num_tasks, "classes": 1, "per_client": (1, 1), "rounds_per_task": rounds}
         config["data"] = {"tasks": tasks}
-    else:
+    if "data" not in config:
         config["rounds"] = rounds
     return MethodContext(Config.model_validate(config), net, num_classes, torch.device("cpu"))
 

@@ -190,7 +190,7 @@ def train_by_hand(
     for epoch in range(2):
         order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
         stored = 1 if memory is None else len(memory)
-        drawn = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
+        drawn = Address(0, REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
         for start in range(0, len(labels), 4):
             leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
             part = torch.from_numpy(order[start : start + 4])

@@ -63,7 +63,7 @@ class ByHand:
             order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
             terms = 1 if kind == "er" else 2
             stored = 1 if memory is None else len(memory)
-            drawn = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(12, terms))
+            drawn = Address(0, REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(12, terms))
             for start in range(0, len(labels), 4):
                 batch, rows = order[start : start + 4], drawn[start : start + 4]
                 leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
