@@ -55,6 +55,7 @@ pytest_plugins = [
     "made_photos",
     "made_runs",
     "made_sets",
+    "projection_angles",
     "shared_work",
 ]  # modules of fixtures
 
