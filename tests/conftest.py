@@ -200,7 +200,7 @@ def context_of(
     train
         The table ``train``.
     rounds
-        Of the run; with several tasks, of each task.
+        Of the run; with several tasks, as many as divide evenly.
     num_tasks
         Tasks of one class each.
     tables
@@ -208,7 +208,7 @@ def context_of(
     """
     config: dict[str, object] = {"train": train or {}, **tables}
     if num_tasks > 1:
-        tasks = {"count": num_tasks, "classes": 1, "per_client": (1, 1), "rounds_per_task": rounds}
+        tasks = {"count": num_tasks, "classes": 1, "per_client": (1, 1), "rounds_per_task": rounds // num_tasks}
         config["data"] = {"tasks": tasks}
     if "data" not in config:
         config["rounds"] = rounds

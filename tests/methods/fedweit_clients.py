@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from by_hand import PLAIN_SGD
 from torch import Tensor

@@ -117,9 +117,7 @@ def test_the_cost_report_states_a_round_that_trains_a_layer() -> None:
 
 
 @pytest.mark.parametrize(("local_layers", "keep_last"), [(6, 1), (6, 2), (6, 5), (12, 3)])
-def test_kept_layers_end_every_route_and_are_never_trained(
-    local_layers: int, keep_last: int
-) -> None:
+def test_kept_layers_end_every_route_and_are_never_trained(local_layers: int, keep_last: int) -> None:
     method = FedBfpt(FedBfptParams(local_layers=local_layers, keep_last=keep_last), context_of(net_of(12), rounds=200))
     trained = local_layers - keep_last
     layers = [layer for layer in method.schedule if layer is not None]

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientJob, ClientUpdate, DerPlusPlus, ExperienceReplay
-from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams, ErParams
-from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
+from vitfleet.methods.continual.replay import DarkExperienceStep, DerPlusPlusParams, ErParams
+from vitfleet.methods.continual.stored_samples import REPLAY, StoredSamples, drawn_before, read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.driver import run_update
+from vitfleet.training.samples import Outputs
 from vitfleet.training.stack_inputs import RngContext
-from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -89,8 +89,8 @@ class ByHand:
 def make_replay_method(kind: str, make_context: MakeContext) -> ExperienceReplay | DerPlusPlus:
     context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
     if kind == "er":
-        return ExperienceReplay(ErParams(rho=0.4), context)
-    return DerPlusPlus(DerPlusPlusParams(rho=0.4, alpha=ALPHA, beta=BETA), context)
+        return ExperienceReplay(ErParams(stored_share=0.4), context)
+    return DerPlusPlus(DerPlusPlusParams(stored_share=0.4, alpha=ALPHA, beta=BETA), context)
 
 
 def run_client(
@@ -183,14 +183,15 @@ def test_only_earlier_tasks_are_replayed() -> None:
         )
         for index in (3, 0, 2)  # task 1 was missed
     }
-    assert replay_buffer(stored, 0, 1) is None
-    assert replay_buffer(stored, 2, 0) is None
-    assert replay_buffer({}, 2, 1) is None
-    buffer = replay_buffer(stored, 3, 1)
-    assert buffer is not None
-    assert buffer.labels.tolist() == [0, 0, 2, 2]
-    assert buffer.images[:, 0, 0, 0].tolist() == [0, 0, 2, 2]
-    assert not buffer.targets
+    assert drawn_before(stored, 0, 1) is None
+    assert drawn_before(stored, 2, 0) is None
+    assert drawn_before({}, 2, 1) is None
+    drawn = drawn_before(stored, 3, 1)
+    assert drawn is not None
+    assert drawn.labels.tolist() == [[0, 0, 2, 2]]
+    assert drawn.images[0, :, 0, 0, 0].tolist() == [0, 0, 2, 2]
+    assert (drawn.sizes, drawn.draws) == ((4,), 1)
+    assert not drawn.stored
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.0), (0.0, 0.7), (0.3, 0.7)])
@@ -205,9 +206,9 @@ def test_dark_experience_loss_is_the_formula(alpha: float, beta: float) -> None:
     masked = torch.where(own_task, logits, -torch.inf).requires_grad_()
     weight = torch.tensor([1.0, 0.0]).repeat_interleave(drawn) / drawn
     nothing = torch.zeros(())
-    step = Step(batch_logits, batch_labels, torch.tensor([1.0, 0.0]), {}, {}, nothing, nothing)
-    step = replace(step, replayed=ReplayedSamples(masked, labels, weight, {"logits": stored}))
-    loss = DarkExperienceLoss(alpha, beta, 3)(step)
+    batch = Outputs(batch_logits, batch_labels, torch.tensor([1.0, 0.0]), nothing, {}, {}, nothing)
+    replayed = Outputs(masked, labels, weight, nothing, {}, {}, nothing, stored={"logits": stored})
+    loss = DarkExperienceStep(alpha, beta, 3).loss(batch, replayed)
     expected = F.cross_entropy(batch_logits[:1], batch_labels[:1])
     if alpha:
         distances = [F.mse_loss(logits[i][own_task[i]], stored[i][own_task[i]]) for i in range(3)]
