@@ -298,9 +298,7 @@ def test_clients_are_trained_together(
     for round in (1, 2):
         shards = {client: task_shard(make_shard, (client + round) % 2) for client in states}
 
-        def pending(
-            client: int, round: int = round, shards: dict[int, Shard] = shards
-        ) -> PendingUpdate[ClientUpdate]:
+        def pending(client: int, round: int = round, shards: dict[int, Shard] = shards) -> PendingUpdate[ClientUpdate]:
             job = ClientJob(round, client, message, base, states[client], shards[client], round - 1)
             return PendingUpdate(method.client_update(job), shards[client], RngContext(0, round, client))
 

@@ -21,7 +21,7 @@ from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes, top_k
-from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
+from vitfleet.methods.averaging.transfl import MeasuredStep, TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
@@ -29,9 +29,9 @@ from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.driver import run_update
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import Machine
 from vitfleet.training.stack_inputs import RngContext
-from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size
 
@@ -43,20 +43,17 @@ def transfl(make_context: MakeContext) -> TransFL:
     return TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
 
 
-@pytest.mark.parametrize("statistic", ["mean-abs", "rms"])
 def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
-    statistic: str, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     # A learning rate so small that every step's gradient is taken at (all but) the same weights.
     trainer = make_trainer(epochs=1, batch_size=10, optimizer="sgd", lr=1e-12, momentum=0.0, schedule="constant")
     shard = make_shard(0, 30)
-    observer = GradientMagnitude(tiny_net.anatomy, statistic)
-    weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, observer=observer)
-    fitted = trainer.train(
-        Fit(weights, objective, 1, observer_state=observer.initial_state(CPU)), shard, RngContext(0, 1, 0)
-    )
-    measured = fitted.kept["layers"] / fitted.steps
+    magnitude, weights = GradientMagnitude.of_model(tiny_net.anatomy), tiny_net.initial_weights()
+    step, kept = MeasuredStep(magnitude), magnitude.zeros(CPU)
+    training = LocalTraining(weights, tiny_net.anatomy.whole, 1, step, kept=kept)
+    result = trainer.train(training, shard, RngContext(0, 1, 0))
+    measured = result.kept["layers"] / result.steps
 
     order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
     vit = tiny_net.module.vit
@@ -76,8 +73,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
                 ]
             )
             assert gradient.numel() == tiny_net.anatomy.count_parameters(tiny_net.anatomy.blocks[layer])
-            value = gradient.abs().mean() if statistic == "mean-abs" else gradient.square().mean().sqrt()
-            expected[layer] += value / 3
+            expected[layer] += gradient.abs().mean() / 3
     torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
 
 
@@ -223,7 +219,7 @@ def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build_model(config.model, 10, 3, 32, seed=0)
     cpu = torch.device("cpu")
-    context = MethodContext.from_net(net, config.train, config.rounds, config.seed, 10, cpu)
+    context = MethodContext(config, net, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
     trainer = Trainer(net, preprocess_for(net, cpu), config.train, config.data.augment, 70, Machine(cpu, bf16=False))
@@ -258,8 +254,9 @@ def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Pat
 def test_g_is_measured_in_other_families_too(name: str) -> None:
     net = build_model(ModelConfig(name=name), 5, 3, 224, 0)
     gradients = {key: torch.ones(net.anatomy.shapes[key]) for key in net.anatomy.parameters}
-    observer = GradientMagnitude(net.anatomy, "mean-abs")
-    step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))
-    seen = observer(observer.initial_state(CPU), gradients, step)
+    magnitude = GradientMagnitude.of_model(net.anatomy)
+    seen = magnitude(gradients)
     torch.testing.assert_close(seen["layers"], torch.ones(net.anatomy.depth))
-    assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"
+    assert seen.keys() == magnitude.zeros(CPU).keys() == {"layers"}, (
+        "their layers differ in heads, or keep them otherwise"
+    )
