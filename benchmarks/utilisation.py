@@ -21,7 +21,6 @@ from vitfleet.message import to_device
 from vitfleet.models.zoo import build_model
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.stack_inputs import RngContext
-from vitfleet.training.step import Fit, Objective
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES, SIDE, TRIES = 100, 224, 3

@@ -27,9 +27,9 @@ from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
+from vitfleet.training.local_training import LocalResult
 from vitfleet.training.optim import learning_rate
 from vitfleet.training.stack_inputs import ClientTraining
-from vitfleet.training.step import LocalResult
 from vitfleet.training.trainer import Trainer
 from vitfleet.wire import decode
 
@@ -105,14 +105,14 @@ def test_a_run_interrupted_before_a_checkpoint_ends_like_an_undisturbed_one(
 def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
     """Interrupt the at-th training of this process."""
     count = 0
-    fit = Trainer.train_together
+    train_group = Trainer.train_together
 
     def interrupted(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
         nonlocal count
         count += 1
         if count == at:
             raise KeyboardInterrupt
-        return fit(self, group)
+        return train_group(self, group)
 
     patch.setattr(Trainer, "train_together", interrupted)
 
@@ -203,10 +203,10 @@ DIVERGING = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, ep
 
 
 def make_client_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
-    fit = Trainer.train_together
+    train_group = Trainer.train_together
 
     def train(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
-        return fit(replace(self, config=config) if group[0].rng.client == client else self, group)
+        return train_group(replace(self, config=config) if group[0].rng.client == client else self, group)
 
     patch.setattr(Trainer, "train_together", train)
 
