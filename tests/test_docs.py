@@ -12,8 +12,11 @@ from typing import Any
 
 import click
 import pytest
+import torch
 import typer.main
+from safetensors.torch import load_file
 
+import vitfleet
 from conftest import Command
 from vitfleet.api.comparison_members import combinations, variants
 from vitfleet.cli.base import app
@@ -70,6 +73,7 @@ FILE_ENDINGS = (
 )
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(?:\$ )?(?P<launcher>torchrun .*-m )?(?P<command>vitfleet( .*)?)$")
 
 
@@ -196,12 +200,29 @@ def reduction(arguments: tuple[str, ...]) -> list[str]:
 @pytest.mark.usefixtures("without_figure_files")
 def test_python_code_of_the_readme_executes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    blocks = PYTHON_BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert blocks
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.usefixtures("without_figure_files")
+def test_the_method_of_the_page_on_extending_trains(tmp_path: Path) -> None:
+    """With a penalty of weight 0 it is FedAvg, bit for bit; with the default it is another model."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (block,) = [code for code in PYTHON_BLOCK.findall(page) if "@register_method" in code]
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(block, encoding="utf-8")
+    methods: dict[str, dict[str, object]] = {
+        "fedavg": {"name": "fedavg"},
+        "off": {"name": "mine", "strength": 0.0},
+        "on": {"name": "mine"},
+    }
+    for name, method in methods.items():
+        vitfleet.train("digits", method=method, plugins=[plugin], overrides=SMALL, out=tmp_path / name)
+    fedavg, off, on = (load_file(tmp_path / name / "model.safetensors") for name in methods)
+    assert all(torch.equal(off[name], tensor) for name, tensor in fedavg.items())
+    assert not torch.equal(on["head.weight"], fedavg["head.weight"])
 
 
 @pytest.mark.parametrize("pattern", NOT_EXECUTED)
