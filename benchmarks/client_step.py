@@ -23,7 +23,8 @@ from functools import partial
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
-from vitfleet.costs.cost_model import client_flops
+from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.dry_run import NO_LABELS
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientJob, MethodContext, adapt_model, make_method
@@ -40,6 +41,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     masked = method_name == "eftvit"
     config = Config.model_validate(
         {
+            "rounds": ROUNDS,
             "method": {"name": method_name},
             "train": {"batch_size": batch, "mask_ratio": 0.75 if masked else 0.0, "epochs": 1},
         }
@@ -48,7 +50,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(
         machine.device
     )
-    context = MethodContext.from_net(net, config.train, ROUNDS, 0, CLASSES, machine.device)
+    context = MethodContext(config, net, CLASSES, machine.device)
     method = make_method(config.method, context)
     weights = to_device(net.initial_weights(), machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
@@ -77,8 +79,10 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     train(count)  # captures the steps of the longer training
     # The difference of a long and a short training: everything but steps cancels out.
     times = [(seconds(count) - seconds(batch)) / steps for _ in range(3)]
+    cost_model = CostModel(method, net, config.train)
+    flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
     return {
-        "train_gflops_per_sample": client_flops(method, net, config.train.mask_ratio).training / 1e9,
+        "train_gflops_per_sample": flops.training / 1e9,
         "step_seconds": statistics.median(times),
         "peak_bytes": peak,
         "trainable_params": net.anatomy.count_parameters(method.trainable),

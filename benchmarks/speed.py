@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
-from vitfleet.costs.cost_model import client_flops
+from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.dry_run import NO_LABELS
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
@@ -67,7 +68,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Mach
     classes, side, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
     net = build_model(model, classes, 3, side, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
-    context = MethodContext.from_net(net, train, 10, SEED, classes, machine.device)
+    context = MethodContext(Config(train=train, seed=SEED), net, classes, machine.device)
     method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)
     pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)
@@ -91,7 +92,7 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
 
     def run_round() -> None:
         for start in range(0, clients, task.machine.cohort):
-            participants = []
+            updates = []
             for client in range(start, min(clients, start + task.machine.cohort)):
                 shard = task.shard(client, samples)
                 job = ClientJob(
@@ -102,8 +103,8 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
                     None,
                     shard,
                 )
-                participants.append(PendingUpdate(method.client_update(job), shard, RngContext(SEED, 1, client)))
-            run_updates(participants, trainer)
+                updates.append(PendingUpdate(method.client_update(job), shard, RngContext(SEED, 1, client)))
+            run_updates(updates, trainer)
 
     return run_round
 
@@ -249,7 +250,8 @@ def main() -> None:
             warm_up, best = measure_seconds(run_round, base.device, args.repeats)
             memory = torch.cuda.max_memory_allocated() / 2**20 if base.device.type == "cuda" else float("nan")
             rate = args.clients * args.samples * args.epochs / best
-            flops = client_flops(task.method, task.net, task.train.mask_ratio).training
+            cost_model = CostModel(task.method, task.net, task.train)
+            flops = cost_model.average(cost_model.dry_run(task.method.cost_round, 0, NO_LABELS)).training
             reference = next(
                 (other["samples/s"] for other in rows if other["batch"] == batch and other["way"] == "eager"), rate
             )

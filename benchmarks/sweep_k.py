@@ -1,4 +1,4 @@
-"""Compare FedViT's runs with several k and rankings of the stored tasks, without training twice what they have in common.
+"""Compare FedViT's runs with several k and rankings of stored tasks; what they have in common is trained once.
 
 Runs of different k are the same until a client has stored more than k tasks. So the run with the largest k is trained
 first, and the others continue from its checkpoint at the end of task k + 1: with ``--jobs``, the number of runs at a
@@ -118,7 +118,9 @@ def check_values(config: Config, values: Sequence[int]) -> None:
 def make_comparison(args: argparse.Namespace, overrides: list[str]) -> tuple[Comparison, ComparedRun]:
     """Create the comparison; return it with the run that is trained first."""
     largest = max(args.k)
-    methods = [{"name": "fedvit", "k": k, "task_ranking": name} for k in args.k for name in args.rankings if k < largest]
+    methods = [
+        {"name": "fedvit", "k": k, "task_ranking": name} for k in args.k for name in args.rankings if k < largest
+    ]
     first = {"name": "fedvit", "k": largest, "task_ranking": args.rankings[0]}
     comparison, _ = create(
         args.preset, methods=[*methods, first], seeds=[args.seed], overrides=overrides, out=args.out, command=sys.argv

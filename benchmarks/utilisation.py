@@ -19,6 +19,7 @@ from vitfleet.costs.flops import full_flops
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.models.zoo import build_model
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.machine import Machine, set_up_machine
 from vitfleet.training.stack_inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for

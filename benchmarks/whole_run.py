@@ -31,7 +31,7 @@ import torch
 
 from vitfleet.config import load_config
 from vitfleet.data.images import Shard
-from vitfleet.fleet import inline
+from vitfleet.fleet import client_runtime
 from vitfleet.methods.base import ClientJob
 from vitfleet.run import round as round_module
 from vitfleet.run.callbacks import Callback, StopRun
@@ -96,17 +96,17 @@ def step_rate(context: RunContext) -> float:
     server = context.initial_server_state()
 
     def seconds(steps: int) -> float:
-        participants = []
+        updates = []
         for client in range(clients):
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
             job = ClientJob(
                 1, client, method.client_message(server, 1, client, None), context.base.tensors, None, shard
             )
-            participants.append(PendingUpdate(method.client_update(job), shard, RngContext(0, 1, client)))
+            updates.append(PendingUpdate(method.client_update(job), shard, RngContext(0, 1, client)))
         _synchronize(machine.device)
         started = time.perf_counter()
-        run_updates(participants, context.trainer)
+        run_updates(updates, context.trainer)
         _synchronize(machine.device)
         return time.perf_counter() - started
 
@@ -134,13 +134,13 @@ def main() -> None:
     context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
     device = context.machine.device
     stopwatch = Stopwatch(device, args.stop_after)
-    inline.run_updates = stopwatch.timed("clients", inline.run_updates)
+    client_runtime.run_updates = stopwatch.timed("clients", run_updates)
     round_module._update_server = stopwatch.timed("server", round_module._update_server)
     round_module._evaluate = stopwatch.timed("evaluation", round_module._evaluate)
     Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
     run_rounds(context, callbacks=[stopwatch])
-    inline.run_updates = run_updates
+    client_runtime.run_updates = run_updates
 
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"

@@ -131,7 +131,7 @@ def test_an_owner_sets_limits(spec: RunSpec, tmp_path: Path) -> None:
         ("batch_size=4096", {"method": {"name": "dytox", "replays": 1000}, "data__tasks": TASKS}),
         ("tasks=2", {"data__tasks": TASKS}),
         ("epochs=4", {"train__epochs": 4, "method": {"name": "fedvit", "tune_epochs": 5}, "data__tasks": TASKS}),
-        ("stored_share=0.1", {"method": {"name": "gem", "rho": 0.2}, "data__tasks": TASKS}),
+        ("stored_share=0.1", {"method": {"name": "gem", "stored_share": 0.2}, "data__tasks": TASKS}),
     ],
 )
 def test_every_size_is_limited_also_that_of_a_model_which_is_named(
