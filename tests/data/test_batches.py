@@ -164,9 +164,7 @@ def test_a_set_or_random_numbers_named_as_draws_of_ours_are_refused(name: str) -
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_batch_has_the_replayed_samples_of_its_own_samples(stacked: bool) -> None:
-    draws = [
-        draw(samples=size, augment=ALL, num_kept=16, drawn={"replay": (7, 3)}) for size in (11, 6)[: 1 + stacked]
-    ]
+    draws = [draw(samples=size, augment=ALL, num_kept=16, drawn={"replay": (7, 3)}) for size in (11, 6)[: 1 + stacked]]
     epoch_batches = make_epoch_batches(draws, 4, 16, CPU, stacked)
     for step, active in enumerate(epoch_batches.active_clients):
         drawn = epoch_batches.batch(step, active if stacked else None).drawn["replay"]
