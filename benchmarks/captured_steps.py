@@ -44,12 +44,11 @@ from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 from vitfleet.training.capture.cache import RunnerCache
 from vitfleet.training.capture.runner import CudaGraphRunner, StepKind, step_kinds
-from vitfleet.training.stacking.inputs import ClientFit
-from vitfleet.training.stacking.stack import Stack
-from vitfleet.training.step import FitResult
+from vitfleet.training.local_training import LocalResult
+from vitfleet.training.stacking.inputs import ClientTraining
 from vitfleet.training.trainer import Trainer
 
-fit_group = Trainer._fit
+train_group = Trainer._train
 
 
 @dataclass(frozen=True)
@@ -137,53 +136,53 @@ class Check:
     checked: int = 0
     differences: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
-        results = fit_group(trainer, group)
+    def __call__(self, trainer: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
+        results = train_group(trainer, group)
         if not trainer.machine.graphs or not len(group[0]):
             return results
         self.checked += 1
         if not is_finite(results):
             report(trainer, group, results)
         elif self.compare_all:
-            plain = fit_group(plain_trainer(trainer), group)
+            plain = train_group(plain_trainer(trainer), group)
             kind = describe(group)
             self.differences[kind] = max(self.differences.get(kind, 0.0), largest_difference(results, plain))
         return results
 
 
-def report(trainer: Trainer, group: Sequence[ClientFit], results: Sequence[FitResult]) -> None:
+def report(trainer: Trainer, group: Sequence[ClientTraining], results: Sequence[LocalResult]) -> None:
     """Print what went wrong, and repeat the training in other ways."""
     print(f"round {group[0].rng.round}: {describe(group)}; clients {[client.rng.client for client in group]}")
-    for client_fit, result in zip(group, results, strict=True):
+    for member, result in zip(group, results, strict=True):
         wrong = [name for name, tensor in result.weights.items() if not all_finite([tensor])]
         losses = f"loss {float(result.loss):.4g}, {float(result.finite_steps):.0f} of {result.steps} steps finite"
         right = [name for name in result.weights if name not in wrong]
         few = f"{wrong}" if len(wrong) <= len(right) else f"all but {right}"
-        print(f"  client {client_fit.rng.client}: {losses}, {len(wrong)} tensors not finite: {few}")
+        print(f"  client {member.rng.client}: {losses}, {len(wrong)} tensors not finite: {few}")
     if torch.cuda.is_available():  # the repeated trainings need more than the share of a run among several
         torch.cuda.set_per_process_memory_fraction(1.0)
     compiled = replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False))
     plain = plain_trainer(trainer)
-    ways: dict[str, Callable[[], list[FitResult]]] = {
-        "the same captured steps": lambda: fit_group(trainer, group),
-        "captured anew": lambda: fit_group(replace(trainer, runners=RunnerCache()), group),
-        "the same steps, one by one": lambda: fit_uncaptured(trainer, group),
-        "compiled, in other shapes": lambda: fit_group(compiled, group),
-        "plain, clients together": lambda: fit_group(plain, group),
-        "plain, clients alone": lambda: [fit_group(plain, [client_fit])[0] for client_fit in group],
+    ways: dict[str, Callable[[], list[LocalResult]]] = {
+        "the same captured steps": lambda: train_group(trainer, group),
+        "captured anew": lambda: train_group(replace(trainer, runners=RunnerCache()), group),
+        "the same steps, one by one": lambda: train_uncaptured(trainer, group),
+        "compiled, in other shapes": lambda: train_group(compiled, group),
+        "plain, clients together": lambda: train_group(plain, group),
+        "plain, clients alone": lambda: [train_group(plain, [member])[0] for member in group],
     }
-    fit_step_by_step(trainer, group)
+    train_step_by_step(trainer, group)
     for name, train in ways.items():
         finite = [is_finite([result]) for result in train()]
         print(f"  {name}: {sum(finite)} of {len(finite)} clients finite", flush=True)
 
 
-def fit_step_by_step(trainer: Trainer, group: Sequence[ClientFit]) -> None:
+def train_step_by_step(trainer: Trainer, group: Sequence[ClientTraining]) -> None:
     """Replay each captured step of the training, repeat it uncaptured from the same tensors, and compare."""
     run_epoch = CudaGraphRunner.run_epoch
     CudaGraphRunner.run_epoch = compare_epoch  # type: ignore[method-assign]
     try:
-        fit_group(trainer, group)
+        train_group(trainer, group)
     finally:
         CudaGraphRunner.run_epoch = run_epoch  # type: ignore[method-assign]
 
@@ -191,7 +190,7 @@ def fit_step_by_step(trainer: Trainer, group: Sequence[ClientFit]) -> None:
 def compare_epoch(runner: CudaGraphRunner, epoch_batches: EpochBatches, epoch: int) -> None:
     """Run the steps of an epoch as they are uncaptured, and print how the captured ones differ from them."""
     runner.epoch_number.fill_(epoch)
-    for step, kind in enumerate(step_kinds(runner.cohort, epoch_batches, captured=True)):
+    for step, kind in enumerate(step_kinds(runner.stack, epoch_batches, captured=True)):
         if step % runner.buffered_steps == 0:
             runner._load_batches(epoch_batches, step)
         if kind not in runner.graphs:
@@ -208,26 +207,24 @@ def compare_epoch(runner: CudaGraphRunner, epoch_batches: EpochBatches, epoch: i
         write(tensors, before)
         runner._step(kind)
         uncaptured = copies(tensors)
-        print(f"  step {step}, {kind.num_clients} clients, rate {float(runner.cohort.optimizer.lr):.3g}:", flush=True)
+        print(f"  step {step}, {kind.num_clients} clients, rate {float(runner.stack.optimizer.lr):.3g}:", flush=True)
         print(f"    against the uncaptured step: {differing(captured, uncaptured)}")
         print(f"    against itself, replayed again: {differing(captured, again)}", flush=True)
 
 
 def changing_tensors(runner: CudaGraphRunner) -> dict[str, Tensor]:
     """Return the tensors that steps of the runner share, by name: their inputs, and all that they write."""
-    cohort = runner.cohort
-    found = {"position": runner.position, "loss": cohort.loss_sum, "finite": cohort.finite_steps, **cohort.counts}
-    optimizers = {"": cohort.optimizer, "companion's ": cohort.companion_optimizer}
-    for owner, optimizer in optimizers.items():
-        if optimizer is not None:
-            found |= {f"{owner}step counts": optimizer.step_counts, f"{owner}rate": optimizer.lr}
-            for number, moment in enumerate(optimizer.moments):
-                found |= {f"{owner}moment {number + 1} of {name}": tensor for name, tensor in moment.items()}
-    kept = {"selected": cohort.memory_gradients.selected, "restored": cohort.memory_gradients.restored}
-    tables = {name: stack.tensors for name, stack in vars(cohort.inputs).items() if isinstance(stack, Stack)} | kept
-    return found | {
-        f"{table} {name}": tensor.detach() for table, tensors in tables.items() for name, tensor in tensors.items()
-    }
+    stack = runner.stack
+    inputs, optimizer = stack.inputs, stack.optimizer
+    found = {"position": runner.position, "loss": stack.loss_sum, "finite": stack.finite_steps}
+    found |= {"step counts": optimizer.step_counts, "rate": optimizer.lr}
+    for number, moment in enumerate(optimizer.moments):
+        found |= {f"moment {number + 1} of {name}": tensor for name, tensor in moment.items()}
+    groups = {"weight": inputs.weights, "constant": inputs.constants, "kept": inputs.kept, "scratch": inputs.scratch}
+    groups |= {f"set {name}": samples for name, samples in inputs.sets.items()}
+    for group, stacked in groups.items():
+        found |= {f"{group} {name}": tensor.detach() for name, tensor in stacked.tensors.items()}
+    return found
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -259,12 +256,12 @@ def differing(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> st
     return f"{count} of {len(found)} differ by more than a fifth: {largest}"
 
 
-def fit_uncaptured(trainer: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+def train_uncaptured(trainer: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
     """Run the training with the steps that would be captured, without capturing them."""
     capture = CudaGraphRunner._capture
     CudaGraphRunner._capture = lambda runner, kind: UncapturedStep(runner, kind)  # type: ignore[assignment, method-assign]
     try:
-        return fit_group(replace(trainer, runners=RunnerCache()), group)
+        return train_group(replace(trainer, runners=RunnerCache()), group)
     finally:
         CudaGraphRunner._capture = capture  # type: ignore[method-assign]
 
@@ -274,25 +271,20 @@ def plain_trainer(trainer: Trainer) -> Trainer:
     return replace(trainer, runners=RunnerCache(), machine=replace(trainer.machine, graphs=False, compile=False))
 
 
-def describe(group: Sequence[ClientFit]) -> str:
+def describe(group: Sequence[ClientTraining]) -> str:
     """Return what kind of training it is."""
-    fit = group[0].fit
-    parts = 0 if fit.memory is None else len(fit.memory)
-    extras = [
-        f"{parts} stored tasks" if parts else "",
-        "other weights" if fit.reference_weights is not None else "",
-        "an observer" if fit.objective.observer is not None else "",
-    ]
-    names = ", ".join(extra for extra in extras if extra)
-    return f"{len(fit.objective.trainable)} tensors train" + (f", with {names}" if names else "")
+    training = group[0].training
+    sets = "".join(f", {len(samples)} parts of the set {name}" for name, samples in training.sets.items())
+    step = getattr(training.step, "__name__", type(training.step).__name__)
+    return f"{len(training.trainable)} tensors train, step {step}{sets}"
 
 
-def is_finite(results: Sequence[FitResult]) -> bool:
+def is_finite(results: Sequence[LocalResult]) -> bool:
     """Whether the losses and the weights of all results are finite."""
     return all(all_finite([result.loss, *result.weights.values()]) for result in results)
 
 
-def largest_difference(results: Sequence[FitResult], reference: Sequence[FitResult]) -> float:
+def largest_difference(results: Sequence[LocalResult], reference: Sequence[LocalResult]) -> float:
     """Return the largest distance of a client's weights from the reference's, relative to their length."""
     ratios = []
     for result, expected in zip(results, reference, strict=True):
@@ -316,7 +308,7 @@ def main() -> None:
         CudaGraphRunner._capture = lambda runner, kind: PoisonedGraph(capture(runner, kind))  # type: ignore[assignment, method-assign, return-value]
     config = load_config(args.preset, args.overrides, {"data.dir": args.data_dir})
     check = Check(args.all)
-    Trainer._fit = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
+    Trainer._train = lambda trainer, group: check(trainer, group)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         context = open_run(config, Path(folder))
         run_rounds(context, callbacks=[Rounds(args.stop_after)])

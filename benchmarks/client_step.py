@@ -41,6 +41,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     masked = method_name == "eftvit"
     config = Config.model_validate(
         {
+            "rounds": ROUNDS,
             "method": {"name": method_name},
             "train": {"batch_size": batch, "mask_ratio": 0.75 if masked else 0.0, "epochs": 1},
         }
@@ -49,7 +50,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method)).to(
         machine.device
     )
-    context = MethodContext.from_net(net, config.train, ROUNDS, 0, CLASSES, machine.device)
+    context = MethodContext(config, net, CLASSES, machine.device)
     method = make_method(config.method, context)
     weights = to_device(net.initial_weights(), machine.device)
     trainer = Trainer(net, preprocess_for(net, machine.device), config.train, AugmentConfig(), ROUNDS, machine)
@@ -63,7 +64,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
         server: State = method.initial_state(weights)
         down, base = method.message_to_client(server, 1, 0, None), method.initial_broadcast(weights).tensors
         job = ClientRoundInput(1, 0, down, base, None, shard)
-        trainer.fit(next(method.client_update(job)), shard, RngContext(0, 1, 0))
+        trainer.train(next(method.client_update(job)), shard, RngContext(0, 1, 0))
 
     def seconds(samples: int) -> float:
         started = time.perf_counter()

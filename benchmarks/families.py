@@ -24,7 +24,7 @@ import torch
 
 from speed import SEED, Task, eager_round, measure_seconds, vitfleet_round
 from vitfleet.config.registry import MODELS
-from vitfleet.config.schema import MachineConfig, ModelConfig, TrainConfig
+from vitfleet.config.schema import Config, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.methods import MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
@@ -47,7 +47,7 @@ def model_config(family: str, image_size: int) -> ModelConfig:
 def make_task(family: str, image_size: int, batch: int, epochs: int, machine: ExecutionSettings) -> Task:
     net = build_model(model_config(family, image_size), CLASSES, CHANNELS, image_size, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4)
-    method = FedAvg(FedAvgParams(), MethodContext.from_net(net, train, 10, SEED, CLASSES, machine.device))
+    method = FedAvg(FedAvgParams(), MethodContext(Config(train=train, seed=SEED), net, CLASSES, machine.device))
     count = IMAGES if image_size <= 64 else IMAGES // 8
     shape = (count, CHANNELS, image_size, image_size)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, device=machine.device)

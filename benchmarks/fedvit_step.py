@@ -25,18 +25,16 @@ import torch
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
-from vitfleet.methods.continual.projection import (
-    GradientIntegrator,
-    MostDissimilar,
-    inner_products,
-    solve_dual,
-    to_chunks,
-)
+from vitfleet.methods.continual.fedvit import StoredGradients
+from vitfleet.methods.continual.projection import solve_dual, to_chunks, zero_counts
+from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
+from vitfleet.methods.continual.stored_samples import MEMORY
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import set_up_execution
-from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.local_training import LocalTraining, SampleSet
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
+from vitfleet.training.step import StepView
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES = 100
@@ -44,15 +42,18 @@ SIDE = 32
 
 
 @dataclass(frozen=True)
-class IgnoreReferences:
-    """Requests reference gradients, and applies the gradient unchanged."""
+class RestoringStep:
+    """Computes the gradients of stored tasks, and applies the gradient of the batch unchanged."""
 
-    counts: tuple[str, ...] = ()
+    restorer: Restorer
 
-    def __call__(
-        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
-    ) -> tuple[Tensors, Tensors]:
-        return gradients, {}
+    def kind(self, index: int) -> str:
+        return self.restorer.kind(index)
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        gradients = view.grad(cross_entropy, batch)
+        self.restorer.references(view, batch, gradients, StoredGradients(self.restorer.dtype))
+        return gradients
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the model, as machine.compile does")
     parser.add_argument("--parts-at-once", type=int, help="stored tasks in one backward pass; default: as in a run")
-    parser.add_argument("--restore-every", type=int, default=1, help="steps between two computations of the gradients")
+    parser.add_argument("--recompute", type=int, default=1, help="steps between two computations of the gradients")
     parser.add_argument("--reference-dtype", choices=("fp32", "bf16"), default="fp32", help="type of stored gradients")
     args = parser.parse_args()
 
@@ -88,41 +89,43 @@ def main() -> None:
     pixels = torch.randint(0, 256, (longest, 3, SIDE, SIDE), generator=random, dtype=torch.uint8)
     images = ImageSet(pixels, torch.randint(0, CLASSES, (longest,), generator=random)).to(machine.device)
 
-    def make_memory(parts: int) -> EpisodicMemory:
-        index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
-        sample_weight = torch.full((parts, args.stored), 1 / args.stored, device=machine.device)
-        return EpisodicMemory(images.images[index], images.labels[index], sample_weight, (args.stored,) * parts)
+    body, bf16 = net.parts.body, args.reference_dtype == "bf16"
 
-    def seconds(objective: Objective, memories: list[EpisodicMemory | None], steps: int) -> float:
+    def make_trainings(parts: int, integrate: bool) -> list[LocalTraining]:
+        """Return the training of each client, with so many stored tasks."""
+        plain = [LocalTraining(start, body, 1) for start in weights]
+        if not parts:
+            return plain
+        restorer = Restorer(parts, args.k, recompute=args.recompute, bf16=bf16)
+        step = IntegratedStep(restorer, StoredGradients(restorer.dtype)) if integrate else RestoringStep(restorer)
+        scratch = restorer.scratch(net.parts.trainable(body).take(weights[0]))
+        made = []
+        for training in plain:
+            index = torch.randint(0, longest, (parts, args.stored), generator=random).to(machine.device)
+            memory = SampleSet(images.images[index], images.labels[index], (args.stored,) * parts)
+            counts = zero_counts(machine.device)
+            made.append(replace(training, step=step, sets={MEMORY: memory}, kept=counts, scratch=scratch))
+        return made
+
+    def seconds(trainings: list[LocalTraining], steps: int) -> float:
         shard = Shard(images, torch.arange(steps * args.batch, device=machine.device))
-        group = [
-            ClientFit(Fit(start, objective, 1, memory=memory), shard, RngContext(0, 1, client))
-            for client, (start, memory) in enumerate(zip(weights, memories, strict=True))
-        ]
+        group = [ClientTraining(training, shard, RngContext(0, 1, client)) for client, training in enumerate(trainings)]
         started = time.perf_counter()
-        trainer.fit_cohort(group)
+        trainer.train_together(group)
         if machine.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    body = net.parts.body
-    dtype = torch.bfloat16 if args.reference_dtype == "bf16" else None
-    restoring = Objective(body, transform=IgnoreReferences(), restore_every=args.restore_every, reference_dtype=dtype)
-    integrating = replace(restoring, transform=GradientIntegrator())
     trainings = {
-        "plain": (Objective(body), 0),
-        "k gradients restored": (restoring, args.k),
-        "and integrated": (integrating, args.k),
-        "k + 2 ranked and integrated": (replace(integrating, selector=MostDissimilar(args.k)), args.k + 2),
-    }
-    memories = {
-        name: [make_memory(parts) if parts else None for _ in range(args.clients)]
-        for name, (_, parts) in trainings.items()
+        "plain": make_trainings(0, integrate=False),
+        "k gradients restored": make_trainings(args.k, integrate=False),
+        "and integrated": make_trainings(args.k, integrate=True),
+        "k + 2 ranked and integrated": make_trainings(args.k + 2, integrate=True),
     }
     times: dict[str, list[float]] = {name: [] for name in trainings}
     for repetition in range(args.repeat + 1):  # in turns, so that load on the machine affects all of them
-        for name, (objective, _) in trainings.items():
-            long, short = (seconds(objective, memories[name], count) for count in (args.steps + 1, 1))
+        for name, of_clients in trainings.items():
+            long, short = (seconds(of_clients, count) for count in (args.steps + 1, 1))
             if repetition:  # the first repetition warms up and captures
                 times[name].append((long - short) / args.steps)
     steps = {name: statistics.median(repetitions) for name, repetitions in times.items()}
@@ -135,7 +138,7 @@ def main() -> None:
     gradient = (steps["k gradients restored"] - plain) / args.k
     print(
         f"\ndim {args.dim}, depth {args.depth}, batch {args.batch}, {args.clients} clients, k {args.k}, {args.stored} "
-        f"samples per stored task, restored every {args.restore_every} steps, in {args.reference_dtype}; "
+        f"samples per stored task, computed every {args.recompute} steps, in {args.reference_dtype}; "
         f"{machine.device}, {'bf16' if machine.bf16 else 'fp32'}{', compiled' if args.compile else ''}, "
         f"torch {torch.__version__}, Python {platform.python_version()}\n"
     )
@@ -155,13 +158,13 @@ def solve_seconds(clients: int, k: int, parameters: int, device: torch.device, r
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(clients, k, min(parameters, 10_000), generator=random).to(device)
     gradients = (torch.randn(rows.shape[0], rows.shape[2], generator=random).to(device)) - rows.mean(1)
-    gram, slack, size = torch.vmap(
-        lambda gradient, references: inner_products(to_chunks({"w": references}, {"w": gradient[None]}))
-    )(gradients, rows)
-    lifted = torch.vmap(lambda a, b, c: solve_dual(a, b, c).v)
+    make_chunks = torch.vmap(lambda gradient, references: to_chunks({"w": references}, {"w": gradient[None]}))
+    chunks = make_chunks(gradients, rows)
+    products = (chunks @ chunks.mT).sum(1)
+    solve_each = torch.vmap(lambda gram, slack, squared_norm: solve_dual(gram, slack, squared_norm).v)
 
     def solve() -> None:
-        lifted(gram, slack, size)
+        solve_each(products[:, :-1, :-1], products[:, :-1, -1], products[:, -1, -1])
 
     if device.type != "cuda":
         return statistics.median(_timed(solve, device) for _ in range(repeat))

@@ -63,9 +63,7 @@ class Setup:
         return NUM_STORED_TASKS if self.config.method.name in TASK_METHODS else 0
 
     def method(self, device: torch.device) -> Method[Any]:
-        config = self.config
-        context = MethodContext.from_net(self.net, config.train, ROUNDS, 0, CLASSES, device, config.num_tasks)
-        return make_method(config.method, context)
+        return make_method(self.config.method, MethodContext(self.config, self.net, CLASSES, device))
 
 
 def set_up(name: str, model: str, batch: int, device: str, precision: str) -> Setup:
@@ -75,6 +73,8 @@ def set_up(name: str, model: str, batch: int, device: str, precision: str) -> Se
     }
     if name in TASK_METHODS:
         tree["data"] = {"tasks": {"count": NUM_STORED_TASKS + 1, "classes": 10}}
+    else:
+        tree["rounds"] = ROUNDS
     config = Config.model_validate(tree)
     machine = set_up_execution(
         MachineConfig.model_validate({"device": device, "precision": precision, "graphs": False})
@@ -111,11 +111,11 @@ def measure(setup: Setup) -> int:
         generator = method.client_update(ClientRoundInput(1, 0, message, base, state, shard, setup.task_index))
         peak = 0
         try:
-            fit = next(generator)
+            training = next(generator)
             while True:
-                result = trainer.fit(fit, shard, RngContext(0, 1, 0))
-                peak = max(peak, _peak(machine))  # on a GPU the trainer resets it before every fit
-                fit = generator.send(result)
+                result = trainer.train(training, shard, RngContext(0, 1, 0))
+                peak = max(peak, _peak(machine))  # on a GPU the trainer resets it before every training
+                training = generator.send(result)
         except StopIteration as end:
             return end.value, peak
 

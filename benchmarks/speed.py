@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
+from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dry_run import NO_LABELS
 from vitfleet.data.images import ImageSet, Shard
@@ -38,7 +38,7 @@ from vitfleet.methods.base import ClientRoundInput
 from vitfleet.methods.split.eftvit import EftVit, EftVitParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
@@ -68,7 +68,7 @@ def make_task(name: str, model_name: str, batch: int, epochs: int, machine: Exec
     classes, image_size, count = (100, 224, 2048) if eftvit else (10, 32, 20000)
     net = build_model(model, classes, 3, image_size, SEED).to(machine.device)
     train = TrainConfig(epochs=epochs, batch_size=batch, lr=1e-4, mask_ratio=0.75 if eftvit else 0.0)
-    context = MethodContext.from_net(net, train, 10, SEED, classes, machine.device)
+    context = MethodContext(Config(train=train, seed=SEED), net, classes, machine.device)
     method = EftVit(EftVitParams(), context) if eftvit else FedAvg(FedAvgParams(), context)
     pixels = torch.randint(0, 256, (count, 3, image_size, image_size), dtype=torch.uint8, device=machine.device)
     labels = torch.randint(0, classes, (count,), device=machine.device)
@@ -92,7 +92,7 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
 
     def run_round() -> None:
         for start in range(0, clients, task.machine.stack_size):
-            participants = []
+            updates = []
             for client in range(start, min(clients, start + task.machine.stack_size)):
                 shard = task.shard(client, samples)
                 job = ClientRoundInput(
@@ -103,8 +103,8 @@ def vitfleet_round(task: Task, clients: int, samples: int) -> Callable[[], None]
                     None,
                     shard,
                 )
-                participants.append(Participant(method.client_update(job), shard, RngContext(SEED, 1, client)))
-            run_cohort(participants, trainer)
+                updates.append(PendingUpdate(method.client_update(job), shard, RngContext(SEED, 1, client)))
+            run_updates(updates, trainer)
 
     return run_round
 

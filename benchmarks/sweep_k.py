@@ -1,4 +1,4 @@
-"""Compare FedViT's runs with several k and choosers, without training twice what they have in common.
+"""Compare FedViT's runs with several k and rankings of stored tasks; what they have in common is trained once.
 
 Runs of different k are the same until a client has stored more than k tasks. So the run with the largest k is trained
 first, and the others continue from its checkpoint at the end of task k + 1: with ``--jobs``, the number of runs at a
@@ -6,8 +6,8 @@ time, as soon as it is written, else after the first run. What remains is an ord
 
 Examples::
 
-    python benchmarks/sweep_k.py fedvit-cifar100 --k 8 6 4 2 1 --choosers wasserstein angle --jobs 10 \\
-        -o method.rho=0.4 -o method.rank_every=10 -o machine.compile=true --data-dir data --out k
+    python benchmarks/sweep_k.py fedvit-cifar100 --k 8 6 4 2 1 --rankings wasserstein angle --jobs 10 \\
+        -o method.stored_share=0.4 -o method.rerank=10 -o machine.compile=true --data-dir data --out k
     python benchmarks/plot_curves.py k docs/results/fedvit-cifar100-k
 """
 
@@ -118,8 +118,10 @@ def check_values(config: Config, values: Sequence[int]) -> None:
 def make_comparison(args: argparse.Namespace, overrides: list[str]) -> tuple[Comparison, ComparedRun]:
     """Create the comparison; return it with the run that is trained first."""
     largest = max(args.k)
-    methods = [{"name": "fedvit", "k": k, "chooser": name} for k in args.k for name in args.choosers if k < largest]
-    first = {"name": "fedvit", "k": largest, "chooser": args.choosers[0]}
+    methods = [
+        {"name": "fedvit", "k": k, "task_ranking": name} for k in args.k for name in args.rankings if k < largest
+    ]
+    first = {"name": "fedvit", "k": largest, "task_ranking": args.rankings[0]}
     comparison, _ = create(
         ComparisonRequest(
             args.preset,
@@ -158,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset")
     parser.add_argument("--k", type=int, nargs="+", required=True, help="one of them at least the stored tasks")
-    parser.add_argument("--choosers", nargs="+", default=["wasserstein", "angle"])
+    parser.add_argument("--rankings", nargs="+", default=["wasserstein", "angle"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="key=value")
     parser.add_argument("--data-dir")

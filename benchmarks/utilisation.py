@@ -20,8 +20,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import ExecutionSettings, set_up_execution
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, Objective
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CLASSES, SIDE, TRIES = 100, 224, 3
@@ -55,7 +55,7 @@ def training_rate(machine: ExecutionSettings, model: str, batch: int, steps: int
         _synchronize(machine)
         started = time.perf_counter()
         shard = Shard(images, torch.arange(samples, device=machine.device))
-        trainer.fit(Fit(weights, Objective(net.parts.whole), 1), shard, RngContext(0, 1, 0))
+        trainer.train(LocalTraining(weights, net.parts.whole, 1), shard, RngContext(0, 1, 0))
         _synchronize(machine)
         return time.perf_counter() - started
 

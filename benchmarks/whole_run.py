@@ -42,7 +42,7 @@ from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
-from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.stacking.inputs import RngContext
 
 SHORT, LONG, REPEATS = 16, 48, 5  # steps, and how often both are timed
@@ -97,17 +97,17 @@ def step_rate(context: RunContext) -> float:
     server = context.initial_server_state()
 
     def seconds(steps: int) -> float:
-        participants = []
+        updates = []
         for client in range(clients):
             index = (torch.arange(steps * batch, device=machine.device) + client * LONG * batch) % len(images)
             shard = Shard(images, index)
             job = ClientRoundInput(
                 1, client, method.message_to_client(server, 1, client, None), context.base.tensors, None, shard
             )
-            participants.append(Participant(method.client_update(job), shard, RngContext(0, 1, client)))
+            updates.append(PendingUpdate(method.client_update(job), shard, RngContext(0, 1, client)))
         _synchronize(machine.device)
         started = time.perf_counter()
-        run_cohort(participants, context.trainer)
+        run_updates(updates, context.trainer)
         _synchronize(machine.device)
         return time.perf_counter() - started
 
@@ -135,13 +135,13 @@ def main() -> None:
     context = open_run(config, args.folder or Path(tempfile.mkdtemp()))
     device = context.machine.device
     stopwatch = Stopwatch(device, args.stop_after)
-    client_runtime.run_cohort = stopwatch.timed("clients", run_cohort)
+    client_runtime.run_updates = stopwatch.timed("clients", run_updates)
     round_module._update_server = stopwatch.timed("server", round_module._update_server)
     round_module._evaluate = stopwatch.timed("evaluation", round_module._evaluate)
     Checkpoints.wait = stopwatch.timed("wait for the previous checkpoint", Checkpoints.wait)  # type: ignore[method-assign]
     Checkpoints.commit = stopwatch.timed("checkpoint", Checkpoints.commit)  # type: ignore[method-assign]
     run_rounds(context, callbacks=[stopwatch])
-    client_runtime.run_cohort = run_cohort
+    client_runtime.run_updates = run_updates
 
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     precision = "bf16" if context.machine.bf16 else "fp32"

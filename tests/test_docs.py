@@ -13,6 +13,7 @@ from typing import Any
 import click
 import pytest
 import typer.main
+from safetensors.torch import load_file
 
 import vitfleet
 from conftest import Command
@@ -73,6 +74,7 @@ FILE_ENDINGS = (
 )
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^(?:\$ )?(?P<launcher>torchrun .*-m )?(?P<command>vitfleet( .*)?)$")
 
 

@@ -1,4 +1,4 @@
-"""Imports point one way: cli → report → run → fleet → methods → train → models, data → config."""
+"""Imports point one way: cli → report → run → fleet → methods → training → models, data → config."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ROOT = Path(vitfleet.__file__).parent
 LOOSE = {"errors", "files", "progress", "randomness", "message", "packing", "system", "torchvision_operators", "wire"}
 
 # Each room and the rooms it may know besides itself and the loose modules.
-_BELOW_TRAIN = {"config", "data", "models"}
-_BELOW_METHODS = {*_BELOW_TRAIN, "training"}
+_BELOW_TRAINING = {"config", "data", "models"}
+_BELOW_METHODS = {*_BELOW_TRAINING, "training"}
 _BELOW_RUN = {*_BELOW_METHODS, "methods", "fleet", "costs"}
 _BELOW_CLI = {*_BELOW_RUN, "run", "inference", "exporters", "demo", "report"}
 MAY_KNOW = {
     "config": set[str](),
     "data": {"config"},
     "models": {"config"},
-    "training": _BELOW_TRAIN,
+    "training": _BELOW_TRAINING,
     "methods": _BELOW_METHODS,
     "fleet": {*_BELOW_METHODS, "methods"},  # a fleet drives the client half of a method; never the reverse
     "costs": {*_BELOW_METHODS, "methods"},
@@ -39,6 +39,15 @@ MAY_KNOW = {
     "cli": {*_BELOW_CLI, "flower", "api"},
     "__main__": {"cli"},
     **{loose: {"config"} for loose in LOOSE},
+}
+# The families of methods, and those that each builds on. What is beside them (``base`` …) serves all of them.
+FAMILIES = {
+    "aggregation": set[str](),
+    "averaging": {"aggregation"},
+    "tuning": {"aggregation", "averaging"},
+    "split": {"aggregation"},
+    "personal": {"aggregation", "averaging"},
+    "continual": {"aggregation", "averaging", "personal"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
@@ -83,9 +92,26 @@ def test_imports_point_one_way(path: Path) -> None:
     assert not wrong
 
 
-def test_the_order_has_no_circle() -> None:
+def test_families_of_methods_build_on_each_other_one_way() -> None:
+    """What serves all families knows none of them; the package itself registers all."""
+    wrong = []
+    for path in sorted((ROOT / "methods").rglob("*.py")):
+        family = name_of(path)[1:2]
+        if not family:
+            continue
+        allowed = {family[0], *FAMILIES.get(family[0], set())}
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line} imports {'.'.join(target)}"
+            for line, target in imported(path)
+            if target[:1] == ["methods"] and target[1:2] and target[1] in FAMILIES and target[1] not in allowed
+        ]
+    assert not wrong
+    assert {path.name for path in (ROOT / "methods").iterdir() if (path / "__init__.py").exists()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("rooms", [{r: known for r, known in MAY_KNOW.items() if r not in LOOSE}, FAMILIES], ids=len)
+def test_the_order_has_no_circle(rooms: dict[str, set[str]]) -> None:
     """Rooms can be put in a row in which each knows only those before it."""
-    rooms = {room: known for room, known in MAY_KNOW.items() if room not in LOOSE}
     placed: set[str] = set()
     while len(placed) < len(rooms):
         ready = {room for room, known in rooms.items() if room not in placed and known <= placed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -56,6 +57,8 @@ def same(first: Any, second: Any) -> bool:
     """Whether two arrays, or all arrays of two draws, are equal."""
     if isinstance(first, EpochDraws) and isinstance(second, EpochDraws):
         return all(same(getattr(first, field.name), getattr(second, field.name)) for field in fields(EpochDraws))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same(value, second[name]) for name, value in first.items())
     if first is None or second is None:
         return first is second
     return np.array_equal(first, second)
@@ -116,44 +119,60 @@ def test_without_augmentation_and_mask_only_the_order_is_drawn() -> None:
 
 @pytest.mark.parametrize("change", [{"seed": 9}, {"round": 9}, {"client": 9}, {"epoch": 9}], ids=str)
 def test_draws_depend_on_every_part_of_the_address(change: dict[str, int]) -> None:
-    usual: dict[str, Any] = {"augment": ALL, "num_kept": 16, "num_stored": 30, "replays": 2}
+    usual: dict[str, Any] = {"augment": ALL, "num_kept": 16, "drawn": {"replay": (30, 2)}, "random": ["noise"]}
     base, other = draw(**usual), draw(**usual, **change)
     for field in fields(EpochDraws):
         assert not same(getattr(base, field.name), getattr(other, field.name))
 
 
-def test_replayed_samples_are_drawn_uniformly_and_leave_the_other_draws_alone() -> None:
-    plain = draw(samples=4000, augment=ALL, num_kept=16)
-    draws = draw(samples=4000, augment=ALL, num_kept=16, num_stored=7, replays=2)
-    assert draws.replay is not None
-    assert same(replace(draws, replay=None), plain)
-    assert same(draws, draw(samples=4000, augment=ALL, num_kept=16, num_stored=7, replays=2))
-    counts = np.bincount(draws.replay.order.flatten())
+def test_stored_samples_are_drawn_uniformly_and_leave_the_other_draws_alone() -> None:
+    usual: dict[str, Any] = {"samples": 4000, "augment": ALL, "num_kept": 16}
+    plain = draw(**usual)
+    draws = draw(**usual, drawn={"replay": (7, 2)})
+    replay = draws.drawn["replay"]
+    assert same(replace(draws, drawn={}), plain)
+    assert same(draws, draw(**usual, drawn={"replay": (7, 2)}))
+    both = draw(**usual, drawn={"teachers": (7, 2), "replay": (7, 2)})
+    assert same(both.drawn["replay"], replay), "sets do not share their draws"
+    assert not same(both.drawn["teachers"].order, replay.order)
+    counts = np.bincount(replay.order.flatten())
     expected = 8000 / 7
     assert len(counts) == 7
     assert ((counts - expected) ** 2 / expected).sum() < 22.5  # 99.9 % of a chi-squared with 6 degrees of freedom
-    assert not same(draws.replay.order[:, 0], draws.replay.order[:, 1])
+    assert not same(replay.order[:, 0], replay.order[:, 1])
     for name in ("shift", "flip", "brightness", "mask_noise"):
-        assert getattr(draws.replay, name).shape[:2] == (4000, 2)
-        assert not same(getattr(draws.replay, name)[:, 0], getattr(draws, name)), "replayed samples have their own"
+        assert getattr(replay, name).shape[:2] == (4000, 2)
+        assert not same(getattr(replay, name)[:, 0], getattr(draws, name)), "stored samples have their own"
+
+
+def test_random_numbers_of_a_step_have_keys_of_their_own_and_leave_the_other_draws_alone() -> None:
+    draws = draw(samples=11, augment=ALL, random=["noise", "dropout"])
+    assert same(replace(draws, keys={}), draw(samples=11, augment=ALL))
+    assert not set(draws.keys["noise"].tolist()) & set(draws.keys["dropout"].tolist())
+    epoch_batches = make_epoch_batches([draws, draw(samples=6, random=["noise", "dropout"])], 4, 64, CPU, stacked=True)
+    for step, active in enumerate(epoch_batches.active_clients):
+        assert epoch_batches.batch(step, active).keys["noise"].tolist()[0] == draws.keys["noise"][step]
+
+
+@pytest.mark.parametrize("name", ["order", "mask", "memory"])
+def test_a_set_or_random_numbers_named_as_draws_of_ours_are_refused(name: str) -> None:
+    for wrong in ({"drawn": {name: (7, 2)}}, {"random": [name]}):
+        with pytest.raises(ValueError, match=f"random numbers '{name}': the name is taken"):
+            draw(**wrong)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_every_batch_has_the_replayed_samples_of_its_own_samples(stacked: bool) -> None:
-    draws = [draw(samples=size, augment=ALL, num_kept=16, num_stored=7, replays=3) for size in (11, 6)[: 1 + stacked]]
+    draws = [draw(samples=size, augment=ALL, num_kept=16, drawn={"replay": (7, 3)}) for size in (11, 6)[: 1 + stacked]]
     epoch_batches = make_epoch_batches(draws, 4, 16, CPU, stacked)
     for step, active in enumerate(epoch_batches.active_clients):
-        drawn = epoch_batches.batch(step, active if stacked else None)
-        assert drawn.replay is not None
-        flat = drawn.flat_replay(1 if stacked else 0)
-        assert flat is not None
+        drawn = epoch_batches.batch(step, active if stacked else None).drawn["replay"]
         for client in range(active):
             table, weight, flip = (
-                tensor[client] if stacked else tensor
-                for tensor in (flat.image_indices, flat.sample_weight, not_none_tensor(flat.flip))
+                (tensor[client] if stacked else tensor).flatten()
+                for tensor in (drawn.image_indices, drawn.sample_weight, not_none_tensor(drawn.flip))
             )
-            replay = draws[client].replay
-            assert replay is not None
+            replay = draws[client].drawn["replay"]
             expected = replay.order[4 * step : 4 * step + 4].flatten()
             assert table[: len(expected)].tolist() == expected.tolist()
             assert flip[: len(expected)].tolist() == not_none(replay.flip)[4 * step : 4 * step + 4].flatten().tolist()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from by_hand import PLAIN_SGD
 from torch import Tensor
@@ -15,7 +13,7 @@ from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.decomposed_tasks import ClientTasks
 from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
 from vitfleet.methods.continual.sparse_weights import SparseVector
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -25,7 +23,7 @@ SETTINGS = FedWeitParams(sparsity_weight=0.01, drift_weight=0.5)
 
 def make_fedweit(make_context: MakeContext) -> FedWeit:
     """Return FedWEIT in a run of five tasks of two rounds."""
-    return FedWeit(SETTINGS, replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=5))
+    return FedWeit(SETTINGS, make_context(num_tasks=5, epochs=2, **PLAIN_SGD))
 
 
 def update_of(
@@ -39,7 +37,7 @@ def update_of(
 ) -> ClientUpdate:
     """Run a client's round."""
     job = ClientRoundInput(round, 0, message, base, state, shard, method.task_of(round))
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
 
 
 def tasks_of(method: FedWeit, update: ClientUpdate) -> ClientTasks:

@@ -21,7 +21,7 @@ from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -34,7 +34,7 @@ def client_round(
 ) -> ClientUpdate:
     """Run a client's round on the weights it receives."""
     job = ClientRoundInput(2, 0, Message(received), {}, state, shard)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, 2, 0))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, 2, 0))
 
 
 def moved(weights: Tensors, seed: int = 0, scale: float = 0.1) -> dict[str, torch.Tensor]:

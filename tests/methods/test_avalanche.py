@@ -14,20 +14,21 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from conftest import context_of
 from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message
-from vitfleet.methods import ClientRoundInput, MethodContext
+from vitfleet.methods import ClientRoundInput
 from vitfleet.methods.continual.ewc import Ewc, EwcParams
 from vitfleet.methods.continual.mas import Mas, MasParams
-from vitfleet.methods.continual.projection import project_gradient
-from vitfleet.methods.continual.quadratic_penalty import PenalizedLoss, measured_importance
-from vitfleet.methods.continual.replay import DarkExperienceLoss
+from vitfleet.methods.continual.projection import References, project
+from vitfleet.methods.continual.quadratic_penalty import PenalizedStep
+from vitfleet.methods.continual.replay import DarkExperienceStep
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import ExecutionSettings
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import ReplayedSamples, Step
+from vitfleet.training.samples import Outputs
+from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ def task_shard(task: int) -> Shard:
 
 def make_method(kind: str, net: Net) -> Ewc | Mas:
     """Return the method with Avalanche's λ: its EWC has no factor ½, its MAS averages the importance of two tasks."""
-    context = MethodContext.from_net(net, TrainConfig(), 1, 0, CLASSES, CPU)
+    context = context_of(net, num_classes=CLASSES, rounds=1)
     if kind == "ewc":
         return Ewc(EwcParams(penalty_weight=2 * EWC_LAMBDA, fisher_labels="data"), context)
     return Mas(MasParams(penalty_weight=MAS_LAMBDA / 2), context)
@@ -66,9 +67,9 @@ def make_method(kind: str, net: Net) -> Ewc | Mas:
 
 def importance(method: Ewc | Mas, trainer: Trainer, task: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     shard = task_shard(task)
-    fit = method.importance_fit(ClientRoundInput(1, 0, Message(), {}, None, shard), weights)
-    (result,) = trainer.fit_cohort([ClientFit(fit, shard, RngContext(0, 1, 0))])
-    return measured_importance(result, CPU)
+    training = method.importance_training(ClientRoundInput(1, 0, Message(), {}, None, shard), weights)
+    result = trainer.train(training, shard, RngContext(0, 1, 0))
+    return {name: total / result.samples for name, total in result.kept.items()}
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
@@ -102,8 +103,8 @@ def test_importance_and_penalty(kind: str, net: Net, trainer: Trainer) -> None:
         F.cross_entropy(logits, AVALANCHE[f"{kind}.labels"]), list(weights.values()), retain_graph=True
     )
     labels, one = AVALANCHE[f"{kind}.labels"], torch.ones(1)
-    step = Step(logits, labels, one, weights, penalty.tensors(), one.long(), one)
-    loss = PenalizedLoss(method.factor * method.params.penalty_weight)(step)
+    outputs = Outputs(logits, labels, one, one.long(), weights, penalty.tensors(), one)
+    loss = PenalizedStep(method.factor * method.params.penalty_weight).loss(outputs)
     assert float(loss.detach()) == pytest.approx(float(AVALANCHE[f"{kind}.loss"]), rel=1e-5)
     gradients = torch.autograd.grad(loss, list(weights.values()))
     assert_close(dict(zip(weights, gradients, strict=True)), group(f"{kind}.gradient"))
@@ -125,8 +126,9 @@ def test_projected_gradient(kind: str, net: Net) -> None:
     # Avalanche, as GEM's authors, adds 1e-3 to the diagonal of the quadratic programme: one more number per reference.
     ridge = {"ridge": 1e-3**0.5 * torch.eye(len(rows))} if kind == "gem" else {}
     gradient = {**before, **{name: torch.zeros(len(rows)) for name in ridge}}
-    projected = project_gradient(gradient, {**references, **ridge}, torch.ones(len(rows), dtype=torch.bool), margin)
-    assert_close({name: projected.gradients[name] for name in before}, after)
+    present = torch.ones(len(rows), dtype=torch.bool)
+    projected, _ = project(gradient, References({**references, **ridge}, present), margin)
+    assert_close({name: projected[name] for name in before}, after)
     if kind == "gem":
         for task, row in enumerate(rows):
             shard = task_shard(task)
@@ -143,14 +145,11 @@ def test_loss_of_der() -> None:
     replayed_count = len(stored)
     count = 2 * replayed_count
     twice = torch.arange(replayed_count).repeat_interleave(2)
-    replayed = ReplayedSamples(
-        logits=logits[twice],
-        labels=labels[twice],
-        sample_weight=torch.full((count,), 1 / count),
-        targets={"logits": stored[twice]},
-    )
+    share = torch.full((count,), 1 / count)
+    epoch = torch.tensor(0)
+    replayed = Outputs(logits[twice], labels[twice], share, twice, {}, {}, epoch, stored={"logits": stored[twice]})
     batch, rest = logits[replayed_count:], labels[replayed_count:]
     one = torch.ones(len(rest))
-    step = Step(batch, rest, one / len(rest), {}, {}, one.long(), one[:1], replayed=replayed)
-    loss = DarkExperienceLoss(DER_ALPHA, DER_BETA, replays=1)(step)
+    outputs = Outputs(batch, rest, one / len(rest), one.long(), {}, {}, epoch)
+    loss = DarkExperienceStep(DER_ALPHA, DER_BETA, replays=1).loss(outputs, replayed)
     assert float(loss) == pytest.approx(float(AVALANCHE["der.loss"]), rel=1e-5)

@@ -16,10 +16,10 @@ from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import Bcn, ClientRoundInput
 from vitfleet.methods.continual.bcn import BcnParams
-from vitfleet.methods.continual.stored_samples import read_memory
+from vitfleet.methods.continual.stored_samples import REPLAY, read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -63,7 +63,7 @@ class ByHand:
         (images, labels), (stored, answers) = samples, memory
         for epoch in range(2):
             order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
-            draws = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator()
+            draws = Address(0, REPLAY, round, CLIENT, epoch).generator()
             drawn = draws.integers(max(1, len(answers)), size=(len(labels), 1))[:, 0]
             for start in range(0, len(labels), 4):
                 batch = order[start : start + 4]
@@ -83,8 +83,8 @@ def test_three_tasks_as_by_hand(
 ) -> None:
     tasks = TASKS if known else None
     trainer = replace(make_trainer(epochs=2, **PLAIN_SGD), class_to_task=tasks)
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
-    method = Bcn(BcnParams(rho=0.4, beta=BETA, epsilon=EPSILON, descent_rate=RATE), context)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
+    method = Bcn(BcnParams(stored_share=0.4, beta=BETA, epsilon=EPSILON, descent_rate=RATE), context)
     initial, hand = tiny_net.initial_weights(), ByHand(tiny_net, tasks)
     base, sent = method.initial_broadcast(initial).tensors, method.initial_state(initial).tensors
     own: State | None = None
@@ -100,7 +100,7 @@ def test_three_tasks_as_by_hand(
         samples = inputs_of(shard.images.images[shard.index]), shard.labels
         expected = hand.train(received, samples, memory, round)
         job = ClientRoundInput(round, CLIENT, Message(sent), base, own, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
         close(update.model_weights, expected)
         assert set(update.message.tensors) == set(method.parts.body)
         own = update.client_state
@@ -108,5 +108,5 @@ def test_three_tasks_as_by_hand(
 
 def test_defaults_are_the_authors() -> None:
     params = BcnParams()
-    assert (params.beta, params.epsilon, params.rho) == (0.99, 1e-3, 0.1)
+    assert (params.beta, params.epsilon, params.stored_share) == (0.99, 1e-3, 0.1)
     assert (params.ascent_steps, params.descent_steps, params.replays) == (1, 1, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -47,7 +45,7 @@ def test_reduce_client_metrics_leaves_out_what_no_client_reported() -> None:
 
 @pytest.mark.parametrize("name", [name for name in METHODS.names() if name not in ADAPTED])
 def test_clients_report_what_their_method_declares(name: str, tiny_net: Net, make_context: MakeContext) -> None:
-    context = replace(make_context(epochs=2), num_tasks=2)
+    context = make_context(num_tasks=2, epochs=2)
     method = make_method(METHODS.make_params(name, **FEW_LAYERS.get(name, {})), context)
     labels = np.arange(20) % 5
     update = CostModel(method, tiny_net, context.train).late_round([labels, labels]).update

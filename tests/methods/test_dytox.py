@@ -11,24 +11,24 @@ import torch
 from by_hand import PLAIN_SGD, close
 from torch import Tensor
 
-from conftest import CLASSES, ROUNDS, MakeShard, MakeTrainer
-from vitfleet.config.schema import ModelConfig, TrainConfig
+from conftest import CLASSES, MakeShard, MakeTrainer, context_of
+from vitfleet.config.schema import ModelConfig
 from vitfleet.data.images import ImageSet, Shard
-from vitfleet.data.tasks import TaskClasses
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, DyTox, MethodContext, adapt_model
+from vitfleet.methods import ClientRoundInput, ClientUpdate, DyTox, adapt_model
 from vitfleet.methods.continual.dytox import DyToxParams
-from vitfleet.methods.continual.stored_samples import read_memory
+from vitfleet.methods.continual.stored_samples import REPLAY, read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.driver import Participant, run_cohort, run_participant
+from vitfleet.training.driver import PendingUpdate, run_update, run_updates
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = [1, 0, 1, 0, -1]  # the last class belongs to no task
+SEED = 56  # it divides the classes like this
 CLIENT = 2
 PER_TASK = ("token", "norm_weight", "norm_bias", "class_weight", "class_bias")
 
@@ -103,11 +103,10 @@ def test_models_without_the_parts_are_refused() -> None:
 
 
 def make_dytox(net: Net, known: bool = True, **params: object) -> DyTox:
-    train = TrainConfig.model_validate({"epochs": 2, **PLAIN_SGD})
-    tasks = TaskClasses(tuple(TASKS), known)
-    cpu = torch.device("cpu")
-    context = MethodContext.from_net(net, train, ROUNDS, 0, CLASSES, cpu, num_tasks=2, task_classes=tasks)
-    return DyTox(DyToxParams.model_validate({"rho": 0.3, **params}), context)
+    tasks = {"count": 2, "classes": 2, "per_client": (1, 2), "scenario": "task" if known else "class"}
+    context = context_of(net, {"epochs": 2, **PLAIN_SGD}, seed=SEED, data={"tasks": tasks})
+    assert context.task_classes.class_to_task == tuple(TASKS)
+    return DyTox(DyToxParams.model_validate({"stored_share": 0.3, **params}), context)
 
 
 def task_shard(make_shard: MakeShard, task: int) -> Shard:
@@ -128,7 +127,7 @@ def run_client(
     initial = trainer.net.initial_weights()
     message = Message((server or method.initial_state(initial)).tensors)
     job = ClientRoundInput(round, CLIENT, message, method.initial_broadcast(initial).tensors, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def train_by_hand(
@@ -145,7 +144,7 @@ def train_by_hand(
     for epoch in range(2):
         order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
         stored = 1 if memory is None else len(memory)
-        drawn = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
+        drawn = Address(0, REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
         for start in range(0, len(labels), 4):
             leaves = {name: now[name].clone().requires_grad_() for name in trained}
             part = torch.from_numpy(order[start : start + 4])
@@ -278,15 +277,15 @@ def test_clients_that_learn_different_tasks_are_trained_together(
     for task_index in (0, 1):
         shards = {client: task_shard(make_shard, (client + task_index) % 2) for client in states}
 
-        def participant(
+        def pending(
             client: int, round: int = task_index + 1, shards: dict[int, Shard] = shards
-        ) -> Participant[ClientUpdate]:
+        ) -> PendingUpdate[ClientUpdate]:
             job = ClientRoundInput(round, client, message, base, states[client], shards[client], round - 1)
-            return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
+            return PendingUpdate(method.client_update(job), shards[client], RngContext(0, round, client))
 
-        alone = [run_cohort([participant(client)], trainer)[0] for client in states]
+        alone = [run_updates([pending(client)], trainer)[0] for client in states]
         others = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-        together = run_cohort([participant(client) for client in states], others)
+        together = run_updates([pending(client) for client in states], others)
         for client, (mine, theirs) in enumerate(zip(alone, together, strict=True)):
             close(theirs.model_weights, mine.model_weights)
             states[client] = theirs.client_state

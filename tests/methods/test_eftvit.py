@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import InterruptAfter, MakeConfig
+from conftest import InterruptAfter, MakeConfig, context_of
 from vitfleet.config import load_config
-from vitfleet.config.schema import ModelConfig, TrainConfig
+from vitfleet.config.schema import ModelConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import FeatureBlock, FeatureLoader, Features, FeatureSet, dequantize, quantize
 from vitfleet.errors import ConfigError, UserError
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def setting_of(net: Net, **train: Any) -> MethodContext:
-    return MethodContext.from_net(net, TrainConfig(**train), 10, 0, 100, CPU)
+    return context_of(net, train, num_classes=100)
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +264,7 @@ def test_int8_is_within_half_a_unit_and_zeros_stay() -> None:
 )
 def test_unsound_features_are_refused(change: dict[str, torch.Tensor], reason: str) -> None:
     net = build_model(ModelConfig(dim=8, depth=2, heads=2, patch_size=4), 5, 1, 8, 0)
-    context = MethodContext(net.parts, TrainConfig(), 1, 0, 5, num_tokens=5, embed_dim=8, device=CPU)
-    method = EftVit(EftVitParams(local_layers=1, feature_dtype="fp32"), context)
+    method = EftVit(EftVitParams(local_layers=1, feature_dtype="fp32"), context_of(net))
     sound = {"features": torch.zeros(4, 5, 8), "labels": torch.tensor([0, 1, 2, 4], dtype=torch.int16)}
     gathering = method.aggregator(State(), 1)
     gathering.add(0, Message(sound))

@@ -27,8 +27,9 @@ from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult
+from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.samples import Samples
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientTraining, RngContext
 
 
 @pytest.fixture
@@ -49,14 +50,16 @@ def run_to(context: RunContext, rounds: int) -> RunState:
     return state
 
 
-def server_fit(method: EftVit, state: State, round: int) -> tuple[Fit, Generator[Fit, FitResult, State]]:
+def server_training(
+    method: EftVit, state: State, round: int
+) -> tuple[LocalTraining, Generator[LocalTraining, LocalResult, State]]:
     update = method.server_update(state, round)
     return next(update), update
 
 
-def on_server(context: RunContext, fit: Fit) -> ClientFit:
+def on_server(context: RunContext, training: LocalTraining) -> ClientTraining:
     no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long))
-    return ClientFit(fit, no_images, RngContext(0, 2, SERVER_CLIENT))
+    return ClientTraining(training, no_images, RngContext(0, 2, SERVER_CLIENT))
 
 
 def equal_states(first: State, second: State) -> bool:
@@ -77,29 +80,30 @@ def number(value: object) -> int:
 def test_the_servers_training_has_settings_of_its_own(eftvit_config: MakeConfig, tmp_path: Path) -> None:
     keys = ("method.server_lr=0.5", "method.server_batch_size=7", "method.server_weight_decay=0.25")
     context = open_run(eftvit_config(*keys), tmp_path)
-    fit, _ = server_fit(method_of(context), run_to(context, 1).server, 2)
-    assert fit.train == context.config.train.model_copy(update={"lr": 0.5, "batch_size": 7, "weight_decay": 0.25})
-    assert fit.features is not None
-    (result,) = context.trainer.fit_cohort([on_server(context, fit)])
-    assert result.steps == 2 * -(-len(fit.features) // 7)
+    training, _ = server_training(method_of(context), run_to(context, 1).server, 2)
+    assert training.train == context.config.train.model_copy(update={"lr": 0.5, "batch_size": 7, "weight_decay": 0.25})
+    assert training.features is not None
+    (result,) = context.trainer.train_together([on_server(context, training)])
+    assert result.steps == 2 * -(-len(training.features) // 7)
 
 
 def test_token_dropout_keeps_the_prefix_and_drops_patches(eftvit_config: MakeConfig, tmp_path: Path) -> None:
     context = open_run(eftvit_config("method.token_dropout=0.5"), tmp_path)
-    fit, _ = server_fit(method_of(context), run_to(context, 1).server, 2)
-    assert fit.features is not None
-    part = fit.features.parts[0]
+    training, _ = server_training(method_of(context), run_to(context, 1).server, 2)
+    assert training.features is not None
+    part = training.features.parts[0]
     tokens = dequantize(part.values, part.scales)
     patches = tokens.shape[1] - 1
     keep = torch.stack([torch.randperm(patches)[: patches // 2] for _ in range(len(tokens))])
-    weights = {**context.base.tensors, **fit.weights}
-    logits = context.trainer.engine.forward_features(weights, tokens, keep, 1)
+    weights = {**context.base.tensors, **training.weights}
+    samples = Samples(part.labels, torch.ones(len(tokens)), torch.arange(len(tokens)), features=tokens, keep=keep)
+    logits = context.trainer.engine.forward(weights, samples, split=1).logits
     by_hand = [
         context.net.forward_from(weights, torch.cat([sample[:1], sample[1:][kept]])[None], 1)[0]
         for sample, kept in zip(tokens, keep, strict=True)
     ]
     torch.testing.assert_close(logits, torch.stack(by_hand))
-    batches = context.trainer._epoch_batches([on_server(context, fit)], 0, context.config.train, width_multiple=1)
+    batches = context.trainer._epoch_batches([on_server(context, training)], 0, context.config.train, width_multiple=1)
     assert batches.stacked.keep is not None
     assert batches.stacked.keep.shape[-1] == patches // 2
     assert all(len(set(row.tolist())) == patches // 2 for row in batches.stacked.keep.flatten(0, -2))
@@ -110,10 +114,10 @@ def test_only_features_of_the_last_rounds_are_trained_on(eftvit_config: MakeConf
     state = run_to(context, 4).server
     sent_in = {name: number(part.numbers["round"]) for name, part in state.parts.items()}
     assert min(sent_in.values()) < 3, "some features are older"
-    fit, _ = server_fit(method_of(context), state, 4)
-    assert fit.features is not None
+    training, _ = server_training(method_of(context), state, 4)
+    assert training.features is not None
     young = [part.tensors["features"] for name, part in state.parts.items() if sent_in[name] in (3, 4)]
-    assert [id(part.values) for part in fit.features.parts] == [id(values) for values in young]
+    assert [id(part.values) for part in training.features.parts] == [id(values) for values in young]
 
 
 @pytest.mark.parametrize("views", [1, 2, 5])
@@ -140,10 +144,10 @@ def test_the_moving_average_is_sent_and_training_continues_from_the_last_weights
     method, state = method_of(context), run_to(context, 1).server
     name = "head.weight"
     trained = {key: torch.randn_like(state.tensors[key]) for key in method.server_module}
-    fit, update = server_fit(method, state, 20)
-    assert torch.equal(fit.weights[name], state.tensors["last." + name]), "as trained in the first round"
+    training, update = server_training(method, state, 20)
+    assert torch.equal(training.weights[name], state.tensors["last." + name]), "as trained in the first round"
     with pytest.raises(StopIteration) as end:
-        update.send(FitResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0), torch.ones(())))
+        update.send(LocalResult(trained, torch.zeros(()), 1, 1, {}, torch.empty(0), torch.ones(())))
     after = end.value.value
     torch.testing.assert_close(after.tensors[name], 0.5 * state.tensors[name] + 0.5 * trained[name])
     assert torch.equal(after.tensors["last." + name], trained[name])

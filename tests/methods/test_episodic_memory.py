@@ -16,8 +16,8 @@ from vitfleet.methods.continual.stored_samples import (
     limit_memory,
     memory_bytes,
     memory_tensors,
+    parts_before,
     read_memory,
-    replay_memory,
     select_samples,
     store_task,
 )
@@ -31,12 +31,12 @@ def losses() -> torch.Tensor:
     return torch.rand(len(LABELS), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("rho", [0.1, 0.4, 1.0])
-def test_of_every_class_the_lowest_losses_are_kept(losses: torch.Tensor, rho: float) -> None:
-    kept = select_samples(losses, LABELS, rho)
+@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+def test_of_every_class_the_lowest_losses_are_kept(losses: torch.Tensor, share: float) -> None:
+    kept = select_samples(losses, LABELS, share)
     assert len(set(kept.tolist())) == len(kept)
     counts = torch.bincount(LABELS[kept], minlength=8).tolist()
-    assert counts == [max(1, int(rho * n + 0.5)) if n else 0 for n in (60, 30, 4, 0, 0, 0, 0, 1)]
+    assert counts == [max(1, int(share * n + 0.5)) if n else 0 for n in (60, 30, 4, 0, 0, 0, 0, 1)]
     for label in (0, 1, 2, 7):
         inside = losses[kept[LABELS[kept] == label]]
         outside = [i for i in torch.nonzero(LABELS.eq(label)).flatten().tolist() if i not in kept.tolist()]
@@ -77,23 +77,23 @@ def test_a_budget_cuts_tasks_to_a_common_level_from_their_ends() -> None:
 def test_what_is_stored_are_the_images_themselves(make_shard: MakeShard, tiny_images: ImageSet) -> None:
     shard = make_shard(10, 40)
     losses = torch.rand(30, generator=torch.Generator().manual_seed(1))
-    known = store_task({}, 2, shard, losses, FedVitParams(rho=0.2), num_tasks=3)
+    known = store_task({}, 2, shard, losses, FedVitParams(stored_share=0.2), 3, torch.int16)
     places = 10 + select_samples(losses, shard.labels, 0.2)
     assert torch.equal(known[2].images, tiny_images.images[places])
     assert torch.equal(known[2].labels.long(), tiny_images.labels[places])
     assert (known[2].images.dtype, known[2].labels.dtype) == (torch.uint8, torch.int16)
     # Extracted anew, the same task's knowledge is replaced.
-    again = store_task(known, 2, shard, -losses, FedVitParams(rho=0.2), num_tasks=3)
+    again = store_task(known, 2, shard, -losses, FedVitParams(stored_share=0.2), 3, torch.int16)
     assert list(again) == [2]
     assert not torch.equal(again[2].images, known[2].images)
     empty = Shard(shard.images, torch.empty(0, dtype=torch.long))
-    assert store_task(known, 3, empty, torch.empty(0), FedVitParams(), num_tasks=4) == known
+    assert store_task(known, 3, empty, torch.empty(0), FedVitParams(), 4, torch.int16) == known
 
 
 def test_a_budget_too_small_for_one_image_a_task_is_refused(make_shard: MakeShard) -> None:
     params = FedVitParams(memory_bytes=5 * 66 - 1)
     with pytest.raises(ConfigError, match=r"method\.memory_bytes = 329: must be at least 330"):
-        store_task({}, 0, make_shard(0, 20), torch.zeros(20), params, num_tasks=5)
+        store_task({}, 0, make_shard(0, 20), torch.zeros(20), params, 5, torch.int16)
 
 
 def test_knowledge_survives_a_clients_state() -> None:
@@ -107,16 +107,16 @@ def test_knowledge_survives_a_clients_state() -> None:
 
 def test_recalled_are_the_tasks_before_one_part_each_the_largest_first() -> None:
     known = {0: stored(4), 2: stored(2), 3: stored(6)}
-    memory = replay_memory(known, 3)
+    memory = parts_before(known, 3)
     assert memory is not None
     assert memory.images.shape == (3, 4, 1, 8, 8)  # the third task's own samples are not among them
     assert memory.sizes == (4, 2, 0)
     expected = [[0.25] * 4, [0.5, 0.5, 0.0, 0.0], [0.0] * 4]
-    np.testing.assert_allclose(memory.sample_weight.numpy(), expected)
+    np.testing.assert_allclose(memory.sample_weight().numpy(), expected)
     assert memory.labels.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0] * 4]
-    together = replay_memory(known, 3, merge_tasks=True)
+    together = parts_before(known, 3, merge_tasks=True)
     assert together is not None
     assert together.labels.tolist() == [[0, 1, 2, 3, 0, 1]]
-    np.testing.assert_allclose(together.sample_weight.numpy(), [[1 / 6] * 6], rtol=1e-6)
-    assert replay_memory(known, 0) is None
-    assert replay_memory({5: stored(1)}, 4) is None
+    np.testing.assert_allclose(together.sample_weight().numpy(), [[1 / 6] * 6], rtol=1e-6)
+    assert parts_before(known, 0) is None
+    assert parts_before({5: stored(1)}, 4) is None

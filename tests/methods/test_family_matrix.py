@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import context_of
 from family_configs import IMAGE_SIZE, TINY_FAMILIES, WITH_BATCH_NORM
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import State, Tensors
-from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, MethodContext, adapt_model, make_method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, adapt_model, make_method
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.models.zoo import build_model
-from vitfleet.training.driver import Participant, run_cohort
+from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.execution.settings import ExecutionSettings
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
@@ -34,9 +35,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "fed-head": {},
     "fed-bias": {},
     "fed-lora": {"rank": 1},
-    "fedvit": {"rho": 0.5, "k": 1, "head_epochs": 0, "integrate": "all"},
-    "fedknow": {"rho": 0.5, "k": 1},
-    "bcn": {"rho": 0.5},
+    "fedvit": {"stored_share": 0.5, "k": 1, "head_epochs": 0, "integrate": "all"},
+    "fedknow": {"kept_share": 0.5, "k": 1},
+    "bcn": {"stored_share": 0.5},
     "ewc": {"penalty_weight": 1.0},
 }
 CONTINUAL = ("fedvit", "fedknow", "bcn", "ewc")
@@ -73,9 +74,8 @@ class Fleet:
         self.net = build_model(config, CLASSES, 1, IMAGE_SIZE, SEED, lambda vit: adapt_model(params, vit))
         self.net.module.double()
         tasks = 2 if method in CONTINUAL else 1
-        self.method: Method[Any] = make_method(
-            params, MethodContext.from_net(self.net, TRAIN, 2, SEED, CLASSES, CPU, tasks)
-        )
+        context = context_of(self.net, TRAIN, num_classes=CLASSES, rounds=2, num_tasks=tasks, seed=SEED)
+        self.method: Method[Any] = make_method(params, context)
         preprocess = preprocess_for(self.net, CPU)
         exact = Preprocess(preprocess.image_size, preprocess.mean.double(), preprocess.std.double())
         self.trainer = Trainer(self.net, exact, TRAIN, AugmentConfig(), 2, ExecutionSettings(CPU, False))
@@ -104,8 +104,8 @@ class Fleet:
             for client, (start, stop) in enumerate(SHARDS)
         ]
 
-    def participant(self, job: ClientRoundInput) -> Participant[ClientUpdate]:
-        return Participant(self.method.client_update(job), job.shard, RngContext(SEED, job.round, job.client))
+    def pending(self, job: ClientRoundInput) -> PendingUpdate[ClientUpdate]:
+        return PendingUpdate(self.method.client_update(job), job.shard, RngContext(SEED, job.round, job.client))
 
     def aggregate(self, server: State, updates: list[ClientUpdate], round: int) -> State:
         aggregator = self.method.aggregator(server, round)
@@ -150,8 +150,8 @@ def test_family_under_method(family: str, method: str) -> None:
     states: list[State | None] = [None, None]
     for round in range(1, 3 if method in CONTINUAL else 2):
         jobs = fleet.jobs(server, round, states, task=round - 1)
-        together = run_cohort([fleet.participant(job) for job in jobs], fleet.trainer)
-        alone = [run_cohort([fleet.participant(job)], fleet.trainer)[0] for job in jobs]
+        together = run_updates([fleet.pending(job) for job in jobs], fleet.trainer)
+        alone = [run_updates([fleet.pending(job)], fleet.trainer)[0] for job in jobs]
         for update, single in zip(together, alone, strict=True):
             assert_close(update.message.tensors, single.message.tensors)
             assert_close(update.model_weights, single.model_weights)
@@ -191,7 +191,7 @@ def check_selection(net: Net, fleet: Fleet, method: str, updates: list[ClientUpd
 def test_running_statistics_are_averaged_by_samples(family: str) -> None:
     fleet = Fleet(family, "fedavg")
     server = fleet.method.initial_state(fleet.weights)
-    updates = run_cohort([fleet.participant(job) for job in fleet.jobs(server, 1, [None, None], 0)], fleet.trainer)
+    updates = run_updates([fleet.pending(job) for job in fleet.jobs(server, 1, [None, None], 0)], fleet.trainer)
     after = fleet.aggregate(server, updates, 1).tensors
     statistics = [name for name in after if "running_" in name]
     assert statistics
@@ -206,7 +206,7 @@ def test_a_client_without_images_changes_no_statistics(family: str) -> None:
     fleet = Fleet(family, "fedavg")
     server = fleet.method.initial_state(fleet.weights)
     job = replace(fleet.jobs(server, 1, [None, None], 0)[0], shard=Shard(fleet.images[0], torch.arange(0)))
-    update = run_cohort([fleet.participant(job)], fleet.trainer)[0]
+    update = run_updates([fleet.pending(job)], fleet.trainer)[0]
     assert not update.message.tensors
     assert all(torch.equal(tensor, fleet.weights[name]) for name, tensor in update.model_weights.items())
 
@@ -215,7 +215,7 @@ def test_frozen_batch_norms_use_and_keep_their_running_statistics() -> None:
     """With the body frozen, its statistics decide the features: images far from them do not change it."""
     fleet = Fleet("levit", "fed-head")
     server = fleet.method.initial_state(fleet.weights)
-    updates = run_cohort([fleet.participant(job) for job in fleet.jobs(server, 1, [None, None], 0)], fleet.trainer)
+    updates = run_updates([fleet.pending(job) for job in fleet.jobs(server, 1, [None, None], 0)], fleet.trainer)
     for update in updates:
         head = [name for name in update.message.tensors if "running_" in name]
         assert head == ["head.bn.running_mean", "head.bn.running_var"]

@@ -16,8 +16,8 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
+from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, FitResult, Objective
 
 
 def message(samples: int, **tensors: Tensor) -> Message:
@@ -31,9 +31,9 @@ def mean_of(server: State, *messages: Message) -> Tensors:
     return gathering.finish().tensors
 
 
-def finish(work: ClientGenerator, fitted: FitResult) -> ClientUpdate:
+def finish(work: ClientGenerator, result: LocalResult) -> ClientUpdate:
     with pytest.raises(StopIteration) as end:
-        work.send(fitted)
+        work.send(result)
     answer: ClientUpdate = end.value.value
     return answer
 
@@ -108,17 +108,16 @@ def test_the_client_half_trains_what_was_sent_and_sends_it_back(
     server = method.initial_state(tiny_net.initial_weights())
     down = method.message_to_client(server, round=1, client=4, last_round=None)
     work = method.client_update(ClientRoundInput(1, 4, down, base_weights={}, client_state=None, shard=NO_IMAGES))
-    fit = next(work)
-    assert fit.epochs == 2
-    assert {name: torch.equal(fit.weights[name], server.tensors[name]) for name in fit.weights} == dict.fromkeys(
-        tiny_net.parts.shapes, True
-    )
-    fitted = make_trainer(epochs=2).fit(fit, make_shard(0, 15), RngContext(0, 1, 4))
-    answer = finish(work, fitted)
+    training = next(work)
+    assert training.epochs == 2
+    assert set(training.weights) == set(tiny_net.parts.shapes)
+    assert all(torch.equal(weight, server.tensors[name]) for name, weight in training.weights.items())
+    result = make_trainer(epochs=2).train(training, make_shard(0, 15), RngContext(0, 1, 4))
+    answer = finish(work, result)
     assert answer.client_state is None
-    assert answer.message.numbers == {"samples": 15, "loss": float(fitted.loss)}
+    assert answer.message.numbers == {"samples": 15, "loss": float(result.loss)}
     assert set(answer.message.tensors) == set(tiny_net.parts.shapes)
-    assert all(torch.equal(answer.message.tensors[name], fitted.weights[name]) for name in fitted.weights)
+    assert all(torch.equal(answer.message.tensors[name], result.weights[name]) for name in result.weights)
 
 
 def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
@@ -131,13 +130,13 @@ def test_a_round_is_the_weighted_mean_of_clients_trained_alone(
     shards = {0: make_shard(0, 5), 1: make_shard(5, 5), 2: make_shard(5, 30)}
     alone = {}
     for client, shard in shards.items():
-        fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), epochs=1)
-        alone[client] = trainer.fit(fit, shard, RngContext(0, 1, client)).weights
+        training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, epochs=1)
+        alone[client] = trainer.train(training, shard, RngContext(0, 1, client)).weights
         down = method.message_to_client(server, round=1, client=client, last_round=None)
         work = method.client_update(
             ClientRoundInput(1, client, down, base_weights={}, client_state=None, shard=NO_IMAGES)
         )
-        gathering.add(client, finish(work, trainer.fit(next(work), shard, RngContext(0, 1, client))).message)
+        gathering.add(client, finish(work, trainer.train(next(work), shard, RngContext(0, 1, client))).message)
     after = gathering.finish()
     for name in tiny_net.parts.shapes:
         expected = 5 / 30 * alone[0][name].double() + 25 / 30 * alone[2][name].double()

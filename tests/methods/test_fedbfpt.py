@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import MakeConfig
-from vitfleet.config.schema import ModelConfig, TrainConfig
-from vitfleet.methods import MethodContext
+from conftest import MakeConfig, context_of
+from vitfleet.config.schema import ModelConfig
 from vitfleet.methods.tuning.fedbfpt import FedBfpt, FedBfptParams, layer_schedule
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
@@ -39,9 +38,7 @@ def test_any_number_of_rounds_goes_up_one_layer_at_a_time(rounds: int) -> None:
 @pytest.fixture
 def fedbfpt() -> FedBfpt:
     net = build_model(ModelConfig(dim=16, depth=12, heads=2, patch_size=4), 5, 1, 8, 0)
-    return FedBfpt(
-        FedBfptParams(local_layers=6), MethodContext.from_net(net, TrainConfig(), 200, 0, 5, torch.device("cpu"))
-    )
+    return FedBfpt(FedBfptParams(local_layers=6), context_of(net, rounds=200))
 
 
 @pytest.mark.parametrize("layer", range(6))
@@ -67,7 +64,7 @@ def test_a_route_is_the_model_made_of_those_blocks() -> None:
         names = zip(shallow.parts.blocks[position], deep.parts.blocks[layer], strict=True)
         local |= {ours: weights[theirs] for ours, theirs in names}
     images = torch.randn(3, 1, 8, 8)
-    context = MethodContext.from_net(deep, TrainConfig(), 4, 0, 5, torch.device("cpu"))
+    context = context_of(deep, rounds=4)
     made = FedBfpt(FedBfptParams(local_layers=3), context).shallow_weights(weights, route)
     assert made.keys() == local.keys()
     assert torch.equal(deep(made, images, depth=3), shallow(local, images))

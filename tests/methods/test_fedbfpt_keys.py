@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,20 @@ from by_hand import PLAIN_SGD, Hand, close
 from torch import Tensor
 from torch.func import functional_call
 
-from conftest import CLASSES, SIDE, MakeConfig, MakeContext, MakeShard, MakeTrainer
+from conftest import CLASSES, SIDE, MakeConfig, MakeContext, MakeShard, MakeTrainer, context_of
 from vitfleet.config import load_config
 from vitfleet.config.schema import ModelConfig
 from vitfleet.costs.report import cost_reports
 from vitfleet.errors import UserError
 from vitfleet.message import Tensors
 from vitfleet.methods import ClientRoundInput
-from vitfleet.methods.tuning.fedbfpt import FedBfpt, FedBfptParams
+from vitfleet.methods.tuning.fedbfpt import FeatureMeanStep, FedBfpt, FedBfptParams, ShallowStep
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.wire import encoded_size
 
@@ -118,11 +117,8 @@ def test_the_cost_report_states_a_round_that_trains_a_layer() -> None:
 
 
 @pytest.mark.parametrize(("local_layers", "keep_last"), [(6, 1), (6, 2), (6, 5), (12, 3)])
-def test_kept_layers_end_every_route_and_are_never_trained(
-    local_layers: int, keep_last: int, make_context: MakeContext
-) -> None:
-    context = replace(make_context(), parts=net_of(12).parts, rounds=200)
-    method = FedBfpt(FedBfptParams(local_layers=local_layers, keep_last=keep_last), context)
+def test_kept_layers_end_every_route_and_are_never_trained(local_layers: int, keep_last: int) -> None:
+    method = FedBfpt(FedBfptParams(local_layers=local_layers, keep_last=keep_last), context_of(net_of(12), rounds=200))
     trained = local_layers - keep_last
     layers = [layer for layer in method.schedule if layer is not None]
     assert sorted(set(layers)) == list(range(min(trained, max(layers) + 1)))
@@ -153,7 +149,7 @@ def test_a_centred_round_as_by_hand(
     initial = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tiny_net.initial_weights().items()}
     state = method.initial_state(initial)
     base, down = method.initial_broadcast(initial).tensors, method.message_to_client(state, 1, 0, None)
-    update = run_participant(
+    update = run_update(
         method.client_update(ClientRoundInput(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
 
@@ -199,7 +195,8 @@ def test_centred_clients_have_the_same_result_stacked_and_the_predicted_cost(
     for entry in record.clients:
         labels = context.labels(entry.client, 1)
         dry_run = context.cost_model.dry_run(1, entry.client, labels)
-        assert [fit.objective.depth for fit in dry_run.fits] == [2, 2, None]
+        steps = [training.step for training in dry_run.trainings]
+        assert steps == [FeatureMeanStep(2), ShallowStep(2), FeatureMeanStep(None)]
         assert entry.gflops == context.cost_model.round_flops(dry_run, len(labels)) / 1e9
         assert context.cost_model.up_bytes(dry_run) == pytest.approx(entry.up_bytes, abs=1000)
 

@@ -13,17 +13,17 @@ from torch.func import functional_call
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.costs.cost_model import CostModel
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State, Tensors, with_prefix
 from vitfleet.methods import ClientRoundInput, ClientUpdate, FedKnow
-from vitfleet.methods.continual.fedknow import FedKnowParams, extract_knowledge, make_teachers, read_knowledge
+from vitfleet.methods.continual.fedknow import TEACHERS, FedKnowParams, extract_knowledge, read_knowledge, teachers
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
-EPOCHS, RHO, TEMPERATURE = 2, 0.3, 2.0
+EPOCHS, SHARE, TEMPERATURE = 2, 0.3, 2.0
 
 
 # Knowledge
@@ -36,7 +36,7 @@ def random_model(seed: int = 0) -> dict[str, Tensor]:
 
 def test_knowledge_is_exactly_the_largest_tenth_of_all_weights() -> None:
     weights = random_model()
-    knowledge = extract_knowledge(weights, Selection(("a", "b")), 0.1, torch.tensor(3))
+    knowledge = extract_knowledge(weights, Selection(("a", "b")), 0.1, torch.tensor(3, dtype=torch.int16))
     vector = [*weights["a"].flatten().tolist(), *weights["b"].tolist()]
     largest = sorted(range(100), key=lambda index: -abs(vector[index]))[:10]
     assert knowledge.indices.tolist() == sorted(largest)
@@ -45,9 +45,9 @@ def test_knowledge_is_exactly_the_largest_tenth_of_all_weights() -> None:
     assert knowledge.num_bytes == 10 * (4 + 4) + 2
 
 
-@pytest.mark.parametrize(("rho", "kept"), [(0.001, 1), (0.1, 10), (0.255, 26), (1.0, 100)])
-def test_number_of_kept_weights(rho: float, kept: int) -> None:
-    knowledge = extract_knowledge(random_model(), Selection(("a", "b")), rho, torch.tensor(0))
+@pytest.mark.parametrize(("share", "kept"), [(0.001, 1), (0.1, 10), (0.255, 26), (1.0, 100)])
+def test_number_of_kept_weights(share: float, kept: int) -> None:
+    knowledge = extract_knowledge(random_model(), Selection(("a", "b")), share, torch.tensor(0))
     assert len(knowledge.values) == kept
 
 
@@ -62,22 +62,20 @@ def test_a_missed_task_is_an_absent_teacher() -> None:
         index: extract_knowledge(random_model(index), Selection(("a", "b")), 0.1, torch.tensor(index))
         for index in (0, 2, 3)
     }
-    assert make_teachers(known, 0, 2.0) is None
-    assert make_teachers({}, 3, 2.0) is None
-    teachers = make_teachers(known, 3, 2.0)  # task 3 is the current one
-    assert teachers is not None
-    assert teachers.present.tolist() == [True, False, True]
-    assert torch.equal(teachers.values[2], known[2].values)
-    assert teachers.labels.tolist() == [0, 0, 2]
-    assert teachers.temperatures.tolist() == [2.0, 2.0, 2.0]
+    assert teachers(known, 0) == {}
+    assert teachers({}, 3) == {}
+    found = with_prefix(teachers(known, 3), TEACHERS)  # task 3 is the current one
+    assert found["present"].tolist() == [True, False, True]
+    assert torch.equal(found["values"][2], known[2].values)
+    assert found["label"].tolist() == [0, 0, 2]
 
 
 # A client's rounds
 
 
 def make_method(make_context: MakeContext, **params: object) -> FedKnow:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
-    return FedKnow(FedKnowParams.model_validate({"k": 1, "rho": RHO, "check": True, **params}), context)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
+    return FedKnow(FedKnowParams.model_validate({"k": 1, "kept_share": SHARE, **params}), context)
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def play(method: FedKnow, trainer: Trainer, net: Net, make_shard: MakeShard) -> 
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.items()}
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         job = ClientRoundInput(task_index + 1, 0, Message(sent), base, own, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = update.client_state
         kept = base if not played else played[-1][1].model_weights
         played.append(({**kept, **sent}, update))
@@ -117,13 +115,14 @@ def teacher_gradient(
     return torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(leaves.values()))])
 
 
-def pruned(weights: Tensors, rho: float) -> dict[str, Tensor]:
+def pruned(weights: Tensors, share: float) -> dict[str, Tensor]:
     """Set all but the largest weights of a model to zero."""
     magnitudes = torch.cat([tensor.abs().flatten() for tensor in weights.values()])
-    least = magnitudes.sort(descending=True).values[round(rho * len(magnitudes)) - 1]
+    least = magnitudes.sort(descending=True).values[round(share * len(magnitudes)) - 1]
     return {name: torch.where(tensor.abs() >= least, tensor, 0) for name, tensor in weights.items()}
 
 
+@pytest.mark.usefixtures("checked_angles")
 @pytest.mark.parametrize("heads", ["local", "shared"])
 def test_three_tasks_as_by_hand(
     heads: str, trainer: Trainer, make_context: MakeContext, tiny_net: Net, make_shard: MakeShard
@@ -146,7 +145,7 @@ def test_three_tasks_as_by_hand(
 
             weights = hand.train(weights, shared, 1, rotated)
         old = [
-            (pruned(played[index][1].model_weights, RHO), int(make_shard(12 * index, 12 * index + 12).labels[0]))
+            (pruned(played[index][1].model_weights, SHARE), int(make_shard(12 * index, 12 * index + 12).labels[0]))
             for index in range(task_index)
         ]
 
@@ -162,10 +161,12 @@ def test_three_tasks_as_by_hand(
         assert update.client_state is not None
         known = read_knowledge(update.client_state.tensors)
         assert sorted(known) == list(range(task_index + 1))
-        count = round(RHO * method.parts.count_parameters(method.parts.whole))
+        count = round(SHARE * method.parts.count_parameters(method.parts.whole))
         assert {len(task.values) for task in known.values()} == {count}
         assert update.message.numbers["knowledge_bytes"] == (task_index + 1) * (8 * count + 2)
         assert update.message.numbers["known_tasks"] == sorted(known)
+        assert not update.message.numbers.get("unsolved")
+        assert not update.message.numbers.get("tuning_unsolved")
         if task_index:
             assert update.message.numbers["integrated"] == EPOCHS * 3
             assert update.message.numbers["tuning_integrated"] == 3
@@ -180,7 +181,7 @@ def test_knowledge_of_a_task_is_replaced_in_the_clients_next_round_of_it(
     for round in (1, 2):
         message = Message(method.initial_state(initial).tensors)
         job = ClientRoundInput(round, 0, message, method.initial_broadcast(initial).tensors, own, shard, 0)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         own = update.client_state
         assert own is not None
         (knowledge,) = read_knowledge(own.tensors).values()
@@ -197,7 +198,7 @@ def test_a_client_without_images_keeps_what_it_knows(
     initial, shard = tiny_net.initial_weights(), make_shard(0, 0)
     base = method.initial_broadcast(initial).tensors
     job = ClientRoundInput(4, 0, Message(method.initial_state(initial).tensors), base, last.client_state, shard, 2)
-    update = run_participant(method.client_update(job), trainer, shard, RngContext(0, 4, 0))
+    update = run_update(method.client_update(job), trainer, shard, RngContext(0, 4, 0))
     assert update.client_state is not None
     assert last.client_state is not None
     before, after = (read_knowledge(state.tensors) for state in (last.client_state, update.client_state))

@@ -11,17 +11,19 @@ from torch.nn import functional as F
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Tensors
-from vitfleet.methods import ClientRoundInput
+from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.averaging.fedprox import FedProx, FedProxParams
+from vitfleet.methods.averaging.fedprox import FedProx, FedProxParams, ProximalStep
 from vitfleet.models.net import Net
+from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, FitResult, Step
+from vitfleet.training.step import Step, StepView
 
 PLACE = RngContext(0, 1, 0)
 
 
-def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
+def training_of(method: FedAvg | FedProx, net: Net) -> LocalTraining:
     """Return the training that the client half asks for in its first round."""
     server = method.initial_state(net.initial_weights())
     down = method.message_to_client(server, round=1, client=0, last_round=None)
@@ -30,6 +32,12 @@ def fit_of(method: FedAvg | FedProx, net: Net) -> Fit:
             ClientRoundInput(1, 0, down, method.initial_broadcast(net.initial_weights()).tensors, None, NO_IMAGES)
         )
     )
+
+
+def loss_of(mu: float, context: MethodContext, outputs: Outputs) -> Tensor:
+    step = FedProx(FedProxParams(mu=mu), context).step
+    assert isinstance(step, ProximalStep)
+    return step.loss(outputs)
 
 
 def distance(left: Tensors, correct: Tensors) -> float:
@@ -54,11 +62,10 @@ def test_the_gradient_is_that_of_the_cross_entropy_plus_mu_times_the_way_from_th
     losses = F.cross_entropy(F.linear(inputs, weights["w"], weights["b"]), labels, reduction="none")
     plain = torch.autograd.grad(torch.dot(losses, share), leaves)
 
-    step = Step(
-        F.linear(inputs, weights["w"], weights["b"]), labels, share, weights, anchor, torch.arange(6), torch.tensor(0)
+    outputs = Outputs(
+        F.linear(inputs, weights["w"], weights["b"]), labels, share, torch.arange(6), weights, anchor, torch.tensor(0)
     )
-    objective = FedProx(FedProxParams(mu=mu), make_context()).objective()
-    proximal = torch.autograd.grad(objective.loss(step), leaves)
+    proximal = torch.autograd.grad(loss_of(mu, make_context(), outputs), leaves)
     for name, gradient, without in zip(weights, proximal, plain, strict=True):
         assert torch.equal(gradient, without + mu * (weights[name] - anchor[name]).detach()), name
 
@@ -67,21 +74,25 @@ def test_the_loss_is_the_closed_form(make_context: MakeContext) -> None:
     logits = torch.tensor([[0.0, 0.0]])
     weights = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
     anchor = {"a": torch.tensor([0.0, 4.0]), "b": torch.tensor(0.0)}
-    step = Step(logits, torch.tensor([0]), torch.ones(1), weights, anchor, torch.arange(1), torch.tensor(0))
-    loss = FedProx(FedProxParams(mu=0.1), make_context()).objective().loss(step)
+    outputs = Outputs(logits, torch.tensor([0]), torch.ones(1), torch.arange(1), weights, anchor, torch.tensor(0))
+    loss = loss_of(0.1, make_context(), outputs)
     assert float(loss) == pytest.approx(torch.tensor(2.0).log().item() + 0.05 * (1 + 4 + 9), rel=1e-6)
 
 
 @dataclass(frozen=True)
-class First:
+class KeepsFirst:
     """Keeps the first step's gradients."""
 
-    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        kept = {
-            name: torch.where(observer_state["seen"] > 0, observer_state[name], gradient)
-            for name, gradient in gradients.items()
-        }
-        return {**kept, "seen": observer_state["seen"] + 1}
+    step: Step
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        gradients = self.step(view, batch)
+        view.keep(view.map(self.first, view.kept, gradients))
+        return gradients
+
+    def first(self, kept: Tensors, gradients: Tensors) -> Tensors:
+        first = {name: torch.where(kept["seen"] > 0, kept[name], gradient) for name, gradient in gradients.items()}
+        return {**first, "seen": kept["seen"] + 1}
 
 
 def test_a_trainer_takes_that_gradient_on_a_whole_vit(
@@ -91,10 +102,10 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
     moved = {name: weight + 0.1 for name, weight in weights.items()}
 
     def gradients(method: FedAvg | FedProx) -> Tensors:
-        fit = fit_of(method, tiny_net)
+        training = training_of(method, tiny_net)
         room = {name: torch.zeros_like(weight) for name, weight in weights.items()} | {"seen": torch.zeros(())}
-        away = replace(fit, weights=moved, objective=replace(fit.objective, observer=First()), observer_state=room)
-        seen = make_trainer().fit(away, make_shard(0, 12), PLACE).observed
+        away = replace(training, weights=moved, step=KeepsFirst(training.step), kept=room)
+        seen = make_trainer().train(away, make_shard(0, 12), PLACE).kept
         return {name: gradient for name, gradient in seen.items() if name != "seen"}
 
     plain = gradients(FedAvg(FedAvgParams(), make_context()))
@@ -107,8 +118,8 @@ def test_a_trainer_takes_that_gradient_on_a_whole_vit(
 
 def train(
     method: FedAvg | FedProx, net: Net, make_trainer: MakeTrainer, make_shard: MakeShard, **config: object
-) -> FitResult:
-    return make_trainer(**config).fit(fit_of(method, net), make_shard(0, 30), PLACE)
+) -> LocalResult:
+    return make_trainer(**config).train(training_of(method, net), make_shard(0, 30), PLACE)
 
 
 def test_mu_zero_is_fedavg_bit_for_bit(
@@ -140,5 +151,5 @@ def test_the_anchor_is_what_was_sent_this_round_not_the_first_model(tiny_net: Ne
     method = FedProx(FedProxParams(), make_context())
     server = method.initial_state({name: weight + 1 for name, weight in tiny_net.initial_weights().items()})
     down = method.message_to_client(server, round=5, client=0, last_round=2)
-    fit = next(method.client_update(ClientRoundInput(5, 0, down, {}, None, NO_IMAGES)))
-    assert all(torch.equal(fit.constants[name], server.tensors[name]) for name in tiny_net.parts.shapes)
+    training = next(method.client_update(ClientRoundInput(5, 0, down, {}, None, NO_IMAGES)))
+    assert all(torch.equal(training.constants[name], server.tensors[name]) for name in tiny_net.parts.shapes)

@@ -16,7 +16,7 @@ from vitfleet.methods import ClientRoundInput
 from vitfleet.methods.personal.fedper import FedPer, FedPerParams
 from vitfleet.methods.personal.fedrep import FedRep, FedRepParams
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -38,7 +38,7 @@ def test_fedreps_round_as_by_hand(fedrep: FedRep, trainer: Trainer, tiny_net: Ne
     base, down = fedrep.initial_broadcast(initial).tensors, Message(fedrep.initial_state(initial).tensors)
     own_head = {name: tensor + 0.3 for name, tensor in base.items()}
     own = State({**initial, **own_head})
-    answer = run_participant(
+    answer = run_update(
         fedrep.client_update(ClientRoundInput(4, 0, down, base, own, shard)), trainer, shard, RngContext(0, 4, 0)
     )
     hand = Hand(tiny_net, ONE_TASK, shard, round=4)
@@ -56,7 +56,7 @@ def test_fedpers_round_as_by_hand(
     method = FedPer(FedPerParams(), make_context(epochs=5, **PLAIN_SGD))
     initial, shard = tiny_net.initial_weights(), make_shard(0, 10)
     base, down = method.initial_broadcast(initial).tensors, Message(method.initial_state(initial).tensors)
-    answer = run_participant(
+    answer = run_update(
         method.client_update(ClientRoundInput(1, 0, down, base, None, shard)), trainer, shard, RngContext(0, 1, 0)
     )
     close(answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.parts.whole), 5))
@@ -81,7 +81,7 @@ def test_without_head_epochs_only_the_body_trains(
     job = ClientRoundInput(
         1, 0, Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors, None, shard
     )
-    answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
+    answer = run_update(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
     assert all(torch.equal(answer.model_weights[name], initial[name]) for name in tiny_net.parts.head)
 
 
@@ -90,7 +90,7 @@ def test_who_has_no_images_sends_nothing(fedrep: FedRep, trainer: Trainer, tiny_
     job = ClientRoundInput(
         1, 0, Message(fedrep.initial_state(initial).tensors), fedrep.initial_broadcast(initial).tensors, None, NO_IMAGES
     )
-    answer = run_participant(fedrep.client_update(job), replace(trainer), NO_IMAGES, RngContext(0, 1, 0))
+    answer = run_update(fedrep.client_update(job), replace(trainer), NO_IMAGES, RngContext(0, 1, 0))
     assert answer.message.tensors == {}
     assert answer.message.numbers["samples"] == 0
     assert all(torch.equal(answer.model_weights[name], one) for name, one in initial.items())

@@ -15,8 +15,9 @@ from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import select_samples
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
+from vitfleet.training.step import cross_entropy_step
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -30,8 +31,8 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 @pytest.fixture
 def method(make_context: MakeContext) -> FedVit:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
-    return FedVit(FedVitParams(k=1, head_epochs=1, rho=0.3, check=True), context)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
+    return FedVit(FedVitParams(k=1, head_epochs=1, stored_share=0.3), context)
 
 
 def bodies(method: FedVit, net: Net) -> list[dict[str, Tensor]]:
@@ -52,13 +53,14 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
     for task_index, body in enumerate(bodies(method, net)):
         shard = make_shard(12 * task_index, 12 * task_index + 12)
         job = ClientRoundInput(task_index + 1, 0, Message(body), base, own, shard, task_index)
-        answer = run_participant(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
+        answer = run_update(method.client_update(job), trainer, shard, RngContext(0, task_index + 1, 0))
         own = answer.client_state
         head = base if not played else method.parts.head.take(played[-1][1].model_weights)
         played.append(({**head, **body}, answer))
     return played
 
 
+@pytest.mark.usefixtures("checked_angles")
 def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net, make_shard: MakeShard) -> None:
     played = play(method, trainer, tiny_net, make_shard)
     body, head = list(method.parts.body), list(method.parts.head)
@@ -88,6 +90,8 @@ def test_three_tasks_as_by_hand(method: FedVit, trainer: Trainer, tiny_net: Net,
         close(answer.model_weights, weights)
         close(answer.message.tensors, {name: weights[name] for name in body})
         assert set(answer.message.tensors) == set(body), "no head leaves the client"
+        assert not answer.message.numbers.get("unsolved")
+        assert not answer.message.numbers.get("tuning_unsolved")
         # What it knows of the task: the samples of lowest loss under the model it now has.
         shard = hand.shard
         losses = hand.losses(weights, (shard.images.images[shard.index], shard.labels)).detach()
@@ -116,12 +120,14 @@ def test_without_earlier_rounds_it_is_fedreps_round(
 ) -> None:
     base, body = method.initial_broadcast(tiny_net.initial_weights()).tensors, bodies(method, tiny_net)[0]
     work = method.client_update(ClientRoundInput(1, 0, Message(body), base, None, make_shard(0, 12), 0))
-    fit = next(work)
-    assert fit.objective.trainable == method.parts.head
-    later = work.send(trainer.fit(fit, make_shard(0, 12), RngContext(0, 1, 0)))
-    assert later.objective.trainable == method.parts.body
-    assert (later.memory, later.reference_weights, later.objective.transform) == (None, None, None)
-    assert (fit.epochs, later.epochs) == (1, EPOCHS - 1)
+    first = next(work)
+    assert first.trainable == method.parts.head
+    later = work.send(trainer.train(first, make_shard(0, 12), RngContext(0, 1, 0)))
+    assert later.trainable == method.parts.body
+    for training in (first, later):
+        assert training.step is cross_entropy_step
+        assert (training.sets, training.constants, training.kept) == ({}, {}, {})
+    assert (first.epochs, later.epochs) == (1, EPOCHS - 1)
 
 
 def test_the_clients_own_model_is_what_it_trained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import InterruptAfter, MakeContext, MakeShard, MakeTrainer
+from conftest import CLASSES, InterruptAfter, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.memory import round_memory
-from vitfleet.data.images import ImageSet
+from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State, Tensors, with_prefix
 from vitfleet.methods import ClientRoundInput, MethodContext, make_method
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.restorer import BEFORE
+from vitfleet.methods.continual.stored_samples import MEMORY, StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.run.context import RunContext, load_state
@@ -28,12 +30,14 @@ from vitfleet.run.records import read_records
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.driver import run_participant
-from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.driver import run_update
+from vitfleet.training.local_training import LocalTraining, SampleSet
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs
+from vitfleet.training.step import StepView, kind_of_step
 from vitfleet.wire import tensors_size
 
+CPU = torch.device("cpu")
 TINY = (
     "data.limit=800",
     "data.tasks.count=3",
@@ -48,7 +52,7 @@ TINY = (
     "machine.device=cpu",
 )
 BOTH = ("method.send_layers=1", "method.body_mask_ratio=0.75")
-FASTER = ("method.restore_every=2", "method.reference_dtype=bf16")
+FASTER = ("method.recompute_references=2", "method.reference_dtype=bf16")
 
 
 def open_tiny(folder: Path, *overrides: str) -> RunContext:
@@ -122,7 +126,7 @@ def test_a_client_sends_its_layers_and_all_that_is_no_layer_and_the_server_chang
 
 @pytest.fixture
 def sharing(make_context: MakeContext) -> FedVit:
-    context = replace(make_context(epochs=2, batch_size=8), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, batch_size=8)
     return FedVit(FedVitParams(send_layers=1, head_epochs=1), context)
 
 
@@ -136,14 +140,13 @@ def test_a_client_receives_what_has_changed_and_keeps_its_other_layers(
     assert set(message.tensors) == {*parts.embed, *parts.norm, *parts.blocks[1]}
     own = State({name: tensor + 1 for name, tensor in initial.items()})
     job = ClientRoundInput(5, 0, message, sharing.initial_broadcast(initial).tensors, own, make_shard(0, 12), 0)
-    fits = sharing.client_update(job)
-    tuning = next(fits)
-    assert tuning.reference_weights is not None
+    tuning = next(sharing.client_update(job))
+    before = with_prefix(tuning.constants, BEFORE)
     for name in parts.body:
         assert torch.equal(tuning.weights[name], initial[name] + (name in parts.blocks[0])), name
-        assert torch.equal(tuning.reference_weights[name], initial[name] + 1), "as before the aggregation"
+        assert torch.equal(before[name], initial[name] + 1), "as before the aggregation"
     assert all(torch.equal(tuning.weights[name], initial[name] + 1) for name in parts.head)
-    answer = run_participant(
+    answer = run_update(
         sharing.client_update(job), make_trainer(epochs=2, batch_size=8), job.shard, RngContext(0, 5, 0)
     )
     assert not set(answer.message.tensors) & set(parts.head)
@@ -151,15 +154,20 @@ def test_a_client_receives_what_has_changed_and_keeps_its_other_layers(
     assert set(answer.client_state.tensors) >= set(parts.whole)
 
 
-def test_gradients_are_ranked_before_they_are_integrated(tmp_path: Path) -> None:
-    """The observer of the body's training is TransFL's, with and without stored tasks."""
-    context = open_tiny(tmp_path, "method.send_layers=1")
-    method = context.method
-    assert isinstance(method, FedVit)
-    memory = EpisodicMemory(torch.zeros(1), torch.zeros(1), torch.zeros(1), (1,))
-    assert method.sharing is not None
-    for stored in (None, memory):
-        assert method.integrated_objective(stored).observer == method.sharing.observer
+def test_gradients_are_ranked_before_they_are_integrated(
+    sharing: FedVit, tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """With stored tasks that rotate the gradient of a step, its layers' magnitudes are those without them."""
+    trainer, weights, shard = make_trainer(batch_size=64), tiny_net.initial_weights(), make_shard(0, 12)
+    opposed = SampleSet(tiny_images.images[None, :12], (tiny_images.labels[None, :12] + 1) % CLASSES, (12,))
+    plain, integrated = (
+        trainer.train(sharing.integrated_training(weights, memory), shard, RngContext(0, 1, 0))
+        for memory in (None, opposed)
+    )
+    assert plain.steps == integrated.steps == 1
+    assert int(integrated.kept["rotated"]) == 1
+    assert torch.equal(integrated.kept["layers"], plain.kept["layers"])
+    assert torch.equal(integrated.kept["heads"], plain.kept["heads"])
 
 
 def test_a_client_without_images_sends_no_layer(
@@ -169,7 +177,7 @@ def test_a_client_without_images_sends_no_layer(
     message = sharing.message_to_client(sharing.initial_state(initial), 1, 0, None)
     shard = make_shard(0, 0)
     job = ClientRoundInput(1, 0, message, sharing.initial_broadcast(initial).tensors, None, shard, 0)
-    answer = run_participant(sharing.client_update(job), make_trainer(epochs=2), shard, RngContext(0, 1, 0))
+    answer = run_update(sharing.client_update(job), make_trainer(epochs=2), shard, RngContext(0, 1, 0))
     assert not answer.message.tensors
     assert "layers" not in answer.message.numbers
 
@@ -187,80 +195,90 @@ def test_more_layers_than_the_model_has_are_refused(make_context: MakeContext) -
 def test_what_is_masked_and_what_is_whole(
     make_context: MakeContext, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    context = replace(make_context(epochs=2, batch_size=8), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, batch_size=8)
     method = FedVit(FedVitParams(body_mask_ratio=0.5, head_epochs=1), context)
     initial, shard = tiny_net.initial_weights(), make_shard(0, 12)
     job = ClientRoundInput(2, 0, Message(initial), {}, State(initial), shard, 0)
-    trainer, fits = make_trainer(epochs=2, batch_size=8), method.client_update(job)
-    tuning = next(fits)
-    head = fits.send(trainer.fit(tuning, shard, RngContext(0, 2, 0)))
-    body = fits.send(trainer.fit(head, shard, RngContext(0, 2, 0, 1)))
-    ratios = [(fit.train or context.train).mask_ratio for fit in (tuning, head, body)]
+    trainer, trainings = make_trainer(epochs=2, batch_size=8), method.client_update(job)
+    tuning = next(trainings)
+    head = trainings.send(trainer.train(tuning, shard, RngContext(0, 2, 0)))
+    body = trainings.send(trainer.train(head, shard, RngContext(0, 2, 0, 1)))
+    ratios = [(training.train or context.train).mask_ratio for training in (tuning, head, body)]
     assert ratios == [0.5, 0.0, 0.5]
-    assert not any(fit.objective.mask_memory for fit in (tuning, head, body)), "nothing is stored yet"
-    assert method.integrated_objective(EpisodicMemory(torch.zeros(1), torch.zeros(1), torch.zeros(1), (1,))).mask_memory
+    assert not any(training.sets for training in (tuning, head, body)), "nothing is stored yet"
     assert body.score_samples
     # Scores are those of whole images.
-    result = trainer.fit(body, shard, RngContext(0, 2, 0, 2))
+    result = trainer.train(body, shard, RngContext(0, 2, 0, 2))
     logits = tiny_net({**body.weights, **result.weights}, trainer.preprocess(shard.images.images[shard.index]))
     losses = torch.nn.functional.cross_entropy(logits, shard.labels, reduction="none")
     torch.testing.assert_close(result.sample_losses, losses.detach(), rtol=1e-4, atol=1e-5)
 
 
-def stored(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
+def stored(
+    make_context: MakeContext, images: ImageSet, sizes: tuple[int, ...], mask_ratio: float | None, client: int = 0
+) -> SampleSet:
+    """Return the memory of a client that has stored so many samples of its first tasks, as it is used in a round."""
+    method = FedVit(FedVitParams(body_mask_ratio=mask_ratio, head_epochs=0), make_context(num_tasks=3))
     index = torch.arange(len(sizes) * sizes[0]).view(len(sizes), -1) % len(images)
-    sample_weight = torch.stack([(torch.arange(sizes[0]) < size) / size for size in sizes])
-    return EpisodicMemory(images.images[index], images.labels[index], sample_weight, sizes)
+    tasks = {
+        task: StoredSamples(images.images[index[task, :size]], images.labels[index[task, :size]])
+        for task, size in enumerate(sizes)
+    }
+    state, shard = State(memory_tensors(tasks)), Shard(images, torch.arange(8))
+    memory = method.memory(ClientRoundInput(1, client, Message(), {}, state, shard, len(sizes)))
+    assert memory is not None
+    assert memory.sizes == sizes
+    return memory
 
 
 def test_stored_samples_keep_as_many_patches_as_the_batch_whoever_is_stacked(
-    tiny_net: Net, tiny_images: ImageSet, make_shard: MakeShard
+    make_context: MakeContext, tiny_net: Net, tiny_images: ImageSet, make_shard: MakeShard
 ) -> None:
-    objective, weights = Objective(tiny_net.parts.body, mask_memory=True), tiny_net.initial_weights()
-    group = [
-        ClientFit(
-            Fit(weights, objective, 1, memory=stored(tiny_images, sizes)),
-            make_shard(0, 8),
-            RngContext(0, 1, client),
-        )
-        for client, sizes in enumerate([(11, 3), (9, 5)])
-    ]
-    together = stack_inputs(group, tiny_net, 0.5).memory.tensors["keep"]
+    def training(sizes: tuple[int, ...], mask_ratio: float | None, client: int) -> ClientTraining:
+        memory = stored(make_context, tiny_images, sizes, mask_ratio, client)
+        training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.body, 1, sets={MEMORY: memory})
+        return ClientTraining(training, make_shard(0, 8), RngContext(0, 1, client))
+
+    group = [training(sizes, 0.5, client) for client, sizes in enumerate([(11, 3), (9, 5)])]
+    together = stack_inputs(group, tiny_net, CPU).sets[MEMORY].tensors["keep"]
     assert together.shape == (2, 2, 16, 2)  # clients, parts, samples with padding, patches
-    for client, (client_fit, size) in enumerate(zip(group, (11, 9), strict=True)):
-        keep = stack_inputs([client_fit], tiny_net, 0.5).memory.tensors["keep"]
+    for client, (alone, size) in enumerate(zip(group, (11, 9), strict=True)):
+        keep = stack_inputs([alone], tiny_net, CPU).sets[MEMORY].tensors["keep"]
         assert torch.equal(together[client, :, :size], keep[:, :size])
         assert (keep[:, :size, 0] != keep[:, :size, 1]).all()
         assert set(keep[:, :size].flatten().tolist()) == {0, 1, 2, 3}
-    assert "keep" not in stack_inputs(group, tiny_net, 0.0).memory.tensors
+    assert not torch.equal(together[0, 0, :9], together[1, 0, :9]), "each client's mask is its own"
+    for ratio in (None, 0.0):
+        assert "keep" not in stack_inputs([training((11, 3), ratio, 0)], tiny_net, CPU).sets[MEMORY].tensors
 
 
-@dataclass(frozen=True)
-class AddReference:
-    """Adds the only reference to the gradient."""
-
-    counts: tuple[str, ...] = ()
-
-    def __call__(
-        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
-    ) -> tuple[Tensors, Tensors]:
-        assert references is not None
-        return {name: gradient + references.gradients[name][0] for name, gradient in gradients.items()}, {}
+def add_reference(view: StepView, batch: Samples) -> Tensors:
+    """Add the gradient of the first part of the memory to that of the batch."""
+    added: Tensors = view.map(
+        lambda gradients, rows: {name: gradient + rows[name][0] for name, gradient in gradients.items()},
+        view.grad(cross_entropy, batch),
+        view.part_grads(cross_entropy, view.parts(MEMORY)),
+    )
+    return added
 
 
 def test_masked_reference_gradient_is_that_of_the_kept_patches(
-    tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+    make_context: MakeContext,
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
 ) -> None:
     """One step of SGD along the sum of the gradient and a reference, compared with autograd."""
     trainer = make_trainer(optimizer="sgd", momentum=0, weight_decay=0, lr=0.1, schedule="constant", mask_ratio=0.5)
-    weights, memory, shard = tiny_net.initial_weights(), stored(tiny_images, (8,)), make_shard(0, 12)
-    objective = Objective(tiny_net.parts.whole, transform=AddReference(), mask_memory=True)
-    rng, fit = RngContext(7, 3, 0), Fit(weights, objective, 1, memory=memory)
-    plain = trainer.fit(Fit(weights, Objective(tiny_net.parts.whole), 1), shard, rng)
-    result = trainer.fit(fit, shard, rng)
-    keep = stack_inputs([ClientFit(fit, shard, rng)], tiny_net, 0.5).memory.tensors["keep"][0]
+    weights, shard, rng = tiny_net.initial_weights(), make_shard(0, 12), RngContext(7, 3, 0)
+    memory = stored(make_context, tiny_images, (8,), 0.5)
+    training = LocalTraining(weights, tiny_net.parts.whole, 1)
+    plain = trainer.train(training, shard, rng)
+    result = trainer.train(replace(training, step=add_reference, sets={MEMORY: memory}), shard, rng)
+    assert memory.keep is not None
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    logits = tiny_net(leaves, trainer.preprocess(memory.images[0]), keep)
+    logits = tiny_net(leaves, trainer.preprocess(memory.images[0]), memory.keep[0])
     loss = torch.nn.functional.cross_entropy(logits, memory.labels[0])
     for name, gradient in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
         expected = plain.weights[name] - 0.1 * gradient
@@ -268,6 +286,7 @@ def test_masked_reference_gradient_is_that_of_the_kept_patches(
 
 
 def test_captured_steps_follow_the_mask_of_their_training(
+    make_context: MakeContext,
     tiny_net: Net,
     tiny_images: ImageSet,
     captured: list[CudaGraphRunner],
@@ -279,10 +298,11 @@ def test_captured_steps_follow_the_mask_of_their_training(
     masked = eager.config.model_copy(update={"mask_ratio": 0.5})
     for round in (1, 2):
         for train in (None, masked):
-            objective = Objective(tiny_net.parts.whole, mask_memory=train is not None)
-            fit = Fit(tiny_net.initial_weights(), objective, 1, train=train, memory=stored(tiny_images, (8, 3)))
-            group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(2)]
-            for result, expected in zip(graphed.fit_cohort(group), eager.fit_cohort(group), strict=True):
+            memory = stored(make_context, tiny_images, (8, 3), None if train is None else 0.5)
+            whole, sets = tiny_net.parts.whole, {MEMORY: memory}
+            training = LocalTraining(tiny_net.initial_weights(), whole, 1, add_reference, sets=sets, train=train)
+            group = [ClientTraining(training, make_shard(0, 20), RngContext(7, round, client)) for client in range(2)]
+            for result, expected in zip(graphed.train_together(group), eager.train_together(group), strict=True):
                 for name, weight in result.weights.items():
                     torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-6)
     assert len(captured) == 2, "one for each mask, each reused in the second round"
@@ -327,7 +347,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 def cost_model(preset: str, *overrides: str) -> CostModel:
     config = load_config(preset, overrides)
     net = build_model(config.model, 100, 3, 32, 0)
-    context = MethodContext.from_net(net, config.train, config.rounds, 0, 100, torch.device("cpu"), config.num_tasks)
+    context = MethodContext(config, net, 100, CPU)
     return CostModel(make_method(config.method, context), net, config.train)
 
 
@@ -343,17 +363,27 @@ def test_bytes_sent_by_formula() -> None:
 def test_gflops_of_a_masked_body_step_by_formula() -> None:
     """Forward operations by formula; forward and backward, with stored samples, are about a quarter."""
     dim, labels, reported = 192, np.zeros(96, dtype=np.int64), {"stored": [12] * 9}
-    fits, models = {}, {}
+    models: dict[int, CostModel] = {}
+    heads: set[int] = set()
+    bodies: list[int] = []
     for preset, patches in (("fedvit-cifar100", 64), ("fedvit-masked-cifar100", 16)):
         model = models[patches] = cost_model(preset)
-        tuning, head, body = fits[patches] = model.dry_run(95, 0, labels, 9, reported).fits
+        trainings = dict(
+            zip(("tuning", "head", "body"), model.dry_run(95, 0, labels, 9, reported).trainings, strict=True)
+        )
+        flops = {
+            name: model.counter.step(training, kind_of_step(training.step, 0)).per_sample
+            for name, training in trainings.items()
+        }
         tokens = patches + 1
         macs = 6 * (12 * tokens * dim**2 + 2 * tokens**2 * dim) + patches * 48 * dim + 100 * dim
-        assert model.flops(body).forward == model.flops(tuning).forward == 2 * macs
-        assert model.flops(head).forward == models[64].flops(head).forward
-        assert body.memory is not None
-        assert len(body.memory) == 9
-    assert 3.8 < models[64].flops(fits[64][2]).training / models[16].flops(fits[16][2]).training < 4.3
+        assert flops["body"].forward == 2 * macs
+        assert flops["tuning"].forward == 2 * 2 * macs, "before and after the aggregation"
+        heads.add(flops["head"].forward)
+        bodies.append(flops["body"].training)
+        assert len(trainings["body"].sets[MEMORY]) == 9
+    assert len(heads) == 1
+    assert 3.8 < bodies[0] / bodies[1] < 4.3
     whole, masked = (
         models[patches].round_flops(models[patches].dry_run(95, 0, labels, 9, reported), 96) for patches in (64, 16)
     )

@@ -16,7 +16,7 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -28,14 +28,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "margin": {"margin": 0.5, "k": 10},
     "all": {"integrate": "all", "k": 10},
     "all, without head epochs": {"integrate": "all", "head_epochs": 0},
-    "angle": {"chooser": "angle"},
+    "angle": {"task_ranking": "angle"},
     "no tuning in the first round": {"tune_first_round": False},
     "tuning integrated": {"tune_integrated": True, "k": 10},
     "shared heads": {"heads": "shared"},
     "everything": {
         "margin": 0.5,
         "integrate": "all",
-        "chooser": "angle",
+        "task_ranking": "angle",
         "tune_first_round": False,
         "tune_integrated": True,
         "heads": "shared",
@@ -49,8 +49,8 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 
 def make_fedvit(make_context: MakeContext, **params: object) -> FedVit:
-    context = replace(make_context(epochs=EPOCHS, **PLAIN_SGD), num_tasks=3)
-    return FedVit(FedVitParams.model_validate({"name": "fedvit", "k": 1, "rho": 0.3, "check": True, **params}), context)
+    context = make_context(num_tasks=3, epochs=EPOCHS, **PLAIN_SGD)
+    return FedVit(FedVitParams.model_validate({"name": "fedvit", "k": 1, "stored_share": 0.3, **params}), context)
 
 
 def shard_bounds(task_index: int) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def play(method: FedVit, trainer: Trainer, net: Net, make_shard: MakeShard) -> l
         round, shard, scale = position + 1, make_shard(*shard_bounds(task_index)), 0.1 if position else 0.0
         sent = {name: one + scale * torch.randn(one.shape, generator=random) for name, one in initial.tensors.items()}
         job = ClientRoundInput(round, 0, Message(sent), base, state, shard, task_index)
-        update = run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+        update = run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
         head = base if state is None else method.parts.head.take(state.tensors)
         played.append(PlayedRound(round, task_index, {**head, **sent}, state, update))
         state = update.client_state
@@ -96,7 +96,7 @@ class ByHand:
 
     def chosen(self, gradient: Tensor, weights: Tensors, stored: list[Samples], names: list[str]) -> list[Tensor]:
         rows = [self.hand.gradient(weights, samples, names) for samples in stored]
-        choose = most_obtuse if self.method.params.chooser == "angle" else farthest
+        choose = most_obtuse if self.method.params.task_ranking == "angle" else farthest
         return choose(gradient, rows, self.method.params.k) if len(rows) > self.method.params.k else rows
 
     def tune(self, weights: Tensors, state: State, stored: list[Samples]) -> Tensors:
@@ -130,6 +130,7 @@ class ByHand:
         return self.hand.train(weights, names, EPOCHS - params.head_epochs, restored)
 
 
+@pytest.mark.usefixtures("checked_angles")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_rounds_as_by_hand(
     variant: str, make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
@@ -154,6 +155,8 @@ def test_four_rounds_as_by_hand(
             played.state is not None and (params.tune_first_round or not is_first)
         )
         assert played.update.message.numbers.get("rotated", 0) == by_hand.changed
+        assert not played.update.message.numbers.get("unsolved")
+        assert not played.update.message.numbers.get("tuning_unsolved")
         changed, changed_heads = changed + by_hand.changed, changed_heads + by_hand.changed_heads
     assert changed, "some steps were integrated"
     assert bool(changed_heads) == (params.integrate == "all")
@@ -173,7 +176,7 @@ def test_without_head_epochs_and_stored_tasks_all_trains_body_and_head_together(
     [
         ("method.margin=-0.1", "method.margin"),
         ("method.integrate=head", "method.integrate"),
-        ("method.chooser=cosine", "method.chooser"),
+        ("method.task_ranking=cosine", "method.task_ranking"),
         ("method.heads=global", "method.heads"),
     ],
 )

@@ -17,7 +17,7 @@ from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message, Numbers, State, Tensors, with_prefix
 from vitfleet.methods.continual.decomposed_tasks import TaskWeights
-from vitfleet.methods.continual.decomposition import Decomposition
+from vitfleet.methods.continual.decomposition import DecomposedStep
 from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
 from vitfleet.methods.continual.sparse_weights import densify
 from vitfleet.models.net import Net
@@ -45,13 +45,13 @@ def test_the_composed_weight_is_the_formula() -> None:
     mask, attention = torch.randn(3, generator=random), torch.randn(2, generator=random)
     others = torch.randn(2, 3, 4, generator=random)
     trained = {"w": base, "mask.w": mask, "adaptive.w": adaptive, "attention.w": attention}
-    (composed,) = Decomposition(("w",), 2)(trained, {"knowledge.w": others}).values()
+    (composed,) = DecomposedStep(("w",), 0.0, 0.0, 2, 0).compose(trained, {"knowledge.w": others}).values()
     for unit in range(3):
         for column in range(4):
             expected = float(base[unit, column]) * float(sigmoid(mask[unit])) + float(adaptive[unit, column])
             expected += sum(float(attention[c]) * float(others[c, unit, column]) for c in range(2))
             assert float(composed[unit, column]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    (without,) = Decomposition(("w",), 0)(trained, {}).values()
+    (without,) = DecomposedStep(("w",), 0.0, 0.0, 0, 0).compose(trained, {}).values()
     torch.testing.assert_close(without, sigmoid(mask)[:, None] * base + adaptive)
     weights = TaskWeights({"w": mask}, {"w": adaptive}, {"w": torch.einsum("c,cij->ij", attention, others)})
     torch.testing.assert_close(weights.compose({"w": base})["w"], composed)

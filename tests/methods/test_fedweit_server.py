@@ -9,7 +9,7 @@ import pytest
 import torch
 from fedweit_clients import SETTINGS, make_fedweit, random_sparse
 
-from conftest import MakeContext
+from conftest import MakeContext, context_of
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.continual.decomposed_tasks import read_knowledge
 from vitfleet.methods.continual.fedweit import FedWeit
@@ -114,9 +114,8 @@ def test_unusable_updates_are_rejected_and_change_nothing(method: FedWeit, tiny_
         check_sparse({}, 10)
 
 
-def test_an_outlier_does_not_replace_what_is_stored(make_context: MakeContext, tiny_net: Net) -> None:
-    context = replace(make_context(), num_tasks=5)
-    context = replace(context, aggregation=context.aggregation.model_copy(update={"norm_factor": 2.0}))
+def test_an_outlier_does_not_replace_what_is_stored(tiny_net: Net) -> None:
+    context = context_of(tiny_net, num_tasks=5, aggregate={"norm_factor": 2.0})
     method, body = FedWeit(SETTINGS, context), tiny_net.parts.body.take(tiny_net.initial_weights())
     aggregator = method.aggregator(State(body), 1)
     for client, message in enumerate(updates(method, body, (5, 6, 7), 0)):

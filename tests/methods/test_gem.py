@@ -10,12 +10,14 @@ from by_hand import PLAIN_SGD, Hand, Samples, close, integrated, memory_of
 from torch import Tensor
 
 from conftest import MakeContext, MakeShard, MakeTrainer
+from projection_angles import counting_obtuse_angles
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.gem import AGem, AGemParams, Gem, GemParams
+from vitfleet.methods.continual.projection import as_row, project_last_row, to_chunks
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -28,8 +30,8 @@ def trainer(make_trainer: MakeTrainer) -> Trainer:
 
 
 def of_kind(kind: str, make_context: MakeContext) -> Gem | AGem:
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
-    return Gem(GemParams(rho=0.4, check=True), context) if kind == "gem" else AGem(AGemParams(rho=0.4), context)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
+    return Gem(GemParams(stored_share=0.4), context) if kind == "gem" else AGem(AGemParams(stored_share=0.4), context)
 
 
 def ask(
@@ -43,7 +45,7 @@ def ask(
 ) -> ClientUpdate:
     initial, shard = net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
     down, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
-    return run_participant(
+    return run_update(
         method.client_update(ClientRoundInput(round, 0, down, base, own, shard, task_index)),
         trainer,
         shard,
@@ -51,6 +53,7 @@ def ask(
     )
 
 
+@pytest.mark.usefixtures("checked_angles")
 @pytest.mark.parametrize("kind", ["gem", "a-gem"])
 def test_three_tasks_as_by_hand(
     kind: str, make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
@@ -78,7 +81,21 @@ def test_three_tasks_as_by_hand(
 
         close(answer.model_weights, hand.train(received, names, 2, projected))
         assert set(answer.message.tensors) == set(method.parts.body)
+        assert not answer.message.numbers.get("unsolved")
         own = answer.client_state
+
+
+def test_an_obtuse_angle_would_be_seen() -> None:
+    """Of the tests above: what they use to check every step finds a gradient that was not projected."""
+    gradient, reference = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([[-1.0, 1.0]])}
+    rows, present = to_chunks(reference, as_row(gradient)), torch.ones(1, dtype=torch.bool)
+
+    def unchanged(rows: Tensor, like: Tensors, present: Tensor, margin: float) -> tuple[Tensors, Tensors]:
+        return gradient, {"unsolved": torch.zeros(())}
+
+    for project, seen in ((unchanged, 1), (project_last_row, 0)):
+        _, counts = counting_obtuse_angles(project)(rows, gradient, present, 0.0)
+        assert int(counts["unsolved"]) == seen
 
 
 def test_what_is_stored_of_a_task_is_drawn_once(

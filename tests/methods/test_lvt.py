@@ -12,21 +12,21 @@ from by_hand import PLAIN_SGD, close
 from torch import Tensor
 from torch.nn import functional as F
 
-from conftest import CLASSES, ROUNDS, MakeShard, MakeTrainer
+from conftest import CLASSES, MakeShard, MakeTrainer, context_of
 from vitfleet.config import load_config
-from vitfleet.config.schema import ModelConfig, TrainConfig
+from vitfleet.config.schema import ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, Lvt, MethodContext, adapt_model
+from vitfleet.methods import ClientRoundInput, ClientUpdate, Lvt, adapt_model
 from vitfleet.methods.continual.lvt import LvtParams
-from vitfleet.methods.continual.stored_samples import read_memory
+from vitfleet.methods.continual.stored_samples import REPLAY, read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.driver import Participant, run_cohort, run_participant
+from vitfleet.training.driver import PendingUpdate, run_update, run_updates
 from vitfleet.training.stacking.inputs import RngContext
 from vitfleet.training.trainer import Trainer
 
@@ -134,9 +134,8 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def make_lvt(net: Net, **params: object) -> Lvt:
-    train = TrainConfig.model_validate({"epochs": 2, **PLAIN_SGD})
-    context = MethodContext.from_net(net, train, ROUNDS, 0, CLASSES, torch.device("cpu"), num_tasks=2)
-    table: dict[str, Any] = {"rho": 0.3, "alpha": ALPHA, "beta": BETA, "gamma": GAMMA, "accumulation": RATE}
+    context = context_of(net, {"epochs": 2, **PLAIN_SGD}, num_tasks=2)
+    table: dict[str, Any] = {"stored_share": 0.3, "alpha": ALPHA, "beta": BETA, "gamma": GAMMA, "accumulation": RATE}
     return Lvt(LvtParams.model_validate({**table, "accumulation_decay": DECAY, **params}), context)
 
 
@@ -151,7 +150,7 @@ def run_client(
     initial = trainer.net.initial_weights()
     message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     job = ClientRoundInput(round, CLIENT, message, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def candidates(label: int, known: bool) -> Tensor:
@@ -190,7 +189,7 @@ def train_by_hand(
     for epoch in range(2):
         order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
         stored = 1 if memory is None else len(memory)
-        drawn = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
+        drawn = Address(0, REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(len(labels), 1))
         for start in range(0, len(labels), 4):
             leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
             part = torch.from_numpy(order[start : start + 4])
@@ -299,15 +298,13 @@ def test_clients_are_trained_together(
     for round in (1, 2):
         shards = {client: task_shard(make_shard, (client + round) % 2) for client in states}
 
-        def participant(
-            client: int, round: int = round, shards: dict[int, Shard] = shards
-        ) -> Participant[ClientUpdate]:
+        def pending(client: int, round: int = round, shards: dict[int, Shard] = shards) -> PendingUpdate[ClientUpdate]:
             job = ClientRoundInput(round, client, message, base, states[client], shards[client], round - 1)
-            return Participant(method.client_update(job), shards[client], RngContext(0, round, client))
+            return PendingUpdate(method.client_update(job), shards[client], RngContext(0, round, client))
 
-        alone = [run_cohort([participant(client)], trainer)[0] for client in states]
+        alone = [run_updates([pending(client)], trainer)[0] for client in states]
         others = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-        together = run_cohort([participant(client) for client in states], others)
+        together = run_updates([pending(client) for client in states], others)
         for client, (mine, theirs) in enumerate(zip(alone, together, strict=True)):
             assert theirs.client_state is not None
             assert mine.client_state is not None

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import MakeConfig
+from conftest import MakeConfig, context_of
 from vitfleet.config.base import MethodParams
-from vitfleet.config.schema import Config, ModelConfig, TrainConfig
+from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.errors import UserError
-from vitfleet.methods import MethodContext, adapt_model, make_method
+from vitfleet.methods import adapt_model, make_method
 from vitfleet.methods.tuning.peft import FedLoraParams, FedPromptParams
 from vitfleet.models.adapters import LowRankLinear
 from vitfleet.models.net import Net
@@ -35,7 +35,7 @@ def counted(params: MethodParams) -> int:
     """Count what trains in a ViT-B/16, without making its weights."""
     with torch.device("meta"):
         net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    method = make_method(params, MethodContext.from_net(net, TrainConfig(), 1, 0, CLASSES, torch.device("cpu")))
+    method = make_method(params, context_of(net, num_classes=CLASSES, rounds=1))
     return net.parts.count_parameters(method.trainable)
 
 

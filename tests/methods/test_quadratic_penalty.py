@@ -20,21 +20,21 @@ from vitfleet.costs.cost_model import CostModel
 from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Message, Numbers, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, weight_importance
+from vitfleet.methods import ClientRoundInput, ClientUpdate
+from vitfleet.methods.continual import quadratic_penalty
 from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
 from vitfleet.methods.continual.mas import Mas, MasParams
 from vitfleet.methods.continual.quadratic_penalty import (
-    PenalizedLoss,
+    PenalizedStep,
     Penalty,
     images_per_step,
-    measured_importance,
     read_learned,
 )
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Step
+from vitfleet.training.driver import run_update
+from vitfleet.training.samples import Outputs
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -43,7 +43,7 @@ ROUND = 3
 
 
 def of_kind(kind: str, make_context: MakeContext, weight: float | None = None, **train: object) -> Ewc | Mas:
-    context = replace(make_context(**train), num_tasks=3)
+    context = make_context(num_tasks=3, **train)
     table = {} if weight is None else {"penalty_weight": weight}
     if kind == "mas":
         return Mas(MasParams.model_validate(table), context)
@@ -107,7 +107,7 @@ def test_importance_is_the_mean_over_single_images(
 
     A GPU computes the gradients of several images in a step, with padding in the last one.
     """
-    monkeypatch.setattr(weight_importance, "images_per_step", lambda gradients: images)
+    monkeypatch.setattr(quadratic_penalty, "images_per_step", lambda gradients: images)
     train = {"mask_ratio": 0.5, "max_grad_norm": 1e-3, "weight_decay": 0.5, "batch_size": 8}
     method = of_kind(kind, make_context, **train)
     trainer = replace(make_trainer(AugmentConfig(crop=0.25, flip=True, brightness=0.4), **train), class_to_task=TASKS)
@@ -116,21 +116,21 @@ def test_importance_is_the_mean_over_single_images(
     trainer = replace(trainer, machine=replace(trainer.machine, graphs="captured" in execution))
     shards = [make_shard(*bounds) for bounds in ((0, 9), (3, 16), (20, 21))]
     random = torch.Generator().manual_seed(1)
-    group: list[ClientFit] = []
+    group: list[ClientTraining] = []
     for client, shard in enumerate(shards):
         noise = {name: torch.randn(shape, generator=random) for name, shape in tiny_net.parts.shapes.items()}
         weights = {name: (tensor + 0.3 * noise[name]).double() for name, tensor in tiny_net.initial_weights().items()}
-        fit = method.importance_fit(ClientRoundInput(ROUND, client, Message(), {}, None, shard), weights)
-        group.append(ClientFit(fit, shard, RngContext(0, ROUND, client)))
-    groups = [group] if "stacked" in execution else [[client_fit] for client_fit in group]
-    results = [result for part in groups for result in trainer.fit_cohort(part)]
-    for client_fit, result in zip(group, results, strict=True):
-        start = client_fit.fit.weights
+        training = method.importance_training(ClientRoundInput(ROUND, client, Message(), {}, None, shard), weights)
+        group.append(ClientTraining(training, shard, RngContext(0, ROUND, client)))
+    groups = [group] if "stacked" in execution else [[member] for member in group]
+    results = [result for part in groups for result in trainer.train_together(part)]
+    for member, result in zip(group, results, strict=True):
+        start = member.training.weights
         assert all(torch.equal(tensor, start[name]) for name, tensor in result.weights.items())
-        assert result.samples == len(client_fit.shard)
-        assert result.steps == -(-len(client_fit.shard) // images)
-        expected = ByHand(kind, tiny_net, ROUND, client_fit.rng.client).importance(start, client_fit.shard)
-        found = measured_importance(result, torch.device("cpu"))
+        assert result.samples == len(member.shard)
+        assert result.steps == -(-len(member.shard) // images)
+        expected = ByHand(kind, tiny_net, ROUND, member.rng.client).importance(start, member.shard)
+        found = {name: total / result.samples for name, total in result.kept.items()}
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             # Logits are single precision; numbers that are zero by symmetry are rounding errors.
@@ -155,18 +155,17 @@ def test_drawn_labels_follow_the_models_prediction() -> None:
     uniform = (torch.arange(count, dtype=torch.float64)) / count
     uniform[-1] = 1 - 2**-53
     positions = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    step = Step(
-        logits, torch.zeros(count).long(), torch.ones(count), {}, {"uniform": uniform}, positions, torch.tensor(0)
-    )
-    (gradient,) = torch.autograd.grad(drawn_label_loss(step), logits)
+    labels, epoch = torch.zeros(count).long(), torch.tensor(0)
+    outputs = Outputs(logits, labels, torch.ones(count), positions, {}, {"uniform": uniform}, epoch)
+    (gradient,) = torch.autograd.grad(drawn_label_loss(outputs), logits)
     drawn = (probabilities - gradient).round().sum(0) / count  # the gradient is the prediction minus the label
     torch.testing.assert_close(drawn, probabilities, atol=2e-4, rtol=0)
 
 
-def step_at(weights: Tensors, penalty: Penalty) -> Step:
-    """Return a step whose cross-entropy is ln 2."""
+def outputs_at(weights: Tensors, penalty: Penalty) -> Outputs:
+    """Return outputs whose cross-entropy is ln 2."""
     one = torch.ones(1, dtype=torch.float64)
-    return Step(torch.zeros(1, 2), torch.tensor([0]), one.float(), weights, penalty.tensors(), one.long(), one)
+    return Outputs(torch.zeros(1, 2), torch.tensor([0]), one.float(), one.long(), weights, penalty.tensors(), one)
 
 
 @pytest.mark.parametrize("kind", ["ewc, data", "mas"])
@@ -187,7 +186,7 @@ def test_penalty_and_its_gradient_are_the_closed_form(kind: str, make_context: M
         penalty = method.consolidate(penalty, importance, anchor)
     assert penalty is not None
     weights = {name: tensor.requires_grad_() for name, tensor in normal().items()}
-    found = PenalizedLoss(method.factor * 30.0)(step_at(weights, penalty)) - np.log(2)
+    found = PenalizedStep(method.factor * 30.0).loss(outputs_at(weights, penalty)) - np.log(2)
     gradients = torch.autograd.grad(found, list(weights.values()))
     used = anchors if kind != "mas" else [anchors[-1]] * 3
     tasks = list(zip(importances, used, strict=True))
@@ -214,7 +213,7 @@ def ask(
     initial = net.initial_weights()
     down, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     job = ClientRoundInput(round, 0, down, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, 0))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, 0))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate, DerPlusPlus, ExperienceReplay
-from vitfleet.methods.continual.replay import DarkExperienceLoss, DerPlusPlusParams, ErParams
-from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory, replay_buffer
+from vitfleet.methods.continual.replay import DarkExperienceStep, DerPlusPlusParams, ErParams
+from vitfleet.methods.continual.stored_samples import REPLAY, StoredSamples, drawn_before, read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
+from vitfleet.training.samples import Outputs
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import ReplayedSamples, Step
 from vitfleet.training.trainer import Trainer
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
@@ -63,7 +63,7 @@ class ByHand:
             order = Address(0, Purpose.ORDER, round, CLIENT, epoch).generator().permutation(len(labels))
             terms = 1 if kind == "er" else 2
             stored = 1 if memory is None else len(memory)
-            drawn = Address(0, Purpose.REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(12, terms))
+            drawn = Address(0, REPLAY, round, CLIENT, epoch).generator().integers(stored, size=(12, terms))
             for start in range(0, len(labels), 4):
                 batch, rows = order[start : start + 4], drawn[start : start + 4]
                 leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
@@ -87,10 +87,10 @@ class ByHand:
 
 
 def make_replay_method(kind: str, make_context: MakeContext) -> ExperienceReplay | DerPlusPlus:
-    context = replace(make_context(epochs=2, **PLAIN_SGD), num_tasks=3)
+    context = make_context(num_tasks=3, epochs=2, **PLAIN_SGD)
     if kind == "er":
-        return ExperienceReplay(ErParams(rho=0.4), context)
-    return DerPlusPlus(DerPlusPlusParams(rho=0.4, alpha=ALPHA, beta=BETA), context)
+        return ExperienceReplay(ErParams(stored_share=0.4), context)
+    return DerPlusPlus(DerPlusPlusParams(stored_share=0.4, alpha=ALPHA, beta=BETA), context)
 
 
 def run_client(
@@ -104,7 +104,7 @@ def run_client(
     initial, shard = trainer.net.initial_weights(), make_shard(12 * task_index, 12 * task_index + 12)
     message, base = Message(method.initial_state(initial).tensors), method.initial_broadcast(initial).tensors
     job = ClientRoundInput(round, CLIENT, message, base, own, shard, task_index)
-    return run_participant(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
+    return run_update(method.client_update(job), trainer, shard, RngContext(0, round, CLIENT))
 
 
 def merge(state: State | None, num_tasks: int) -> StoredSamples | None:
@@ -183,14 +183,15 @@ def test_only_earlier_tasks_are_replayed() -> None:
         )
         for index in (3, 0, 2)  # task 1 was missed
     }
-    assert replay_buffer(stored, 0, 1) is None
-    assert replay_buffer(stored, 2, 0) is None
-    assert replay_buffer({}, 2, 1) is None
-    buffer = replay_buffer(stored, 3, 1)
-    assert buffer is not None
-    assert buffer.labels.tolist() == [0, 0, 2, 2]
-    assert buffer.images[:, 0, 0, 0].tolist() == [0, 0, 2, 2]
-    assert not buffer.targets
+    assert drawn_before(stored, 0, 1) is None
+    assert drawn_before(stored, 2, 0) is None
+    assert drawn_before({}, 2, 1) is None
+    drawn = drawn_before(stored, 3, 1)
+    assert drawn is not None
+    assert drawn.labels.tolist() == [[0, 0, 2, 2]]
+    assert drawn.images[0, :, 0, 0, 0].tolist() == [0, 0, 2, 2]
+    assert (drawn.sizes, drawn.draws) == ((4,), 1)
+    assert not drawn.stored
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.3, 0.0), (0.0, 0.7), (0.3, 0.7)])
@@ -205,9 +206,9 @@ def test_dark_experience_loss_is_the_formula(alpha: float, beta: float) -> None:
     masked = torch.where(own_task, logits, -torch.inf).requires_grad_()
     weight = torch.tensor([1.0, 0.0]).repeat_interleave(drawn) / drawn
     nothing = torch.zeros(())
-    step = Step(batch_logits, batch_labels, torch.tensor([1.0, 0.0]), {}, {}, nothing, nothing)
-    step = replace(step, replayed=ReplayedSamples(masked, labels, weight, {"logits": stored}))
-    loss = DarkExperienceLoss(alpha, beta, 3)(step)
+    batch = Outputs(batch_logits, batch_labels, torch.tensor([1.0, 0.0]), nothing, {}, {}, nothing)
+    replayed = Outputs(masked, labels, weight, nothing, {}, {}, nothing, stored={"logits": stored})
+    loss = DarkExperienceStep(alpha, beta, 3).loss(batch, replayed)
     expected = F.cross_entropy(batch_logits[:1], batch_labels[:1])
     if alpha:
         distances = [F.mse_loss(logits[i][own_task[i]], stored[i][own_task[i]]) for i in range(3)]

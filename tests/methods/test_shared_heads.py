@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_bytes_of_a_round_are_those_of_the_whole_model(method: str, tmp_path: Pa
 def test_what_is_shared_and_what_a_client_keeps(method: str, make_context: MakeContext, tiny_net: Net) -> None:
     for heads in ("local", "shared"):
         params = METHODS.make_params(method).model_copy(update={"heads": heads})
-        tried = make_method(params, replace(make_context(epochs=2), num_tasks=2))
+        tried = make_method(params, make_context(num_tasks=2, epochs=2))
         assert isinstance(tried, SharedBody)
         assert tried.shared == (tiny_net.parts.whole if heads == "shared" else tiny_net.parts.body)
         server = tried.initial_state(tiny_net.initial_weights())

@@ -12,8 +12,8 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.personal.standalone import Standalone, StandaloneParams
 from vitfleet.models.net import Net
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, Objective
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_client_goes_on_from_its_own_weights(method: Standalone, tiny_net: Net
     later = next(method.client_update(ClientRoundInput(2, 0, Message(), initial, own, NO_IMAGES)))
     assert same(first.weights, initial)
     assert same(later.weights, own.tensors)
-    assert (first.epochs, tuple(first.objective.trainable)) == (2, tuple(tiny_net.parts.shapes))
+    assert (first.epochs, tuple(first.trainable)) == (2, tuple(tiny_net.parts.shapes))
     assert same(method.model_weights(State(), initial, None), initial)
     assert same(method.model_weights(State(), initial, own), own.tensors)
 
@@ -71,8 +71,8 @@ def test_a_fleet_of_loners_is_so_many_trainings_by_hand(
     for client, shard in shards.items():
         weights: Tensors = initial
         for round in (round for round, clients in plan.items() if client in clients):
-            fit = Fit(weights, Objective(tiny_net.parts.whole), epochs=2)
-            weights = trainer.fit(fit, shard, RngContext(0, round, client)).weights
+            training = LocalTraining(weights, tiny_net.parts.whole, epochs=2)
+            weights = trainer.train(training, shard, RngContext(0, round, client)).weights
         own = fleet.client_state(client)
         assert own is not None
         assert same(own.tensors, weights)

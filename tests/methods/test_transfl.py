@@ -21,17 +21,17 @@ from vitfleet.message import Message, State
 from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes, top_k
-from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
+from vitfleet.methods.averaging.transfl import MeasuredStep, TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.driver import run_participant
+from vitfleet.training.driver import run_update
 from vitfleet.training.execution.settings import ExecutionSettings
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, Objective, Step
 from vitfleet.training.trainer import Trainer, preprocess_for
 from vitfleet.wire import encode, tensors_size
 
@@ -43,20 +43,17 @@ def transfl(make_context: MakeContext) -> TransFL:
     return TransFL(TransFLParams(k=1), make_context(epochs=1, batch_size=8))
 
 
-@pytest.mark.parametrize("statistic", ["mean-abs", "rms"])
 def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
-    statistic: str, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     # A learning rate so small that every step's gradient is taken at (all but) the same weights.
     trainer = make_trainer(epochs=1, batch_size=10, optimizer="sgd", lr=1e-12, momentum=0.0, schedule="constant")
     shard = make_shard(0, 30)
-    observer = GradientMagnitude(tiny_net.parts, statistic)
-    weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.parts.whole, observer=observer)
-    fitted = trainer.fit(
-        Fit(weights, objective, 1, observer_state=observer.initial_state(CPU)), shard, RngContext(0, 1, 0)
-    )
-    measured = fitted.observed["layers"] / fitted.steps
+    magnitude, weights = GradientMagnitude.of_model(tiny_net.parts), tiny_net.initial_weights()
+    step, kept = MeasuredStep(magnitude), magnitude.zeros(CPU)
+    training = LocalTraining(weights, tiny_net.parts.whole, 1, step, kept=kept)
+    result = trainer.train(training, shard, RngContext(0, 1, 0))
+    measured = result.kept["layers"] / result.steps
 
     order = Address(0, Purpose.ORDER, 1, 0, 0).generator().permutation(30)
     vit = tiny_net.module.vit
@@ -76,8 +73,7 @@ def test_g_is_the_mean_absolute_gradient_of_each_layer_averaged_over_the_steps(
                 ]
             )
             assert gradient.numel() == tiny_net.parts.count_parameters(tiny_net.parts.blocks[layer])
-            value = gradient.abs().mean() if statistic == "mean-abs" else gradient.square().mean().sqrt()
-            expected[layer] += value / 3
+            expected[layer] += gradient.abs().mean() / 3
     torch.testing.assert_close(measured, expected, rtol=1e-5, atol=0)
 
 
@@ -223,7 +219,7 @@ def test_the_papers_message_sizes() -> None:
     config = load_config("transfl-cifar10")
     net = build_model(config.model, 10, 3, 32, seed=0)
     cpu = torch.device("cpu")
-    context = MethodContext.from_net(net, config.train, config.rounds, config.seed, 10, cpu)
+    context = MethodContext(config, net, 10, cpu)
     pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     shard = Shard(ImageSet(pixels, torch.arange(4)), torch.arange(4))
     trainer = Trainer(
@@ -233,7 +229,7 @@ def test_the_papers_message_sizes() -> None:
     methods = (FedAvg(FedAvgParams(), context), 18.2002), (TransFL(config.method, context), 9.1621)
     for method, mebibytes in methods:
         down = method.message_to_client(method.initial_state(net.initial_weights()), 1, 0, None)
-        answer = run_participant(
+        answer = run_update(
             method.client_update(ClientRoundInput(1, 0, down, {}, None, shard)), trainer, shard, RngContext(0, 1, 0)
         )
         sent = encode(answer.message)
@@ -260,8 +256,8 @@ def test_records_hold_g_and_the_selection(tiny_config: MakeConfig, tmp_path: Pat
 def test_g_is_measured_in_other_families_too(name: str) -> None:
     net = build_model(ModelConfig(name=name), 5, 3, 224, 0)
     gradients = {key: torch.ones(net.parts.shapes[key]) for key in net.parts.parameters}
-    observer = GradientMagnitude(net.parts, "mean-abs")
-    step = Step(torch.zeros(1, 5), torch.zeros(1), torch.ones(1), {}, {}, torch.zeros(1), torch.tensor(0))
-    seen = observer(observer.initial_state(CPU), gradients, step)
+    magnitude = GradientMagnitude.of_model(net.parts)
+    seen = magnitude(gradients)
     torch.testing.assert_close(seen["layers"], torch.ones(net.parts.depth))
-    assert "heads" not in seen, "their layers differ in heads, or keep them otherwise"
+    # Their layers differ in heads, or keep them otherwise.
+    assert seen.keys() == magnitude.zeros(CPU).keys() == {"layers"}

@@ -45,10 +45,10 @@ TINY = (
 #: Every key of FedViT, of heads and of evaluation at another value than its default.
 OTHER_KEYS = (
     "method.k=2",
-    "method.rank_every=2",
+    "method.rerank=2",
     "method.margin=0.5",
     "method.integrate=all",
-    "method.chooser=angle",
+    "method.task_ranking=angle",
     "method.tune_first_round=false",
     "method.tune_integrated=true",
     "method.heads=shared",
@@ -273,10 +273,11 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
     assert rates[0] > rates[1] > rates[2]
 
 
-@pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.chooser=angle",)], ids=["paper", "other keys", "angle"])
+@pytest.mark.usefixtures("checked_angles")
+@pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.task_ranking=angle",)], ids=["paper", "other keys", "angle"])
 def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
-    keys = *more, "method.k=1", "method.check=true", "train.optimizer=sgd", "train.lr=0.05"
+    keys = *more, "method.k=1", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
     state, other = load_state(alone), load_state(together)
     for round in range(1, 9):
@@ -284,6 +285,8 @@ def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_
         other, other_record = run_round(together, other, round)
         counts = [[entry.numbers.get("integrated") for entry in entries.clients] for entries in (record, other_record)]
         assert counts[0] == counts[1]
+        for entry in (*record.clients, *other_record.clients):
+            assert not any(entry.numbers.get(f"{prefix}unsolved") for prefix in ("", "tuning_"))
     assert any(counts[0])
     for name, tensor in state.server.tensors.items():
         torch.testing.assert_close(other.server.tensors[name], tensor, rtol=1e-3, atol=1e-4)

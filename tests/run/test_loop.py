@@ -27,9 +27,9 @@ from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.round_plan import choose_clients
 from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
+from vitfleet.training.local_training import LocalResult
 from vitfleet.training.optimizers.optimizer import learning_rate
-from vitfleet.training.stacking.inputs import ClientFit
-from vitfleet.training.step import FitResult
+from vitfleet.training.stacking.inputs import ClientTraining
 from vitfleet.training.trainer import Trainer
 from vitfleet.wire import decode
 
@@ -105,16 +105,16 @@ def test_a_run_interrupted_before_a_checkpoint_ends_like_an_undisturbed_one(
 def interrupt_training(patch: pytest.MonkeyPatch, at: int) -> None:
     """Interrupt the at-th training of this process."""
     count = 0
-    fit = Trainer.fit_cohort
+    train_group = Trainer.train_together
 
-    def interrupted(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    def interrupted(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
         nonlocal count
         count += 1
         if count == at:
             raise KeyboardInterrupt
-        return fit(self, group)
+        return train_group(self, group)
 
-    patch.setattr(Trainer, "fit_cohort", interrupted)
+    patch.setattr(Trainer, "train_together", interrupted)
 
 
 @METHODS
@@ -203,12 +203,12 @@ DIVERGING = TrainConfig(optimizer="sgd", momentum=0.9, lr=1e30, batch_size=4, ep
 
 
 def make_client_diverge(patch: pytest.MonkeyPatch, client: int, config: TrainConfig) -> None:
-    fit = Trainer.fit_cohort
+    train_group = Trainer.train_together
 
-    def train(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
-        return fit(replace(self, config=config) if group[0].rng.client == client else self, group)
+    def train(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
+        return train_group(replace(self, config=config) if group[0].rng.client == client else self, group)
 
-    patch.setattr(Trainer, "fit_cohort", train)
+    patch.setattr(Trainer, "train_together", train)
 
 
 def test_a_diverged_client_is_recorded_as_failed_and_the_round_continues(

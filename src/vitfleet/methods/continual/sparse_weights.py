@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors, all_finite
-from vitfleet.methods.continual.fedknow import expand_weights
 from vitfleet.methods.reported import RejectedUpdateError
 
 VALUES, INDICES = "values", "indices"
@@ -42,6 +42,22 @@ class SparseVector:
     def to(self, device: torch.device) -> SparseVector:
         """Return the vector on a device."""
         return SparseVector(self.values.to(device), self.indices.to(device))
+
+
+def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the weights of a model of which some were kept; the others are zero.
+
+    Parameters
+    ----------
+    values, indices
+        The kept weights and their positions in the vector of all weights, ``[kept]``.
+    shapes
+        The shape of each weight, in the order of the vector.
+    """
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
+    parts = torch.split(flat, sizes)
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> SparseVector:
