@@ -186,11 +186,16 @@ def make_trainer(tiny_net: Net) -> MakeTrainer:
 
 @pytest.fixture
 def make_context(tiny_net: Net) -> MakeContext:
-    """Return a function that makes a method's context; its arguments are keys of the table ``train``."""
+    """Return a function that makes a method's context; its arguments are keys of the table ``train``.
 
-    def make(**train: object) -> MethodContext:
-        config = TrainConfig.model_validate(train)
-        return MethodContext.from_net(tiny_net, config, ROUNDS, 0, CLASSES, torch.device("cpu"))
+    With several tasks, each has one class, and the task of an image is not known.
+    """
+
+    def make(num_tasks: int = 1, **train: object) -> MethodContext:
+        tasks = {"count": num_tasks, "classes": 1, "per_client": [1, 1], "rounds_per_task": ROUNDS}
+        stream = {"data": {"tasks": {**tasks, "incremental": "class"}}} if num_tasks > 1 else {"rounds": ROUNDS}
+        config = Config.model_validate({"train": train, **stream})
+        return MethodContext(config, tiny_net, CLASSES, torch.device("cpu"))
 
     return make
 
