@@ -75,7 +75,7 @@ def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
             "epochs": max(config.train.epochs, getattr(method, "tune_epochs", 0)),
             "batch_size": config.train.batch_size * (1 + getattr(method, "replays", 0)),
             "tasks": tasks.count if tasks else None,
-            "stored_share": getattr(method, "rho", None),
+            "stored_share": getattr(method, "stored_share", None),
         },
         limits,
     )
