@@ -272,7 +272,7 @@ class StepView:
             if value.untyped_storage()._cdata == target.untyped_storage()._cdata:
                 continue
             if not self._all_active and name in self.kept:
-                takes_step = active.reshape(*active.shape, *[1] * (target.dim() - active.dim())) > 0
+                takes_step = active.reshape([*active.shape, *[1] * (target.dim() - active.dim())]) > 0
                 value = torch.where(takes_step, value.to(target.dtype), target)
             target.copy_(value)
 
