@@ -99,7 +99,7 @@ SLOW_FILES = (
     "models/test_net.py",
     "costs/test_flops.py",
     "test_notebooks.py",
-    "training/test_cohort_references.py",
+    "training/test_part_gradients.py",
     "test_docs.py",
     "run/test_loop.py",
     "flower/test_worker.py",

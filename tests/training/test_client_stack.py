@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from fits_alone import assert_close, check_against_single_fits, make_buffer, make_group, random_weights
+from clients_alone import assert_close, check_stacked, make_group, random_weights, stored_to_draw
 from torch import Tensor
 
 from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
+from emulated_graphs import set_up_with_graphs
+from vitfleet.config import registry
 from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.epoch_draws import draw_epoch
 from vitfleet.data.images import ImageSet
-from vitfleet.methods.continual.replay import DarkExperienceLoss
+from vitfleet.message import State, Tensors
+from vitfleet.methods.continual.replay import DarkExperienceStep
+from vitfleet.methods.continual.stored_samples import REPLAY
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.run.context import load_state
+from vitfleet.run import setup
+from vitfleet.run.context import RunContext, load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.step import Fit, Objective, Step, cross_entropy
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Outputs, Samples, cross_entropy
+from vitfleet.training.step import StepView, cross_entropy_step
 
 ALL_AUGMENTATIONS = AugmentConfig(crop=0.25, flip=True, brightness=0.4)
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "sgd"}, {"clip": 0.1}, {"mask_ratio": 0.5}], ids=str)
-def test_cohort_trains_the_whole_model_as_single_clients_do(
+def test_stacked_clients_train_the_whole_model_as_each_alone(
     train: dict[str, object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, **train)
-    objective = Objective(tiny_net.anatomy.whole)
-    check_against_single_fits(
-        trainer, [Fit(weights, objective, 2, score_samples=True) for weights in random_weights(tiny_net)], make_shard
-    )
+    whole = tiny_net.anatomy.whole
+    trainings = [LocalTraining(weights, whole, 2, score_samples=True) for weights in random_weights(tiny_net)]
+    check_stacked(trainer, trainings, make_shard)
 
 
 @pytest.mark.parametrize("part", ["head", "bias", "one layer", "lora", "prompts"])
-def test_cohort_shares_frozen_weights(part: str, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+def test_stacked_clients_share_frozen_weights(part: str, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     def adapt(vit: torch.nn.Module) -> None:
         if part == "lora":
             add_lora(vit, 2, 4.0, ("q", "v", "fc1"))
@@ -56,25 +63,31 @@ def test_cohort_shares_frozen_weights(part: str, make_trainer: MakeTrainer, make
     }[part]
     weights = random_weights(net)
     # All clients have the same frozen weights.
-    fits = [Fit({**weights[0], **selection.take(trained)}, Objective(selection), 2) for trained in weights]
-    check_against_single_fits(replace(make_trainer(batch_size=8), net=net), fits, make_shard)
+    trainings = [LocalTraining({**weights[0], **selection.take(trained)}, selection, 2) for trained in weights]
+    check_stacked(replace(make_trainer(batch_size=8), net=net), trainings, make_shard)
 
 
-def test_cohort_trains_a_model_of_fewer_blocks(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+def one_block_step(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(cross_entropy, batch, depth=1)
+
+
+def test_stacked_clients_train_a_model_of_fewer_blocks(
+    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
     anatomy = tiny_net.anatomy
-    objective = Objective(anatomy.union(anatomy.blocks[0], anatomy.head), depth=1)
-    check_against_single_fits(
-        make_trainer(batch_size=8), [Fit(weights, objective, 1) for weights in random_weights(tiny_net)], make_shard
-    )
+    trainable = anatomy.union(anatomy.blocks[0], anatomy.head)
+    trainings = [LocalTraining(weights, trainable, 1, one_block_step) for weights in random_weights(tiny_net)]
+    check_stacked(make_trainer(batch_size=8), trainings, make_shard)
 
 
-@dataclass(frozen=True)
-class InfiniteLoss:
-    """Cross-entropy that is infinite in every step that has a certain sample."""
+def infinite_loss(outputs: Outputs) -> Tensor:
+    """Return a cross-entropy that is infinite in every step that has a certain sample."""
+    poisoned = ((outputs.positions == outputs.constants["poisoned"]) & (outputs.sample_weight > 0)).any()
+    return torch.where(poisoned, torch.inf, cross_entropy(outputs))
 
-    def __call__(self, step: Step) -> Tensor:
-        poisoned = ((step.positions == step.constants["poisoned"]) & (step.sample_weight > 0)).any()
-        return torch.where(poisoned, torch.inf, cross_entropy(step))
+
+def step_of_infinite_loss(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(infinite_loss, batch)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -83,43 +96,44 @@ def test_steps_before_the_first_non_finite_loss_are_counted(
 ) -> None:
     trainer = make_trainer(batch_size=4, lr=1e-6)
     trainer = replace(trainer, machine=replace(trainer.machine, graphs=graphs))
-    objective = Objective(tiny_net.anatomy.whole, InfiniteLoss())
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.anatomy.whole, 2, step_of_infinite_loss)
     poisoned = [5, 99, 20, 99]
-    fits = [
-        Fit(tiny_net.initial_weights(), objective, 2, {"poisoned": torch.tensor(position)}) for position in poisoned
-    ]
-    group = make_group(fits, make_shard)
-    for results in (trainer.fit_cohort(group), [trainer.fit_cohort([client_fit])[0] for client_fit in group]):
-        for client_fit, result, position in zip(group, results, poisoned, strict=True):
-            order = draw_epoch(7, 3, client_fit.rng.client, 0, len(client_fit), 8, AugmentConfig(), 4, 4).order
+    trainings = [replace(training, constants={"poisoned": torch.tensor(position)}) for position in poisoned]
+    group = make_group(trainings, make_shard)
+    for results in (trainer.train_together(group), [trainer.train_together([member])[0] for member in group]):
+        for member, result, position in zip(group, results, poisoned, strict=True):
+            order = draw_epoch(7, 3, member.rng.client, 0, len(member), 8, AugmentConfig(), 4, 4).order
             first = order.tolist().index(position) // 4 if position in order else result.steps
-            assert (int(result.finite_steps), result.steps) == (first, 2 * -(-len(client_fit) // 4))
+            assert (int(result.finite_steps), result.steps) == (first, 2 * -(-len(member) // 4))
             assert bool(result.loss.isfinite()) == (position == 99)
 
 
-@dataclass(frozen=True)
-class AnchoredLoss:
-    """Cross-entropy, and the squared distance to the constants."""
+def anchored_loss(outputs: Outputs) -> Tensor:
+    """Return the cross-entropy, plus the squared distance to the constants."""
+    distances = [(weight - outputs.constants[name]).square().sum() for name, weight in outputs.weights.items()]
+    return cross_entropy(outputs) + 0.1 * torch.stack(distances).sum()
 
-    def __call__(self, step: Step) -> Tensor:
-        distances = [(weight - step.constants[name]).square().sum() for name, weight in step.weights.items()]
-        return cross_entropy(step) + 0.1 * torch.stack(distances).sum()
+
+def anchored_step(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(anchored_loss, batch)
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_cohort_with_shared_or_separate_constants(
+def test_constants_are_shared_by_stacked_clients_or_their_own(
     shared: bool, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     weights = random_weights(tiny_net)
     anchors = [weights[0]] * len(weights) if shared else weights[::-1]
-    objective = Objective(tiny_net.anatomy.whole, AnchoredLoss())
-    fits = [Fit(start, objective, 2, anchor) for start, anchor in zip(weights, anchors, strict=True)]
-    check_against_single_fits(make_trainer(batch_size=8), fits, make_shard)
+    trainings = [
+        LocalTraining(start, tiny_net.anatomy.whole, 2, anchored_step, constants=anchor)
+        for start, anchor in zip(weights, anchors, strict=True)
+    ]
+    check_stacked(make_trainer(batch_size=8), trainings, make_shard)
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("mask_ratio", [0.0, 0.5])
-def test_cohort_replays_the_stored_samples_of_each_client(
+def test_stacked_clients_draw_stored_samples_of_their_own(
     known: bool,
     mask_ratio: float,
     tiny_net: Net,
@@ -129,14 +143,19 @@ def test_cohort_replays_the_stored_samples_of_each_client(
 ) -> None:
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=8, mask_ratio=mask_ratio, optimizer="sgd")
     trainer = replace(trainer, class_tasks=torch.tensor([0, 0, 1, 1, 1]) if known else None)
-    objective = Objective(tiny_net.anatomy.whole, DarkExperienceLoss(0.5, 0.5, 2))
-    fits = [
-        Fit(start, objective, 2, replay=make_buffer(tiny_images, client))
+    trainings = [
+        LocalTraining(
+            start,
+            tiny_net.anatomy.whole,
+            2,
+            DarkExperienceStep(0.5, 0.5, 2),
+            sets={REPLAY: stored_to_draw(tiny_images, client)},
+        )
         for client, start in enumerate(random_weights(tiny_net))
     ]
-    without = [replace(fit, replay=None) for fit in fits]
-    results = check_against_single_fits(trainer, fits, make_shard)
-    others = check_against_single_fits(trainer, without, make_shard)
+    without = [replace(training, step=cross_entropy_step, sets={}) for training in trainings]
+    results = check_stacked(trainer, trainings, make_shard)
+    others = check_stacked(trainer, without, make_shard)
     for result, other in zip(results, others, strict=True):
         assert float(result.loss) > float(other.loss), "the replayed samples are part of the loss"
 
@@ -147,6 +166,7 @@ METHODS = {
     "apfl": (),
     "standalone": (),
     "transfl": ("method.k=1",),
+    "fed-full": (),
     "fed-head": (),
     "fed-bias": (),
     "fed-prompt": ("method.prompts=2",),
@@ -154,33 +174,58 @@ METHODS = {
     "fed-lora": ("method.rank=2",),
     "fedbfpt": ("method.local_layers=2", "model.depth=3"),
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5", "method.feature_dtype=fp32"),
+    "fedper": (),
+    "fedrep": (),
+    "gem": ("method.margin=0.5",),
+    "a-gem": (),
+    "ewc": ("method.penalty_weight=10",),
+    "mas": ("method.penalty_weight=0.1",),
+    "fedweit": (),
+    "fedvit": ("method.k=1", "method.head_epochs=1"),
+    "fedvit, reused": ("method.recompute_references=2", "method.head_epochs=1"),
+    "fedvit, composed": ("method.body_mask_ratio=0.5", "method.send_layers=1", "method.head_epochs=1"),
+    "fedknow": ("method.k=1", "method.recompute_references=2"),
+    "er": (),
+    "der++": (),
+    "dytox": (),
+    "bcn": (),
+    "lvt": (),
+    "joint": (),
 }
+TASKS = ("data.tasks={count=3, classes=2, per_client=[1, 2], rounds_per_task=1, share=[0.4, 0.6]}", "rounds=3")
+
+
+def test_every_method_is_among_them() -> None:
+    built_in = {entry.name for entry in registry.METHODS if entry.origin.built_in}
+    assert {method.split(",")[0] for method in METHODS} == built_in
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_the_same_result_stacked(method: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
+def test_every_method_has_the_same_result_stacked_and_captured(
+    method: str, captured: list[object], tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds; where there are tasks, the steps of the last one use what was kept of the earlier ones."""
+    name = method.split(",")[0]
+    tasks = TASKS if registry.METHODS[name].target.needs_tasks else ()
+    common = ("fleet.per_round=6", "train.epochs=2", "train.optimizer=sgd", "train.lr=0.01", "train.batch_size=8")
     outcomes = []
-    for cohort in (1, 4):
-        config = tiny_config(
-            f"method.name={method.split(',')[0]}",
-            *METHODS[method],
-            f"machine.cohort={cohort}",
-            "fleet.per_round=6",
-            "train.epochs=2",
-            "train.optimizer=sgd",
-            "train.lr=0.05",
-        )
-        context = open_run(config, tmp_path / str(cohort))
-        state, record = run_round(context, load_state(context), 1)
-        assert not [entry.failure for entry in record.clients if entry.failure]
-        client_tensors = {
-            f"{client}.{name}": tensor
-            for client in range(6)
-            if (client_state := context.fleet.client_state(client))
-            for name, tensor in client_state.tensors.items()
-        }
-        part_tensors = {
-            f"{key}.{name}": tensor for key, part in state.server.parts.items() for name, tensor in part.tensors.items()
-        }
-        outcomes.append({**state.server.tensors, **client_tensors, **part_tensors})
+    for stack_size, graphs in ((1, False), (4, False), (4, True)):
+        monkeypatch.setattr(setup, "set_up_machine", partial(set_up_with_graphs, graphs))
+        config = tiny_config(f"method.name={name}", *METHODS[method], *tasks, f"machine.cohort={stack_size}", *common)
+        context = open_run(config, tmp_path / f"{stack_size}-{graphs}")
+        state = load_state(context)
+        for round in range(1, 4):
+            state, record = run_round(context, state, round)
+            assert not [entry.failure for entry in record.clients if entry.failure]
+        outcomes.append(state_tensors(context, state.server))
+    assert captured
     assert_close(outcomes[1], outcomes[0])
+    assert_close(outcomes[2], outcomes[0])
+
+
+def state_tensors(context: RunContext, server: State) -> dict[str, Tensor]:
+    """Return the tensors of the server, of its parts and of all clients."""
+    states = {f"client-{client}": context.fleet.client_state(client) for client in range(6)} | dict(server.parts)
+    return {**server.tensors} | {
+        f"{key}.{name}": tensor for key, state in states.items() if state for name, tensor in state.tensors.items()
+    }

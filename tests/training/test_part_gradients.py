@@ -1,93 +1,137 @@
-"""The reference gradients of stacked clients, of their memories and at other weights, are those of each alone."""
+"""The gradients of parts of a set of stored samples: by hand, stacked as alone, of chosen parts, and reused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from fits_alone import assert_close, check_against_single_fits, make_group, random_weights
+from clients_alone import assert_close, check_every_way, check_stacked, in_double, make_group, random_weights
+from clients_alone import stored_parts as make_parts
 from torch import Tensor
 
 from conftest import MakeShard, MakeTrainer
-from vitfleet.costs.cost_model import stored_passes
-from vitfleet.data.batches import Batch
+from vitfleet.costs.flops import FlopCounter, full_flops
 from vitfleet.data.images import ImageSet
-from vitfleet.message import Tensors
+from vitfleet.message import Tensors, add_prefix, with_prefix
 from vitfleet.models.net import Net
-from vitfleet.training.client_stack import Cohort
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
+from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stack_inputs import RngContext
+from vitfleet.training.step import StepView
+
+STORED, OLD, ROWS, PRESENT, CHOSEN = "memory", "old.", "rows.", "present", "chosen"
+
+
+def two_longest(rows: Tensors) -> Tensor:
+    """Choose the parts with the largest gradients."""
+    lengths = torch.stack([tensor.square().flatten(1).sum(1) for tensor in rows.values()]).sum(0)
+    return lengths.topk(2).indices.sort().values
 
 
 @dataclass(frozen=True)
-class AddReferences:
-    """Adds all present references to the gradient, and counts them."""
-
-    counts: tuple[str, ...] = ("references",)
-
-    def __call__(
-        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
-    ) -> tuple[Tensors, Tensors]:
-        assert references is not None
-        rows = references.gradients
-        summed = {
-            name: gradient + (rows[name] * references.present.view(-1, *(1,) * gradient.dim())).sum(0)
-            for name, gradient in gradients.items()
-        }
-        return summed, {"references": references.present.sum().float()}
-
-
-@dataclass(frozen=True)
-class LongestReferences:
-    """Selects the references with the largest norms."""
-
-    k: int
-    every: int
-
-    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
-        lengths = torch.stack([rows.square().flatten(1).sum(1) for rows in references.gradients.values()]).sum(0)
-        return lengths.topk(self.k).indices.sort().values
-
-
-@dataclass(frozen=True)
-class FixedReferences:
-    """Selects the same references in every step."""
+class Fixed:
+    """Chooses the same parts in every step."""
 
     indices: tuple[int, ...]
-    every: int
 
-    @property
-    def k(self) -> int:
-        return len(self.indices)
-
-    def __call__(self, gradients: Tensors, references: ReferenceGradients) -> Tensor:
+    def __call__(self, rows: Tensors) -> Tensor:
         return torch.tensor(self.indices)
 
 
-def make_memory(images: ImageSet, client: int, parts: int) -> EpisodicMemory:
-    """Return a memory whose parts have at most 18, 12, 6 … samples. The last part of some clients is empty."""
-    sizes = tuple(max(0, 18 - 6 * part - 2 * (client % 3)) for part in range(parts))
-    sizes = (*sizes[:-1], 0) if client % 2 else sizes
-    index = (torch.arange(parts * sizes[0]).view(parts, -1) + client) % len(images)
-    sample_weight = torch.zeros(index.shape)
-    for part, size in enumerate(sizes):
-        sample_weight[part, :size] = 1 / max(1, size)
-    return EpisodicMemory(images.images[index], images.labels[index], sample_weight, sizes)
+@dataclass(frozen=True)
+class AddParts:
+    """Adds the gradients of stored parts to that of the batch, and that of the batch at other weights.
+
+    Attributes
+    ----------
+    choose
+        Chooses parts by the gradients of all; ``None``: all are used.
+    every
+        Steps between two choices.
+    recompute
+        Steps after which gradients are computed again.
+    at_old
+        Whether the gradient at other weights is added.
+    """
+
+    choose: Callable[[Tensors], Tensor] | None = None
+    every: int = 1
+    recompute: int = 1
+    at_old: bool = False
+
+    def kind(self, index: int) -> Hashable:
+        return index % self.every == 0, index % self.recompute == 0
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        gradients = view.grad(cross_entropy, batch)
+        chooses, computes = view.kind
+        if computes:
+            view.keep(self.part_gradients(view, chooses))
+        rows, present = with_prefix(view.scratch, ROWS), view.scratch[PRESENT]
+        old = view.grad(cross_entropy, batch, at=with_prefix(view.constants, OLD)) if self.at_old else None
+        view.count({"references": view.map(lambda present: present.sum() + int(self.at_old), present)})
+        return view.map(add_all, gradients, rows, old)
+
+    def part_gradients(self, view: StepView, chooses: bool) -> Tensors:
+        known = None if chooses or self.choose is None else view.scratch[CHOSEN]
+        parts = view.parts(STORED, known)
+        rows, present = view.part_grads(cross_entropy, parts), parts.present
+        if self.choose is None or known is not None:
+            return {**add_prefix(ROWS, rows), PRESENT: present}
+        chosen = view.map(self.choose, rows)
+        rows, present = view.map(take, rows, present, chosen)
+        return {**add_prefix(ROWS, rows), PRESENT: present, CHOSEN: chosen}
+
+    def scratch(self, weights: Tensors, parts: int) -> dict[str, Tensor]:
+        count = parts if self.choose is None else 2
+        rows = {
+            ROWS + name: weight.new_empty((count, *weight.shape), device="meta") for name, weight in weights.items()
+        }
+        chosen = torch.empty(2, dtype=torch.long, device="meta")
+        return {**rows, PRESENT: torch.empty(count, dtype=torch.bool, device="meta"), CHOSEN: chosen}
+
+
+def take(rows: Tensors, present: Tensor, chosen: Tensor) -> tuple[Tensors, Tensor]:
+    return {name: tensor.index_select(0, chosen) for name, tensor in rows.items()}, present.index_select(0, chosen)
+
+
+def add_all(gradients: Tensors, rows: Tensors, old: Tensors | None) -> Tensors:
+    """The gradients of parts without samples are zero."""
+    total = {name: gradient + rows[name].sum(0) for name, gradient in gradients.items()}
+    return total if old is None else {name: total[name] + old[name] for name in total}
+
+
+def make_training(
+    net: Net, images: ImageSet, client: int, weights: Tensors, step: AddParts, parts: int = 4, epochs: int = 2
+) -> LocalTraining:
+    return LocalTraining(
+        weights,
+        net.anatomy.whole,
+        epochs,
+        step,
+        kept={"references": torch.zeros(())},
+        scratch=step.scratch(weights, parts),
+        sets={STORED: make_parts(images, client, parts)},
+    )
 
 
 @pytest.mark.parametrize("parts_at_once", [1, 2, None])
-@pytest.mark.parametrize("selector", [None, LongestReferences(k=2, every=1), LongestReferences(k=2, every=3)], ids=str)
-@pytest.mark.parametrize("reference_weights", [False, True])
-@pytest.mark.parametrize(("mask_ratio", "restore_every"), [(0.0, 1), (0.5, 1), (0.0, 2)])
-def test_cohort_computes_the_reference_gradients_of_each_client(
-    selector: LongestReferences | None,
-    reference_weights: bool,
-    mask_ratio: float,
-    restore_every: int,
+@pytest.mark.parametrize("choose", [None, two_longest], ids=["all", "two longest"])
+@pytest.mark.parametrize("at_old", [False, True])
+@pytest.mark.parametrize(
+    ("masked", "every", "recompute"),
+    [(False, 1, 1), (False, 3, 1), (True, 1, 1), (True, 3, 1), (False, 1, 2), (False, 4, 2)],
+)
+def test_stacked_clients_have_the_gradients_of_their_own_parts(
+    choose: Callable[[Tensors], Tensor] | None,
+    at_old: bool,
+    masked: bool,
+    every: int,
+    recompute: int,
     parts_at_once: int | None,
     tiny_net: Net,
     tiny_images: ImageSet,
@@ -95,60 +139,58 @@ def test_cohort_computes_the_reference_gradients_of_each_client(
     make_shard: MakeShard,
 ) -> None:
     trainer = replace(
-        make_trainer(batch_size=8, mask_ratio=mask_ratio),
+        make_trainer(batch_size=8, mask_ratio=0.5 if masked else 0.0),
         class_tasks=torch.tensor([0, 0, 1, 1, 1]),
         parts_at_once=parts_at_once,
     )
-    weights = random_weights(tiny_net)
-    objective = Objective(
-        tiny_net.anatomy.whole,
-        transform=AddReferences(),
-        selector=selector,
-        restore_every=restore_every,
-        mask_memory=True,
-    )
-    fits = [
-        Fit(
-            start,
-            objective,
-            2,
-            memory=make_memory(tiny_images, client, 4),
-            reference_weights=weights[-1 - client] if reference_weights else None,
-        )
-        for client, start in enumerate(weights)
-    ]
-    for result, fit in zip(check_against_single_fits(trainer, fits, make_shard), fits, strict=True):
-        assert isinstance(fit.memory, EpisodicMemory)
-        used = 2 if selector else int((fit.memory.sample_weight.sum(1) > 0).sum())
-        assert float(result.observed["references"]) == result.steps * (used + reference_weights)
+    step = AddParts(choose, every, recompute, at_old)
+    trainings, weights = [], random_weights(tiny_net)
+    for client, start in enumerate(weights):
+        training = make_training(tiny_net, tiny_images, client, start, step)
+        stored = training.sets[STORED]
+        keep = torch.rand(*stored.labels.shape, 4, generator=torch.Generator().manual_seed(client)).argsort(-1)[..., :2]
+        training = replace(training, sets={STORED: replace(stored, keep=keep if masked else None)})
+        trainings.append(replace(training, constants=add_prefix(OLD, weights[-1 - client]) if at_old else {}))
+    for result, training in zip(check_stacked(trainer, trainings, make_shard), trainings, strict=True):
+        used = 2 if choose else sum(size > 0 for size in training.sets[STORED].sizes)
+        assert float(result.kept["references"]) == result.steps * (used + at_old)
 
 
-@pytest.mark.parametrize("indices", [(0, 1), (2, 0), (1, 2), (2, 3)], ids=str)
-def test_selected_parts_are_computed_whole_until_the_next_selection(
+@pytest.mark.parametrize("indices", [(0, 1), (0, 2), (1, 2), (2, 3)], ids=str)
+def test_chosen_parts_are_computed_whole_until_the_next_choice(
     indices: tuple[int, ...], tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    """Parts of 18, 12, 6 and fewer samples: a step computes as many samples of the selected ones as there may be."""
-    trainer = replace(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), parts_at_once=2)
-    preprocess = trainer.preprocess
-    double = replace(preprocess, mean=preprocess.mean.double(), std=preprocess.std.double())
+    """Parts of 18, 12, 6 and fewer samples: a step computes as many samples of the chosen ones as there may be."""
+    trainer = in_double(replace(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), parts_at_once=2))
 
-    def train(every: int) -> list[FitResult]:
-        objective = Objective(
-            tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences(indices, every)
-        )
-        fits = [
-            Fit(weights, objective, 1, memory=make_memory(tiny_images, client, 4))
+    def train(every: int) -> list[LocalResult]:
+        step = AddParts(Fixed(indices), every)
+        trainings = [
+            make_training(tiny_net, tiny_images, client, weights, step, epochs=1)
             for client, weights in enumerate(random_weights(tiny_net))
         ]
-        return replace(trainer, preprocess=double).fit_cohort(make_group(fits, make_shard))
+        return trainer.train_together(make_group(trainings, make_shard))
 
-    kept, selected_anew = train(every=9), train(every=1)
+    kept, chosen_anew = train(every=9), train(every=1)
     assert max(result.steps for result in kept) > 2
-    for result, reference in zip(kept, selected_anew, strict=True):
+    for result, reference in zip(kept, chosen_anew, strict=True):
         assert_close(result.weights, reference.weights)
 
 
-def test_images_of_selected_parts_are_counted_as_they_are_computed(
+def test_captured_steps_of_every_kind_are_those_of_clients_alone(
+    captured: list[Any], tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    trainer = replace(make_trainer(batch_size=4, optimizer="sgd", lr=0.05), parts_at_once=2)
+    step = AddParts(two_longest, every=4, recompute=2)
+    trainings = [
+        make_training(tiny_net, tiny_images, client, weights, step)
+        for client, weights in enumerate(random_weights(tiny_net))
+    ]
+    check_every_way(trainer, make_group(trainings, make_shard))
+    assert {kind.kind for kind in captured[0].graphs} == {(True, True), (False, False), (False, True)}
+
+
+def test_images_of_chosen_parts_are_counted_as_they_are_computed(
     tiny_net: Net,
     tiny_images: ImageSet,
     make_trainer: MakeTrainer,
@@ -158,32 +200,32 @@ def test_images_of_selected_parts_are_counted_as_they_are_computed(
     computed: list[int] = []
     forward = StepEngine.forward
 
-    def count_stored(
-        self: StepEngine, weights: Tensors, images: Tensor, batch: Batch | None, *args: Any, **keys: Any
-    ) -> Any:
-        if batch is None:
-            computed.append(len(images))
-        return forward(self, weights, images, batch, *args, **keys)
+    def count_images(self: StepEngine, weights: Tensors, samples: Samples, *args: Any, **keys: Any) -> Any:
+        computed.append(samples.labels.numel())
+        return forward(self, weights, samples, *args, **keys)
 
-    monkeypatch.setattr(StepEngine, "forward", count_stored)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), selector=FixedReferences((3, 1), every=3))
-    fit = Fit(tiny_net.initial_weights(), objective, 1, memory=make_memory(tiny_images, 0, 4))
-    result = make_trainer(batch_size=8).fit(fit, make_shard(0, 24), RngContext(0, 1, 0))
+    monkeypatch.setattr(StepEngine, "forward", count_images)
+    step = AddParts(Fixed((1, 3)), every=3)
+    training = make_training(tiny_net, tiny_images, 0, tiny_net.initial_weights(), step, epochs=1)
+    trainer = make_trainer(batch_size=8)
+    result = trainer.train(training, make_shard(0, 24), RngContext(0, 1, 0))
     # Widths 24, 16, 8 and 8: all of them in the first step, the first two in the others.
     assert result.steps == 3
-    assert sum(computed) == 56 + 40 + 40
-    assert stored_passes(fit, result.steps) == sum(computed)
+    assert sum(computed) == 24 + 56 + 40 + 40
+    monkeypatch.undo()
+    counted = FlopCounter(tiny_net, trainer.config).training(training, 24)
+    assert counted == sum(computed) * full_flops(tiny_net).training
 
 
-def test_reference_gradient_is_the_gradient_of_its_memory_part(
+def test_the_gradient_of_a_part_is_that_of_its_samples(
     tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    """One step of SGD along the sum of the gradient and the references, compared with autograd."""
+    """One step of SGD along the sum of the gradient and those of the parts, compared with autograd."""
     trainer = make_trainer(optimizer="sgd", momentum=0, weight_decay=0, lr=0.1, schedule="constant")
-    weights, memory = tiny_net.initial_weights(), make_memory(tiny_images, 1, 3)
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences())
-    shard = make_shard(0, 12)
-    result = trainer.fit(Fit(weights, objective, 1, memory=memory), shard, RngContext(7, 3, 0))
+    weights = tiny_net.initial_weights()
+    training = make_training(tiny_net, tiny_images, 1, weights, AddParts(), parts=3, epochs=1)
+    stored, shard = training.sets[STORED], make_shard(0, 12)
+    result = trainer.train(training, shard, RngContext(7, 3, 0))
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -191,42 +233,48 @@ def test_reference_gradient_is_the_gradient_of_its_memory_part(
         return torch.nn.functional.cross_entropy(logits, labels)
 
     batch_loss = loss(shard.images.images[shard.index], shard.images.labels[shard.index])
-    assert memory.sizes == (16, 10, 0)
+    assert stored.sizes == (16, 10, 0)
     part_losses = [
-        loss(memory.images[part][:size], memory.labels[part][:size]) for part, size in enumerate(memory.sizes) if size
+        loss(stored.images[part][:size], stored.labels[part][:size]) for part, size in enumerate(stored.sizes) if size
     ]
     total = torch.autograd.grad(batch_loss + part_losses[0] + part_losses[1], list(leaves.values()))
     assert_close(result.weights, {n: weights[n] - 0.1 * g for n, g in zip(leaves, total, strict=True)}, 1e-6)
 
 
+def keep_part_gradients(view: StepView, batch: Samples) -> Tensors:
+    view.keep(view.part_grads(cross_entropy, view.parts(STORED)))
+    return {}
+
+
 @pytest.mark.parametrize("clients", [1, 3])
+@pytest.mark.parametrize("parts_at_once", [1, 2, 9])
 def test_gradients_of_parts_together_are_those_of_each_part(
-    clients: int, tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+    clients: int,
+    parts_at_once: int,
+    tiny_net: Net,
+    tiny_images: ImageSet,
+    make_trainer: MakeTrainer,
+    make_shard: MakeShard,
 ) -> None:
     """Parts that share a client's weights in one backward pass, against autograd part by part."""
-    trainer = replace(make_trainer(), parts_at_once=9)
-    objective, sizes = Objective(tiny_net.anatomy.body), (8, 7, 5)
-    group = []
+    trainer, trainable, sizes = replace(make_trainer(), parts_at_once=parts_at_once), tiny_net.anatomy.body, (8, 7, 5)
+    trainings = []
     for client, weights in enumerate(random_weights(tiny_net, clients)):
-        memory = make_memory(tiny_images, client, 3)
-        sample_weight = torch.stack([(torch.arange(8) < size) / size for size in sizes])
-        memory = EpisodicMemory(memory.images[:, :8], memory.labels[:, :8], sample_weight, sizes)
+        stored = make_parts(tiny_images, client, 3)
+        stored = replace(stored, images=stored.images[:, :8], labels=stored.labels[:, :8], sizes=sizes)
         weights = {name: tensor.float() for name, tensor in weights.items()}
-        group.append(ClientFit(Fit(weights, objective, 1, memory=memory), make_shard(0, 8), RngContext(0, 1, client)))
-    cohort = Cohort(trainer.engine, group, stack_inputs(group, tiny_net, 0.0))
-    references = cohort.memory_gradients.compute({}, refresh=True, restore=True)
-    assert references is not None
-    for client, client_fit in enumerate(group):
-        fit = client_fit.fit
-        assert isinstance(fit.memory, EpisodicMemory)
-        leaves = {name: fit.weights[name].clone().requires_grad_() for name in objective.trainable}
+        kept = {name: torch.zeros(3, *weights[name].shape) for name in trainable}
+        trainings.append(LocalTraining(weights, trainable, 1, keep_part_gradients, kept=kept, sets={STORED: stored}))
+    results = trainer.train_together(make_group(trainings, make_shard))
+    for training, result in zip(trainings, results, strict=True):
+        stored = training.sets[STORED]
+        leaves = {name: training.weights[name].clone().requires_grad_() for name in trainable}
         for part, size in enumerate(sizes):
-            images = trainer.preprocess(fit.memory.images[part, :size])
-            logits = tiny_net({**fit.weights, **leaves}, images)
-            loss = torch.nn.functional.cross_entropy(logits, fit.memory.labels[part, :size])
+            images = trainer.preprocess(stored.images[part, :size])
+            logits = tiny_net({**training.weights, **leaves}, images)
+            loss = torch.nn.functional.cross_entropy(logits, stored.labels[part, :size])
             expected = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-            rows = references.gradients
-            mine = {name: rows[name][client, part] if clients > 1 else rows[name][part] for name in leaves}
+            mine = {name: result.kept[name][part] for name in leaves}
             # The gradient of a key's bias is all rounding errors.
             assert_close(
                 {n: t for n, t in mine.items() if "qkv.bias" not in n},
