@@ -1,51 +1,48 @@
-"""A companion is trained beside the weights that train: stacked, captured, and counted as one client alone."""
+"""A second model trains beside the client's own, under names with a prefix: each as by itself, stacked and captured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from clients_alone import assert_close, check_every_way, in_double, make_group, with_machine
 from torch import Tensor
 
 from conftest import MakeShard, MakeTrainer
 from vitfleet.config.schema import ModelConfig
-from vitfleet.data.preprocess import Preprocess
-from vitfleet.message import Tensors
+from vitfleet.message import Tensors, add_prefix, with_prefix
+from vitfleet.models.anatomy import Selection
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
-from vitfleet.training.stack_inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult, Objective, Step
-from vitfleet.training.step_runner import CudaGraphRunner
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stack_inputs import ClientTraining, RngContext
+from vitfleet.training.step import Step, StepView
 
-SIZES = (20, 11, 36, 3)
-
-
-@dataclass(frozen=True)
-class HalfWay:
-    """The companion's loss is that of the mean of both, weighted by a constant; steps are counted."""
-
-    counts: tuple[str, ...] = ("companion_steps",)
-
-    def evaluated_weights(self, companion: Tensors, step: Step) -> Tensors:
-        share = step.constants["share"]
-        return {name: share * companion[name] + (1 - share) * weight for name, weight in step.weights.items()}
-
-    def companion_gradients(self, gradients: Tensors, companion: Tensors, step: Step) -> tuple[Tensors, Tensors]:
-        return gradients, {"companion_steps": torch.ones_like(step.constants["share"])}
+BESIDE = "beside/"
 
 
-@dataclass(frozen=True)
-class Copy:
-    """The companion is trained by itself."""
+def half_way_step(view: StepView, batch: Samples) -> Tensors:
+    """The second model's loss is that of a mean of both, weighted by a constant; steps are counted."""
+    second = with_prefix(view.all_weights, BESIDE)
+    own = {name: weight for name, weight in view.weights.items() if not name.startswith(BESIDE)}
+    mixed = view.map(mix, own, second, view.constants["share"])
+    view.count({"steps": view.map(torch.ones_like, view.constants["share"])})
+    of_second = view.grad(cross_entropy, batch, at=mixed)
+    return {**view.grad(cross_entropy, batch), **add_prefix(BESIDE, of_second)}
 
-    counts: tuple[str, ...] = ()
 
-    def evaluated_weights(self, companion: Tensors, step: Step) -> Tensors:
-        return companion
+def mix(own: Tensors, second: Tensors, share: Tensor) -> Tensors:
+    return {name: share * second[name] + (1 - share) * weight for name, weight in own.items()}
 
-    def companion_gradients(self, gradients: Tensors, companion: Tensors, step: Step) -> tuple[Tensors, Tensors]:
-        return gradients, {}
+
+def both_step(view: StepView, batch: Samples) -> Tensors:
+    """The second model is trained by itself."""
+    of_own = view.grad(cross_entropy, batch)
+    of_second = view.grad(cross_entropy, batch, at=with_prefix(view.all_weights, BESIDE))
+    return {**of_own, **add_prefix(BESIDE, of_second)}
 
 
 def other_weights(net: Net, seed: int) -> dict[str, Tensor]:
@@ -56,71 +53,84 @@ def other_weights(net: Net, seed: int) -> dict[str, Tensor]:
     }
 
 
-def make_group(net: Net, make_shard: MakeShard, round: int = 1) -> list[ClientFit]:
-    objective = Objective(net.anatomy.whole, companion=HalfWay())
-    return [
-        ClientFit(
-            Fit(
-                other_weights(net, 10 * round + client),
-                objective,
-                2,
-                {"share": torch.tensor(0.2 * client, dtype=torch.float64)},
-                companion_weights=other_weights(net, 100 * round + client),
-            ),
-            make_shard(0, size),
-            RngContext(7, round, client),
+def two_models(net: Net, first: Tensors, second: Tensors, epochs: int, step: Step, **keys: Any) -> LocalTraining:
+    names = Selection((*net.anatomy.whole, *add_prefix(BESIDE, second)))
+    return LocalTraining({**first, **add_prefix(BESIDE, second)}, names, epochs, step, **keys)
+
+
+def group_of(net: Net, make_shard: MakeShard, round: int) -> list[ClientTraining]:
+    trainings = [
+        two_models(
+            net,
+            other_weights(net, 10 * round + client),
+            other_weights(net, 100 * round + client),
+            2,
+            half_way_step,
+            constants={"share": torch.tensor(0.2 * client, dtype=torch.float64)},
+            kept={"steps": torch.zeros(())},
         )
-        for client, size in enumerate(SIZES)
+        for client in range(4)
     ]
-
-
-def assert_same(actual: FitResult, expected: FitResult) -> None:
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(actual.weights[name], tensor, rtol=1e-5, atol=1e-7)
-    for name, tensor in expected.companion_weights.items():
-        torch.testing.assert_close(actual.companion_weights[name], tensor, rtol=1e-5, atol=1e-7)
-    assert float(actual.observed["companion_steps"]) == actual.steps == expected.steps
+    return make_group(trainings, make_shard, round)
 
 
 @pytest.mark.parametrize("train", [{}, {"optimizer": "sgd", "lr": 0.05}, {"optimizer": "sgd", "clip": 0.1}], ids=str)
 def test_stacked_and_captured_as_alone(
-    train: dict[str, object],
-    tiny_net: Net,
-    captured: list[CudaGraphRunner],
-    make_trainer: MakeTrainer,
-    make_shard: MakeShard,
+    train: dict[str, object], tiny_net: Net, captured: list[object], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    eager = make_trainer(batch_size=8, **train)
-    mean, std = eager.preprocess.mean.double(), eager.preprocess.std.double()
-    eager = replace(eager, preprocess=Preprocess(eager.preprocess.image_size, mean, std))
-    graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    kept: list[tuple[Tensor, Tensor]] = []
+    trainer = in_double(make_trainer(batch_size=8, **train))
     for round in (1, 2):
-        group = make_group(tiny_net, make_shard, round)
-        alone = [eager.fit(client_fit.fit, client_fit.shard, client_fit.rng) for client_fit in group]
-        for trainer in (eager, graphed):
-            for result, expected, client_fit in zip(trainer.fit_cohort(group), alone, group, strict=True):
-                assert_same(result, expected)
-                start = client_fit.fit.companion_weights
-                assert start is not None
-                assert not torch.equal(result.companion_weights["head.weight"], start["head.weight"])
-                kept.append((result.companion_weights["head.weight"], result.companion_weights["head.weight"].clone()))
-    assert len(set(map(id, captured))) == 1, "the captured step serves the second group"
-    assert all(torch.equal(now, then) for now, then in kept), "a later training does not change a returned companion"
+        group = group_of(tiny_net, make_shard, round)
+        for member, result in zip(group, check_every_way(trainer, group), strict=True):
+            name = f"{BESIDE}head.weight"
+            assert not torch.equal(result.weights[name], member.training.weights[name])
+            assert float(result.kept["steps"]) == result.steps
+    assert len(set(map(id, captured))) == 2, "the captured steps, of stacked clients and of one, serve the second group"
 
 
-def test_a_companion_by_itself_is_trained_as_the_weights_are(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+def test_a_later_training_does_not_change_a_returned_second_model(
+    tiny_net: Net, captured: list[object], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer, rng, shard = make_trainer(batch_size=8, clip=1.0), RngContext(7, 1, 0), make_shard(0, 20)
+    trainer = with_machine(in_double(make_trainer(batch_size=8)), graphs=True)
+    returned = trainer.train_together(group_of(tiny_net, make_shard, 1))
+    before = [{name: tensor.clone() for name, tensor in result.weights.items()} for result in returned]
+    trainer.train_together(group_of(tiny_net, make_shard, 2))
+    assert captured
+    for result, then in zip(returned, before, strict=True):
+        assert all(torch.equal(result.weights[name], tensor) for name, tensor in then.items())
+
+
+@pytest.mark.parametrize("clip", [None, 1.0, 0.01])
+def test_each_is_trained_and_clipped_as_by_itself(
+    clip: float | None, tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    """The norm that ``train.clip`` limits is that of one model's gradient, not of both."""
+    trainer, rng, shard = make_trainer(batch_size=8, clip=clip), RngContext(7, 1, 0), make_shard(0, 20)
     first, second = tiny_net.initial_weights(), {n: t.float() for n, t in other_weights(tiny_net, 1).items()}
-    alone = [trainer.fit(Fit(start, Objective(tiny_net.anatomy.whole), 2), shard, rng) for start in (first, second)]
-    both = trainer.fit(
-        Fit(first, Objective(tiny_net.anatomy.whole, companion=Copy()), 2, companion_weights=second), shard, rng
-    )
+    alone = [trainer.train(LocalTraining(start, tiny_net.anatomy.whole, 2), shard, rng) for start in (first, second)]
+    both = trainer.train(two_models(tiny_net, first, second, 2, both_step), shard, rng)
     assert all(torch.equal(both.weights[name], alone[0].weights[name]) for name in first)
-    assert all(torch.equal(both.companion_weights[name], alone[1].weights[name]) for name in first)
-    assert torch.equal(both.loss, alone[0].loss)
+    assert all(torch.equal(both.weights[BESIDE + name], alone[1].weights[name]) for name in second)
+    assert torch.equal(both.loss, alone[0].loss), "the loss of the client's own model is reported"
+
+
+def test_each_client_clips_each_of_its_models(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
+    """One step of SGD moves each model of each client by the rate times the largest norm, however long the other is."""
+    plain = {"optimizer": "sgd", "momentum": 0, "weight_decay": 0, "lr": 0.1, "schedule": "constant"}
+    trainer = in_double(make_trainer(**plain, batch_size=64, clip=1e-2))
+    group = make_group(
+        [
+            two_models(tiny_net, other_weights(tiny_net, client), other_weights(tiny_net, 9 + client), 1, both_step)
+            for client in range(3)
+        ],
+        make_shard,
+    )
+    for member, result in zip(group, trainer.train_together(group), strict=True):
+        start = member.training.weights
+        moved = {name: tensor - start[name] for name, tensor in result.weights.items()}
+        for names in ([name for name in moved if "/" not in name], [name for name in moved if "/" in name]):
+            length = torch.stack([moved[name].norm() for name in names]).norm()
+            assert float(length) == pytest.approx(0.1 * 1e-2, rel=1e-3)
 
 
 def test_each_has_its_own_running_statistics(make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
@@ -131,8 +141,10 @@ def test_each_has_its_own_running_statistics(make_trainer: MakeTrainer, make_sha
     trainer = replace(trainer, preprocess=replace(trainer.preprocess, image_size=net.image_size))
     first, rng, shard = net.initial_weights(), RngContext(7, 1, 0), make_shard(0, 8)
     second = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in first.items()}
-    alone = [trainer.fit(Fit(start, Objective(net.anatomy.whole), 1), shard, rng) for start in (first, second)]
-    objective = Objective(net.anatomy.whole, companion=Copy())
-    both = trainer.fit(Fit(first, objective, 1, companion_weights=second), shard, rng)
+    trainings = [LocalTraining(start, net.anatomy.whole, 1, score_samples=True) for start in (first, second)]
+    alone = [trainer.train(training, shard, rng) for training in trainings]
+    both = trainer.train(two_models(net, first, second, 1, both_step, score_samples=True), shard, rng)
     assert all(torch.equal(both.weights[name], alone[0].weights[name]) for name in first)
-    assert all(torch.equal(both.companion_weights[name], alone[1].weights[name]) for name in buffers)
+    assert all(torch.equal(both.weights[BESIDE + name], alone[1].weights[name]) for name in buffers)
+    assert_close(with_prefix(both.weights, BESIDE), alone[1].weights)
+    assert torch.equal(both.sample_losses, alone[0].sample_losses), "samples are scored by the client's own model"
