@@ -1,4 +1,4 @@
-"""Reference gradients that are reused for some steps, or stored in half precision."""
+"""Gradients of earlier tasks that are reused for some steps, or held in half precision."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from torch.nn import functional as F
 from conftest import MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar, project_gradient
+from vitfleet.methods.continual.fedvit import StoredGradients
+from vitfleet.methods.continual.projection import References, project, zero_counts
+from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
+from vitfleet.methods.continual.stored_samples import MEMORY
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose
-from vitfleet.training.client_stack import Cohort
-from vitfleet.training.local_training import EpisodicMemory
-from vitfleet.training.stack_inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.step import Fit, Objective, ReferenceGradients, Step
+from vitfleet.training.local_training import LocalTraining, SampleSet
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stack_inputs import ClientTraining, RngContext
+from vitfleet.training.step import StepView
 from vitfleet.training.step_runner import CudaGraphRunner
 
 PLAIN_SGD = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "lr": 0.1}
-MakeMemory = Callable[[int], EpisodicMemory]
+MakeMemory = Callable[[int], SampleSet]
 
 
 @pytest.fixture
 def make_memory(tiny_images: ImageSet) -> MakeMemory:
     """Return a function that makes a memory of so many parts of eight samples."""
 
-    def make(parts: int) -> EpisodicMemory:
+    def make(parts: int) -> SampleSet:
         index = (torch.arange(8 * parts).view(parts, 8) * 3 + 1) % len(tiny_images)
-        weight = torch.full((parts, 8), 1 / 8)
-        return EpisodicMemory(tiny_images.images[index], tiny_images.labels[index], weight, (8,) * parts)
+        return SampleSet(tiny_images.images[index], tiny_images.labels[index], (8,) * parts)
 
     return make
 
@@ -42,23 +44,37 @@ def make_memory(tiny_images: ImageSet) -> MakeMemory:
 class AddReferences:
     """Adds all references to the gradient."""
 
-    counts: tuple[str, ...] = ()
+    restorer: Restorer
 
-    def __call__(
-        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
-    ) -> tuple[Tensors, Tensors]:
-        assert references is not None
-        return {name: gradient + references.gradients[name].sum(0) for name, gradient in gradients.items()}, {}
+    def kind(self, index: int) -> str:
+        return self.restorer.kind(index)
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        gradients = view.grad(cross_entropy, batch)
+        references = self.restorer.references(view, batch, gradients, StoredGradients(None))
+        summed: Tensors = view.map(sum_rows, references.gradients)
+        return {name: gradient + summed[name] for name, gradient in gradients.items()}
 
 
-def test_references_are_those_of_the_last_step_that_restored(
+def sum_rows(rows: Tensors) -> Tensors:
+    return {name: tensor.sum(0) for name, tensor in rows.items()}
+
+
+def test_references_are_those_of_the_last_step_that_computed_them(
     tiny_net: Net, make_memory: MakeMemory, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     """Two epochs of five steps by hand: references are computed at the steps 0, 2 and 4 of each."""
     trainer, shard, memory = make_trainer(batch_size=4, **PLAIN_SGD), make_shard(0, 20), make_memory(2)
-    weights = tiny_net.initial_weights()
-    objective = Objective(tiny_net.anatomy.whole, transform=AddReferences(), restore_every=2)
-    result = trainer.fit(Fit(weights, objective, 2, memory=memory), shard, RngContext(0, 1, 0))
+    weights, restorer = tiny_net.initial_weights(), Restorer(tasks=2, k=2, recompute=2)
+    training = LocalTraining(
+        weights,
+        tiny_net.anatomy.whole,
+        2,
+        AddReferences(restorer),
+        scratch=restorer.scratch(weights),
+        sets={MEMORY: memory},
+    )
+    result = trainer.train(training, shard, RngContext(0, 1, 0))
 
     def gradient(weights: Tensors, images: Tensor, labels: Tensor) -> list[Tensor]:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
@@ -81,10 +97,10 @@ def test_references_are_those_of_the_last_step_that_restored(
 
 
 @pytest.mark.parametrize("clients", [1, 3])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bf16", [False, True])
 def test_captured_steps_reuse_references_as_eager_ones_do(
     clients: int,
-    dtype: torch.dtype | None,
+    bf16: bool,
     tiny_net: Net,
     captured: list[CudaGraphRunner],
     make_memory: MakeMemory,
@@ -93,21 +109,27 @@ def test_captured_steps_reuse_references_as_eager_ones_do(
 ) -> None:
     eager = replace(make_trainer(batch_size=4, **PLAIN_SGD), parts_at_once=9)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(
-        tiny_net.anatomy.body,
-        transform=GradientIntegrator(),
-        selector=MostDissimilar(2, every=4),
-        restore_every=2,
-        reference_dtype=dtype,
-    )
+    weights, body = tiny_net.initial_weights(), tiny_net.anatomy.body
+    restorer = Restorer(tasks=4, k=2, rerank=4, recompute=2, bf16=bf16)
     for round in (1, 2):
-        fit = Fit(tiny_net.initial_weights(), objective, 2, memory=make_memory(4))
-        group = [ClientFit(fit, make_shard(0, 28), RngContext(7, round, client)) for client in range(clients)]
-        for result, expected in zip(graphed.fit_cohort(group), eager.fit_cohort(group), strict=True):
+        training = LocalTraining(
+            weights,
+            body,
+            2,
+            IntegratedStep(restorer, StoredGradients(restorer.dtype)),
+            kept=zero_counts(eager.machine.device),
+            scratch=restorer.scratch(body.take(weights)),
+            sets={MEMORY: make_memory(4)},
+        )
+        group = [ClientTraining(training, make_shard(0, 28), RngContext(7, round, client)) for client in range(clients)]
+        for result, expected in zip(graphed.train_together(group), eager.train_together(group), strict=True):
             for name, weight in result.weights.items():
                 torch.testing.assert_close(weight, expected.weights[name], rtol=1e-5, atol=1e-6)
-    kinds = {(kind.refresh, kind.restore) for kind in captured[0].graphs}
-    assert kinds == {(True, True), (False, True), (False, False)}
+            assert {name: float(count) for name, count in result.kept.items()} == {
+                name: float(count) for name, count in expected.kept.items()
+            }
+            assert float(result.kept["integrated"]) == result.steps
+    assert {kind.kind for kind in captured[0].graphs} == {"rank", "compute", "reuse"}
     assert len(captured) == 3, "the second round reuses them"
 
 
@@ -118,10 +140,10 @@ def flat(gradients: Tensors) -> Tensor:
 def half_precision_cosine(gradients: Tensors, rows: Tensors) -> float:
     """Return the cosine between the directions projected against references in bfloat16 and in float32."""
     present = torch.ones(len(next(iter(rows.values()))), dtype=torch.bool)
-    exact = project_gradient(gradients, rows, present)
-    rounded = project_gradient(gradients, {name: row.bfloat16() for name, row in rows.items()}, present)
-    assert float(exact.rotated) == float(rounded.rotated) == 1
-    return float(F.cosine_similarity(flat(exact.gradients), flat(rounded.gradients), dim=0))
+    exact, exact_counts = project(gradients, References(rows, present))
+    rounded, counts = project(gradients, References({name: row.bfloat16() for name, row in rows.items()}, present))
+    assert float(exact_counts["rotated"]) == float(counts["rotated"]) == 1
+    return float(F.cosine_similarity(flat(exact), flat(rounded), dim=0))
 
 
 def test_half_precision_hardly_turns_the_direction_of_random_gradients() -> None:
@@ -132,26 +154,32 @@ def test_half_precision_hardly_turns_the_direction_of_random_gradients() -> None
         assert half_precision_cosine({"w": gradient}, {"w": rows}) > 1 - 1e-5
 
 
+@dataclass(frozen=True)
+class KeepReferences:
+    """Keeps the gradients of the stored parts, as they are held in some type; nothing trains."""
+
+    dtype: torch.dtype | None
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        rows = StoredGradients(self.dtype)(view, batch, None).gradients
+        assert all(tensor.dtype == (self.dtype or torch.float32) for tensor in rows.values())
+        view.keep(rows)
+        return {}
+
+
 def test_half_precision_hardly_turns_the_direction_of_real_gradients(
     tiny_net: Net, make_memory: MakeMemory, make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
-    trainer = make_trainer()
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.anatomy.body), 1, memory=make_memory(5))
-    group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, 0))]
-    cohorts = [
-        Cohort(
-            trainer.engine,
-            [replace(group[0], fit=replace(fit, objective=replace(fit.objective, reference_dtype=dtype)))],
-            stack_inputs(group, tiny_net, 0.0),
-        )
-        for dtype in (None, torch.bfloat16)
-    ]
-    exact, rounded = (cohort.memory_gradients.compute({}, refresh=True, restore=True) for cohort in cohorts)
-    assert exact is not None
-    assert rounded is not None
-    for name, rows in rounded.gradients.items():
-        assert rows.dtype == torch.bfloat16
-        assert torch.equal(rows, exact.gradients[name].bfloat16())
+    weights, body = tiny_net.initial_weights(), tiny_net.anatomy.body
+
+    def references(dtype: torch.dtype | None) -> Tensors:
+        kept = {name: torch.zeros(5, *weights[name].shape, dtype=dtype) for name in body}
+        training = LocalTraining(weights, body, 1, KeepReferences(dtype), kept=kept, sets={MEMORY: make_memory(5)})
+        return make_trainer().train(training, make_shard(0, 8), RngContext(0, 1, 0)).kept
+
+    exact, rounded = references(None), references(torch.bfloat16)
+    for name, rows in rounded.items():
+        assert torch.equal(rows, exact[name].bfloat16())
     # Against the mean of the references: every one of them constrains it.
-    opposed = {name: -rows.mean(0) + 0.5 * rows[0] for name, rows in exact.gradients.items()}
-    assert half_precision_cosine(opposed, exact.gradients) > 0.999
+    opposed = {name: -rows.mean(0) + 0.5 * rows[0] for name, rows in exact.items()}
+    assert half_precision_cosine(opposed, exact) > 0.999
