@@ -148,3 +148,44 @@ def test_each_has_its_own_running_statistics(make_trainer: MakeTrainer, make_sha
     assert all(torch.equal(both.weights[BESIDE + name], alone[1].weights[name]) for name in buffers)
     assert_close(with_prefix(both.weights, BESIDE), alone[1].weights)
     assert torch.equal(both.sample_losses, alone[0].sample_losses), "samples are scored by the client's own model"
+
+
+def keep_sums_over_samples(view: StepView, batch: Samples) -> Tensors:
+    """Keep the sums of the samples' gradients: of the client's own model, and of the one beside it."""
+    of_own = view.per_sample_grad(cross_entropy, batch)
+    of_second = view.per_sample_grad(cross_entropy, batch, at=with_prefix(view.all_weights, BESIDE))
+    view.keep(view.map(sum_samples, {**of_own, **add_prefix(BESIDE, of_second)}))
+    return {}
+
+
+def sum_samples(rows: Tensors) -> Tensors:
+    return {name: row.sum(0) for name, row in rows.items()}
+
+
+def test_gradients_of_single_samples_are_those_of_one_model(
+    tiny_net: Net, captured: list[object], make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    trainer, shapes = in_double(make_trainer(batch_size=8)), tiny_net.anatomy.shapes
+    models = [(other_weights(tiny_net, client), other_weights(tiny_net, 9 + client)) for client in range(3)]
+
+    def zeros(prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+        names = [prefix + name for prefix in prefixes for name in shapes]
+        return {name: torch.zeros(shapes[name.removeprefix(BESIDE)], dtype=torch.float64) for name in names}
+
+    trainings = [
+        two_models(tiny_net, first, second, 1, keep_sums_over_samples, kept=zeros(("", BESIDE)))
+        for first, second in models
+    ]
+    together = check_every_way(trainer, make_group(trainings, make_shard))
+    for place, prefix in enumerate(("", BESIDE)):
+        alone = [
+            LocalTraining(pair[place], tiny_net.anatomy.whole, 1, keep_sums_of_one, kept=zeros(("",)))
+            for pair in models
+        ]
+        for result, both in zip(trainer.train_together(make_group(alone, make_shard)), together, strict=True):
+            assert_close({name: both.kept[prefix + name] for name in shapes}, result.kept)
+
+
+def keep_sums_of_one(view: StepView, batch: Samples) -> Tensors:
+    view.keep(view.map(sum_samples, view.per_sample_grad(cross_entropy, batch)))
+    return {}
