@@ -200,6 +200,7 @@ TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1
         {"name": "der++", "stored_share": 0.5},
         {"name": "dytox", "stored_share": 0.5},
         {"name": "bcn", "stored_share": 0.5},
+        {"name": "bcn", "stored_share": 0.5, "replays": 2, "ascent_steps": 2, "descent_steps": 2},
         {"name": "lvt", "stored_share": 0.5},
         {"name": "joint"},
         {"name": "fedknow", "kept_share": 0.2, "k": 1, "rerank": 2, "recompute_references": 2},
