@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,13 +68,14 @@ class AddParts:
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:
         gradients = view.grad(cross_entropy, batch)
-        chooses, computes = view.kind
+        chooses, computes = cast(tuple[bool, bool], view.kind)
         if computes:
             view.keep(self.part_gradients(view, chooses))
         rows, present = with_prefix(view.scratch, ROWS), view.scratch[PRESENT]
         old = view.grad(cross_entropy, batch, at=with_prefix(view.constants, OLD)) if self.at_old else None
         view.count({"references": view.map(lambda present: present.sum() + int(self.at_old), present)})
-        return view.map(add_all, gradients, rows, old)
+        total: Tensors = view.map(add_all, gradients, rows, old)
+        return total
 
     def part_gradients(self, view: StepView, chooses: bool) -> Tensors:
         known = None if chooses or self.choose is None else view.scratch[CHOSEN]

@@ -5,7 +5,7 @@ Each step keeps what it computes and changes no weight. A client that has no mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -52,7 +52,7 @@ class ByHand:
     def inputs(self) -> Tensor:
         return self.trainer.preprocess(self.images.images[self.batch.image_indices], self.batch)
 
-    def leaves(self, names: Sequence[str], weights: Tensors | None = None) -> dict[str, Tensor]:
+    def leaves(self, names: Iterable[str], weights: Tensors | None = None) -> dict[str, Tensor]:
         return {name: (weights or self.training.weights)[name].detach().clone().requires_grad_() for name in names}
 
     def logits(self, weights: Tensors, inputs: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
@@ -66,7 +66,7 @@ class ByHand:
     def loss(self, weights: Tensors, inputs: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
         return F.cross_entropy(self.logits(weights, inputs, rows), self.labels[rows])
 
-    def gradient(self, names: Sequence[str], at: Tensors | None = None) -> dict[str, Tensor]:
+    def gradient(self, names: Iterable[str], at: Tensors | None = None) -> dict[str, Tensor]:
         leaves = self.leaves(names, at)
         return gradients_of(self.loss({**(at or {}), **leaves}), leaves)
 
