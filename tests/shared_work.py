@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 
 from vitfleet.config.schema import TrainConfig
 from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.flops import Flops
 from vitfleet.costs.memory import TrackedStep, round_memory
 from vitfleet.methods import Method
 from vitfleet.models.net import Net
@@ -23,7 +22,7 @@ def _shared_costs() -> Iterator[None]:
     Each run would track the memory of a step and count its operations again, which takes longer than a tiny round.
     """
     known_steps: list[TrackedStep] = []
-    counted: dict[object, Flops] = {}
+    counted: dict[Hashable, Any] = {}
 
     def make_cost_model(method: Method[Any], net: Net, train: TrainConfig, image_size: int) -> CostModel:
         # The shapes of other families do not tell the size of the images.

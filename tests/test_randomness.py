@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitfleet.randomness import Address, Purpose
+from vitfleet.config.schema import AugmentConfig
+from vitfleet.data.batches import draw_epoch
+from vitfleet.randomness import Address, Purpose, own_purpose
 
 ADDRESS = Address(3, Purpose.ORDER, round=5, client=7, epoch=11)
 OTHER_ADDRESSES = [
@@ -58,6 +61,26 @@ def test_addresses_that_differ_in_a_field_have_other_draws(other: Address) -> No
 def test_purposes_do_not_share_draws() -> None:
     first = {draws(Address(0, purpose))[0] for purpose in Purpose}
     assert len(first) == len(Purpose)
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+def test_own_draws_cannot_share_the_numbers_of_built_in_ones(purpose: Purpose) -> None:
+    with pytest.raises(ValueError, match=f"random numbers '{purpose}': the name is taken by draws of vitfleet's own"):
+        own_purpose(str(purpose))
+
+
+def test_own_draws_have_numbers_of_their_own() -> None:
+    names = ("noise", "replay", "order2")
+    assert [own_purpose(name) for name in names] == list(names)
+    first = {draws(Address(0, purpose))[0] for purpose in (*Purpose, *names)}
+    assert len(first) == len(Purpose) + len(names)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "random"])
+def test_an_epoch_is_not_drawn_with_a_name_that_is_taken(kind: str) -> None:
+    names: dict[str, Any] = {"drawn": {"memory": (5, 2)}} if kind == "drawn" else {"random": ("mask",)}
+    with pytest.raises(ValueError, match="choose another one"):
+        draw_epoch(0, 1, 0, 0, 4, 8, AugmentConfig(), 4, 4, **names)
 
 
 @given(st.lists(addresses, min_size=2, max_size=20, unique=True))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import MakeConfig
 from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
-from vitfleet.config.schema import Config, ModelConfig, TrainConfig
+from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dry_run import NO_LABELS, typical_client
 from vitfleet.costs.flops import Flops, full_flops
@@ -27,8 +27,8 @@ from vitfleet.models.zoo import build_model
 from vitfleet.run.context import load_state
 from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
-from vitfleet.training.stacking.inputs import ClientFit
-from vitfleet.training.step import FitResult
+from vitfleet.training.local_training import LocalResult
+from vitfleet.training.stacking.inputs import ClientTraining
 from vitfleet.training.trainer import Trainer
 
 DEPTH, WIDTH, CLASSES = 12, 768, 100
@@ -45,12 +45,16 @@ def flops_per_sample(method: Method[Any], net: Net) -> Flops:
     return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
 
 
-def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
-    params = Config.model_validate({"method": table}).method
+def method_on(model: str, config: Config) -> tuple[Method[Any], Net]:
+    """Return the method of a configuration on a model without values."""
     with torch.device("meta"):
-        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.from_net(net, TrainConfig(mask_ratio=mask_ratio), 10, 0, CLASSES, torch.device("cpu"))
-    return flops_per_sample(make_method(params, context), net)
+        net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, config.method))
+    return make_method(config.method, MethodContext(config, net, CLASSES, torch.device("cpu"))), net
+
+
+def flops_of(mask_ratio: float = 0.0, **table: object) -> Flops:
+    config = Config.model_validate({"method": table, "train": {"mask_ratio": mask_ratio}})
+    return flops_per_sample(*method_on("vit_base_patch16_224", config))
 
 
 def test_full_training_costs_three_forward_passes() -> None:
@@ -103,10 +107,7 @@ def test_frozen_layers_cost_less_than_trainable_layers_and_more_than_head_tuning
 def test_average_flops_weights_body_and_head_by_epochs() -> None:
     """One epoch trains the head and four train the body, which costs nearly as much as full training."""
     config = Config.model_validate({"method": {"name": "fedrep", "head_epochs": 1}, "train": {"epochs": 5}})
-    with torch.device("meta"):
-        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0)
-    context = MethodContext.from_net(net, config.train, 10, 0, CLASSES, torch.device("cpu"))
-    average = flops_per_sample(make_method(config.method, context), net)
+    average = flops_per_sample(*method_on("vit_base_patch16_224", config))
     head, full = flops_of(name="fed-head").training, flops_of(name="fed-full").training
     assert average.training == pytest.approx((head + 4 * full) / 5, rel=0.002)
 
@@ -120,10 +121,7 @@ def test_average_flops_weights_body_and_head_by_epochs() -> None:
     ],
 )
 def test_other_model_families_are_counted(name: str, model: str) -> None:
-    params = Config.model_validate({"method": {"name": name}}).method
-    net = build_model(ModelConfig(name=model), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.from_net(net, TrainConfig(), 10, 0, CLASSES, torch.device("cpu"))
-    flops = flops_per_sample(make_method(params, context), net)
+    flops = flops_per_sample(*method_on(model, Config.model_validate({"method": {"name": name}})))
     assert 0 < flops.forward <= flops.training
 
 
@@ -146,13 +144,9 @@ def test_masked_forward_flops_match_the_reference_table() -> None:
 @pytest.mark.parametrize(("layers", "millions"), [(1, 7.16), (2, 14.25), (3, 21.34), (4, 28.43), (6, 42.60)])
 def test_eftvit_trainable_parameters_per_number_of_local_layers(layers: int, millions: float) -> None:
     table = {"name": "eftvit", "local_layers": layers, "train_embedding": False}
-    params = Config.model_validate({"method": table}).method
-    with torch.device("meta"):
-        net = build_model(ModelConfig(name="vit_base_patch16_224"), CLASSES, 3, 224, 0, partial(adapt_model, params))
-    context = MethodContext.from_net(net, TrainConfig(mask_ratio=0.75), 10, 0, CLASSES, torch.device("cpu"))
-    assert net.parts.count_parameters(make_method(params, context).trainable) / 1e6 == pytest.approx(
-        millions, rel=0.005
-    )
+    config = Config.model_validate({"method": table, "train": {"mask_ratio": 0.75}})
+    method, net = method_on("vit_base_patch16_224", config)
+    assert net.parts.count_parameters(method.trainable) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.names()))
@@ -176,8 +170,8 @@ def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_confi
         assert context.cost_model.up_bytes(dry_run_result) == pytest.approx(entry.up_bytes + dropped, abs=1000)
         flops = context.cost_model.round_flops(dry_run_result, len(labels))
         assert entry.gflops == flops / 1e9
-        epochs = sum(fit.epochs for fit in dry_run_result.fits)
-        scored = any(fit.score_samples or fit.reference_weights for fit in dry_run_result.fits)
+        epochs = sum(training.epochs for training in dry_run_result.trainings)
+        scored = any(training.score_samples for training in dry_run_result.trainings)
         training_flops = epochs * len(labels) * context.cost_model.average(dry_run_result).training
         assert flops > training_flops if scored else flops == pytest.approx(training_flops, rel=1e-6)
     message_bytes, base_bytes = context.cost_model.down_bytes()
@@ -192,23 +186,24 @@ TASKS = ("data.tasks.count=3", "data.tasks.classes=2", "data.tasks.per_client=[1
     "table",
     [
         {"name": "fedavg"},
-        {"name": "gem", "rho": 0.5},
-        {"name": "a-gem", "rho": 0.5},
-        {"name": "fedvit", "rho": 0.5},
-        {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2},
-        {"name": "fedvit", "rho": 1.0, "memory_bytes": 1500},
-        {"name": "fedvit", "rho": 0.5, "restore_every": 2},
-        {"name": "fedvit", "rho": 0.5, "k": 1, "rank_every": 2, "restore_every": 2},
-        {"name": "fedvit", "rho": 0.5, "body_mask_ratio": 0.75, "send_layers": 1},
+        {"name": "gem", "stored_share": 0.5},
+        {"name": "a-gem", "stored_share": 0.5},
+        {"name": "fedvit", "stored_share": 0.5},
+        {"name": "fedvit", "stored_share": 0.5, "k": 1, "rerank": 2},
+        {"name": "fedvit", "stored_share": 1.0, "memory_bytes": 1500},
+        {"name": "fedvit", "stored_share": 0.5, "recompute_references": 2},
+        {"name": "fedvit", "stored_share": 0.5, "k": 1, "rerank": 2, "recompute_references": 2},
+        {"name": "fedvit", "stored_share": 0.5, "body_mask_ratio": 0.75, "send_layers": 1},
         {"name": "ewc"},
         {"name": "mas"},
-        {"name": "er", "rho": 0.5, "replays": 2},
-        {"name": "der++", "rho": 0.5},
-        {"name": "dytox", "rho": 0.5},
-        {"name": "bcn", "rho": 0.5},
-        {"name": "lvt", "rho": 0.5},
+        {"name": "er", "stored_share": 0.5, "replays": 2},
+        {"name": "der++", "stored_share": 0.5},
+        {"name": "dytox", "stored_share": 0.5},
+        {"name": "bcn", "stored_share": 0.5},
+        {"name": "bcn", "stored_share": 0.5, "replays": 2, "ascent_steps": 2, "descent_steps": 2},
+        {"name": "lvt", "stored_share": 0.5},
         {"name": "joint"},
-        {"name": "fedknow", "rho": 0.2, "k": 1, "rank_every": 2, "restore_every": 2},
+        {"name": "fedknow", "kept_share": 0.2, "k": 1, "rerank": 2, "recompute_references": 2},
     ],
     ids=str,
 )
@@ -219,20 +214,20 @@ def test_round_flops_match_torch_flop_counter_during_training(
     table = {**table, "head_epochs": 1} if table["name"] == "fedvit" else table
     keys = [f"method.{key}={value}" for key, value in table.items()]
     # Clients have two to six images of a task: in batches of two there are steps between two selections.
-    batch_size = 2 if {"rank_every", "restore_every"} & table.keys() else 8
+    batch_size = 2 if {"rerank", "recompute_references"} & table.keys() else 8
     config = tiny_config(*keys, *TASKS, "rounds=6", "train.epochs=2", f"train.batch_size={batch_size}", *SMALL_FLEET)
     torch_flops: list[int] = []
-    fit_cohort = Trainer.fit_cohort
+    train_together = Trainer.train_together
 
-    def fit_and_count(self: Trainer, group: Sequence[ClientFit]) -> list[FitResult]:
+    def train_and_count(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
         assert len(group) == 1
         # torch does not count the fused attention kernel of a CPU.
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            results = fit_cohort(self, group)
+            results = train_together(self, group)
         torch_flops.append(counter.get_total_flops())
         return results
 
-    monkeypatch.setattr(Trainer, "fit_cohort", fit_and_count)
+    monkeypatch.setattr(Trainer, "train_together", train_and_count)
     context = open_run(config, tmp_path)
     state = load_state(context)
     first: dict[int, float] = {}
@@ -245,7 +240,7 @@ def test_round_flops_match_torch_flop_counter_during_training(
         # are a larger part of a step on masked images, of one that computes no reference gradients, and of one that
         # computes them on few images, as the last of an epoch with teachers does.
         # The other way round, DyTox's tokens are projected once per step and counted with every sample.
-        inexact = table["name"] in ("fedknow", "dytox") or {"body_mask_ratio", "restore_every"} & table.keys()
+        inexact = table["name"] in ("fedknow", "dytox") or {"body_mask_ratio", "recompute_references"} & table.keys()
         uncounted = 0.06 if inexact else 0.02
         assert counted == pytest.approx(sum(torch_flops) / 1e9, rel=uncounted)
         for entry in record.clients:
@@ -253,7 +248,7 @@ def test_round_flops_match_torch_flop_counter_during_training(
             first.setdefault(entry.client, per_sample)
             last[entry.client] = per_sample
     growth = [last[client] / first[client] for client in first]
-    constant = "rho" not in table  # no stored samples
+    constant = not {"stored_share", "kept_share"} & table.keys()  # no stored samples
     assert max(growth) == pytest.approx(1) if constant else min(growth) > 1.5
 
 

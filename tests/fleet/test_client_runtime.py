@@ -16,25 +16,25 @@ from vitfleet.methods import ClientGenerator, ClientRoundInput, ClientUpdate
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.base import train_metrics
 from vitfleet.models.net import Net
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult, Objective
+from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 from vitfleet.training.trainer import Trainer
 
 
-class ThreeFits(FedAvg):
-    """Fits three times in one round."""
+class ThreeTrainings(FedAvg):
+    """Trains three times in one round."""
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         weights = job.message.tensors
         for epochs in (2, 1, 3):
-            fit = yield Fit(weights, Objective(self.trainable), epochs)
-            weights = fit.weights
+            result = yield LocalTraining(weights, self.trainable, epochs)
+            weights = result.weights
         return ClientUpdate(
-            message=Message(weights, {"samples": fit.samples, "loss": float(fit.loss)}), model_weights=weights
+            message=Message(weights, {"samples": result.samples, "loss": float(result.loss)}), model_weights=weights
         )
 
 
-def test_later_fits_of_a_round_draw_from_later_epochs(
+def test_later_trainings_of_a_round_draw_from_later_epochs(
     tiny_net: Net,
     make_context: MakeContext,
     make_trainer: MakeTrainer,
@@ -43,14 +43,14 @@ def test_later_fits_of_a_round_draw_from_later_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rngs: list[RngContext] = []
-    fit_cohort = Trainer.fit_cohort
+    train_together = Trainer.train_together
 
-    def record(self: Trainer, cohort: Sequence[ClientFit]) -> list[FitResult]:
-        rngs.extend(client_fit.rng for client_fit in cohort)
-        return fit_cohort(self, cohort)
+    def record(self: Trainer, group: Sequence[ClientTraining]) -> list[LocalResult]:
+        rngs.extend(member.rng for member in group)
+        return train_together(self, group)
 
-    monkeypatch.setattr(Trainer, "fit_cohort", record)
-    method = ThreeFits(FedAvgParams(), make_context())
+    monkeypatch.setattr(Trainer, "train_together", record)
+    method = ThreeTrainings(FedAvgParams(), make_context())
     fleet = make_fleet(method, make_trainer(), lambda client: make_shard(0, 10), seed=5)
     message = Message(tiny_net.initial_weights())
     list(fleet.train([Request(4, 1, message), Request(4, 2, message)]))
@@ -108,6 +108,6 @@ FINITE, NOT_FINITE = torch.ones(3), torch.tensor([1.0, float("inf")])
 def test_divergence_checks_loss_message_and_state(
     loss: float, sent: torch.Tensor, stored: torch.Tensor, reason: str | None
 ) -> None:
-    result = FitResult({}, torch.tensor(loss), 6, 9, {}, torch.empty(0), finite_steps=torch.tensor(4.0))
+    result = LocalResult({}, torch.tensor(loss), 6, 9, {}, torch.empty(0), finite_steps=torch.tensor(4.0))
     update = ClientUpdate(Message({"w": sent}, train_metrics(result)), {}, State({"w": stored}))
     assert divergence(update, client=7, round=3) == reason

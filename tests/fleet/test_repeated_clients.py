@@ -52,14 +52,14 @@ def test_clients_of_a_faulty_capture_are_trained_again(
         replay(graph)
         replays += 1
         if replays == 3:
-            next(iter(graph.runner.cohort.leaves.values())).data.fill_(math.nan)
+            next(iter(graph.runner.stack.leaves.values())).data.fill_(math.nan)
 
     expected, _ = train(True)
     num_captures = len(captured)
     monkeypatch.setattr(EmulatedGraph, "replay", faulty_replay)
     with caplog.at_level(logging.WARNING):
         records, execution = train(True)
-    assert execution["repeated_clients"] == 2, "both clients of the cohort"
+    assert execution["repeated_clients"] == 2, "both clients of the stack"
     assert execution["clients"] == "mixed"
     assert not any(entry.failure for record in records for entry in record.clients)
     for record, reference in zip(records, expected, strict=True):

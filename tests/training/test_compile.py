@@ -13,26 +13,36 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.batches import Batch
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.preprocess import CompiledPreprocess, Preprocess
+from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.execution.settings import set_up_execution
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, Objective
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
+from vitfleet.training.step import StepView
 from vitfleet.training.trainer import Trainer
+
+
+def server_step(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(cross_entropy, batch, split=1)
 
 
 def local_and_head(net: Net) -> Selection:
     return net.parts.union(net.parts.embed, net.parts.blocks[0], net.parts.head)
 
 
-def fit_clients(trainer: Trainer, net: Net, trainable: Selection, make_shard: MakeShard, sizes: list[int]) -> list[Any]:
+def train_clients(
+    trainer: Trainer, net: Net, trainable: Selection, make_shard: MakeShard, sizes: list[int]
+) -> list[Any]:
     weights = net.initial_weights()
-    fits = [
-        ClientFit(
-            Fit(
+    group = [
+        ClientTraining(
+            LocalTraining(
+                # What clients share must be one object.
                 {name: tensor + 0.01 * client if name in trainable else tensor for name, tensor in weights.items()},
-                Objective(trainable),
+                trainable,
                 1,
             ),
             make_shard(0, size),
@@ -40,10 +50,7 @@ def fit_clients(trainer: Trainer, net: Net, trainable: Selection, make_shard: Ma
         )
         for client, size in enumerate(sizes)
     ]
-    # What clients share must be one object.
-    shared = {name: weights[name] for name in weights if name not in trainable}
-    fits = [replace(fit, fit=replace(fit.fit, weights={**fit.fit.weights, **shared})) for fit in fits]
-    return trainer.fit_cohort(fits)
+    return trainer.train_together(group)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all layers train", "some are frozen and shared"])
@@ -54,8 +61,8 @@ def test_a_block_is_compiled_once_for_any_number_of_clients(
     compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
     trainable = tiny_net.parts.whole if whole else local_and_head(tiny_net)
     for sizes in ([16, 16], [24, 16, 8], [16] * 5, [40, 32, 16, 16, 8, 8, 8]):
-        expected = fit_clients(trainer, tiny_net, trainable, make_shard, sizes)
-        results = fit_clients(compiled, tiny_net, trainable, make_shard, sizes)
+        expected = train_clients(trainer, tiny_net, trainable, make_shard, sizes)
+        results = train_clients(compiled, tiny_net, trainable, make_shard, sizes)
         for left, right in zip(results, expected, strict=True):
             for name, tensor in right.weights.items():
                 torch.testing.assert_close(left.weights[name], tensor, rtol=1e-4, atol=1e-5)
@@ -75,8 +82,8 @@ def test_captured_steps_of_a_compiled_model_have_two_clients(
     trainer = make_trainer(batch_size=4, optimizer="sgd")
     graphed = replace(trainer, machine=replace(trainer.machine, compile=True, graphs=True))
     sizes, whole = [40, 20, 8], tiny_net.parts.whole
-    expected = fit_clients(trainer, tiny_net, whole, make_shard, sizes)
-    for left, right in zip(fit_clients(graphed, tiny_net, whole, make_shard, sizes), expected, strict=True):
+    expected = train_clients(trainer, tiny_net, whole, make_shard, sizes)
+    for left, right in zip(train_clients(graphed, tiny_net, whole, make_shard, sizes), expected, strict=True):
         assert left.steps == right.steps
         for name, tensor in right.weights.items():
             torch.testing.assert_close(left.weights[name], tensor, rtol=1e-4, atol=1e-5)
@@ -92,11 +99,11 @@ def test_server_and_clients_compile_once_each(
     server = tiny_net.parts.union(*tiny_net.parts.blocks[1:], tiny_net.parts.norm, tiny_net.parts.head)
     tokens = tiny_net.num_patches + tiny_net.num_prefix_tokens
     for samples in (16, 24, 40):
-        fit_clients(compiled, tiny_net, local_and_head(tiny_net), make_shard, [16, 16])
+        train_clients(compiled, tiny_net, local_and_head(tiny_net), make_shard, [16, 16])
         part = Features(torch.randn(samples, tokens, tiny_net.embed_dim), torch.zeros(samples, dtype=torch.int16))
         features = FeatureSet([part], on_device=True)
-        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 1, features=features)
-        compiled.fit(fit, make_shard(0, 0), RngContext(0, 1, -2))
+        training = LocalTraining(tiny_net.initial_weights(), server, 1, server_step, features=features)
+        compiled.train(training, make_shard(0, 0), RngContext(0, 1, -2))
     assert len(compilations) <= 1 + 4
 
 
@@ -105,13 +112,13 @@ def test_scoring_is_compiled_once_for_similar_numbers_of_images(
 ) -> None:
     trainer = make_trainer(batch_size=1)  # batches of one shape, whatever the number of images
     compiled = replace(trainer, machine=replace(trainer.machine, compile=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1, score_samples=True)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1, score_samples=True)
     counts = []
     for first, second in ((12, 9), (11, 10), (10, 8)):
-        group = [ClientFit(fit, make_shard(0, size), RngContext(0, 1, size)) for size in (first, second)]
-        scored = compiled.fit_cohort(group)
+        group = [ClientTraining(training, make_shard(0, size), RngContext(0, 1, size)) for size in (first, second)]
+        scored = compiled.train_together(group)
         counts.append(len(compilations))
-        for result, expected, size in zip(scored, trainer.fit_cohort(group), (first, second), strict=True):
+        for result, expected, size in zip(scored, trainer.train_together(group), (first, second), strict=True):
             assert result.sample_losses.shape == (size,)
             torch.testing.assert_close(result.sample_losses, expected.sample_losses, rtol=1e-4, atol=1e-5)
     assert counts[0] == counts[1] == counts[2] > 0

@@ -16,23 +16,25 @@ from vitfleet.errors import UserError
 from vitfleet.models.net import Net
 from vitfleet.training.capture.path import ExecutionSummary
 from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner
-from vitfleet.training.driver import group_fits
+from vitfleet.training.driver import group_trainings
 from vitfleet.training.execution.settings import ExecutionSettings
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, Objective
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 from vitfleet.training.trainer import Trainer, preprocess_for
 
 
 def train(trainer: Trainer, net: Net, make_shard: MakeShard, clients: int) -> None:
-    fit = Fit(net.initial_weights(), Objective(net.parts.head), 1)
-    trainer.fit_cohort([ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)])
+    training = LocalTraining(net.initial_weights(), net.parts.head, 1)
+    trainer.train_together(
+        [ClientTraining(training, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
+    )
 
 
 def test_execution_summary_of_eager_training(tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard) -> None:
     trainer = make_trainer(batch_size=8)
     assert trainer.execution_summary() == ExecutionSummary()
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.head), 1)
-    trainer.fit(fit, NO_IMAGES, RngContext(7, 1, 0))
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.head, 1)
+    trainer.train(training, NO_IMAGES, RngContext(7, 1, 0))
     assert trainer.execution_summary() == ExecutionSummary(), "a client without samples takes no step"
     for clients in (1, 3, 2):
         train(trainer, tiny_net, make_shard, clients)
@@ -75,7 +77,7 @@ def test_execution_summary_of_captured_training(
 
 def test_execution_summary_of_a_module_that_is_stacked() -> None:
     trainer, group = family_group("swin")
-    trainer.fit_cohort(group)
+    trainer.train_together(group)
     summary = trainer.execution_summary()
     assert summary == ExecutionSummary("eager", largest_stack=2, stacking="vmap")
     assert str(summary) == "eager, stacked 2 clients with vmap"
@@ -87,10 +89,10 @@ def test_a_module_that_cannot_be_stacked_is_captured_one_client_at_a_time(
     trainer, group = family_group("swin")
     monkeypatch.setitem(trainer.net.__dict__, "stacking", "none")
     trainer = replace(trainer, machine=replace(trainer.machine, graphs=True))
-    groups = list(group_fits(list(enumerate(group)), trainer))
+    groups = list(group_trainings(list(enumerate(group)), trainer))
     assert [len(part) for part in groups] == [1, 1]
     for part in groups:
-        trainer.fit_cohort([client_fit for _, client_fit in part])
+        trainer.train_together([member for _, member in part])
     assert captured
     assert trainer.execution_summary().clients == "cuda graph"
     assert trainer.execution_summary().stacking == "none"
@@ -104,7 +106,7 @@ def test_captured_steps_of_a_family_are_its_eager_steps(family: str, captured: l
     trainer, group = family_group(family)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     for _ in range(2):  # the second time the captured step is reused
-        results, expected = graphed.fit_cohort(group), trainer.fit_cohort(group)
+        results, expected = graphed.train_together(group), trainer.train_together(group)
         for result, eager in zip(results, expected, strict=True):
             for name, tensor in result.weights.items():
                 torch.testing.assert_close(tensor, eager.weights[name], rtol=1e-5, atol=1e-7, msg=name)
@@ -125,10 +127,10 @@ def test_a_step_that_cannot_be_captured_names_the_key(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured; set it to"):
-        graphed.fit_cohort(group)
+        graphed.train_together(group)
 
 
-def family_group(family: str) -> tuple[Trainer, list[ClientFit]]:
+def family_group(family: str) -> tuple[Trainer, list[ClientTraining]]:
     """Return a trainer in double precision and two unequal clients of a family."""
     net, cpu = tiny_family(family), torch.device("cpu")
     net.module.double()
@@ -140,8 +142,9 @@ def family_group(family: str) -> tuple[Trainer, list[ClientFit]]:
     pixels = torch.randint(0, 256, (9, 1, net.image_size, net.image_size), generator=generator, dtype=torch.uint8)
     images = ImageSet(pixels, torch.arange(9) % 4)
     weights = {name: tensor.double() for name, tensor in net.initial_weights().items()}
-    fit = Fit(weights, Objective(net.parts.whole), 1)
+    training = LocalTraining(weights, net.parts.whole, 1)
     ends = (9, 3)
     return trainer, [
-        ClientFit(fit, Shard(images, torch.arange(end)), RngContext(7, 1, client)) for client, end in enumerate(ends)
+        ClientTraining(training, Shard(images, torch.arange(end)), RngContext(7, 1, client))
+        for client, end in enumerate(ends)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +14,14 @@ from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.execution.settings import normalize_device, resolve_machine_config, set_up_execution
-from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientFit, RngContext
-from vitfleet.training.step import Fit, Objective, Step
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.inputs import SERVER_CLIENT, ClientTraining, RngContext
+from vitfleet.training.step import StepView
+
+
+def server_step(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(cross_entropy, batch, split=1)
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -37,9 +43,9 @@ def test_the_servers_step_is_captured_once_whatever_the_number_of_features(
         values = torch.randn(7 * round, tokens, tiny_net.embed_dim).bfloat16()
         parts = [*parts, Features(values, torch.randint(0, 5, (len(values),)).to(torch.int16))]
         features = FeatureSet(parts, on_device, equal_clients=True, token_dropout=dropout)
-        fit = Fit(tiny_net.initial_weights(), Objective(server, split=1), 2, features=features)
+        training = LocalTraining(tiny_net.initial_weights(), server, 2, server_step, features=features)
         rng = RngContext(0, round, SERVER_CLIENT)
-        result, expected = (trainer.fit(fit, make_shard(0, 0), rng) for trainer in (graphed, eager))
+        result, expected = (trainer.train(training, make_shard(0, 0), rng) for trainer in (graphed, eager))
         for name, tensor in expected.weights.items():
             torch.testing.assert_close(result.weights[name], tensor)
         torch.testing.assert_close(result.loss, expected.loss)
@@ -49,31 +55,33 @@ def test_the_servers_step_is_captured_once_whatever_the_number_of_features(
     assert str(summary).startswith("clients none, server mixed")
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """Records which samples were seen, in a state that is as large as the client's recording."""
+def recording_step(view: StepView, batch: Samples) -> Tensors:
+    """Record which samples were seen, in a tensor that is as large as the client's recording."""
+    view.keep(view.map(record, view.kept, batch))
+    return view.grad(cross_entropy, batch)
 
-    def __call__(self, observer_state: Tensors, gradients: Tensors, step: Step) -> Tensors:
-        rows = torch.where(step.sample_weight > 0, step.positions, observer_state["seen"].shape[0] - 1)
-        observer_state["seen"].index_put_((rows,), torch.ones_like(rows, dtype=torch.float32))
-        return observer_state
+
+def record(kept: Tensors, batch: Samples) -> Tensors:
+    rows = torch.where(batch.sample_weight > 0, batch.positions, kept["seen"].shape[0] - 1)
+    kept["seen"].index_put_((rows,), torch.ones_like(rows, dtype=torch.float32))
+    return kept
 
 
 @pytest.mark.parametrize("clients", [1, 2])
-def test_captured_step_serves_smaller_observer_states(
+def test_captured_step_serves_smaller_kept_tensors(
     clients: int, tiny_net: Net, captured: list[CudaGraphRunner], make_trainer: MakeTrainer, make_shard: MakeShard
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.parts.whole, observer=Recorder())
+    weights = tiny_net.initial_weights()
 
     def train(rows: int) -> int:
-        fit = Fit(tiny_net.initial_weights(), objective, 1, observer_state={"seen": torch.zeros(rows)})
-        group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
-        for result in graphed.fit_cohort(group):
-            assert result.observed["seen"].shape == (rows,)
-            assert result.observed["seen"][:20].all()
-            assert not result.observed["seen"][20:-1].any(), "nothing is left of the training before"
+        training = LocalTraining(weights, tiny_net.parts.whole, 1, recording_step, kept={"seen": torch.zeros(rows)})
+        group = [ClientTraining(training, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
+        for result in graphed.train_together(group):
+            assert result.kept["seen"].shape == (rows,)
+            assert result.kept["seen"][:20].all()
+            assert not result.kept["seen"][20:-1].any(), "nothing is left of the training before"
         return len(captured)
 
     assert train(64) == 1

@@ -14,8 +14,8 @@ from vitfleet.models.net import Net
 from vitfleet.training import runner_cache
 from vitfleet.training.capture.cache import RunnerCache
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, Objective
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def train(
     """Train a number of clients with captured steps: one step, of a shape of its own for every number."""
     trainer = make_trainer(batch_size=8)
     graphed = replace(trainer, runners=runners, machine=replace(trainer.machine, graphs=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1)
 
     def train_clients(num_clients: int) -> None:
-        group = [ClientFit(fit, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
-        graphed.fit_cohort(group)
+        group = [ClientTraining(training, make_shard(0, 8), RngContext(0, 1, client)) for client in range(num_clients)]
+        graphed.train_together(group)
 
     return train_clients
 

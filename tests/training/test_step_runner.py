@@ -16,37 +16,44 @@ from conftest import MakeConfig, MakeShard, MakeTrainer
 from emulated_graphs import set_up_with_graphs
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import UserError
-from vitfleet.methods.continual.projection import GradientIntegrator
-from vitfleet.methods.continual.replay import replay_loss
+from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.run import setup
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.capture.runner import CaptureSpace, CudaGraphRunner, StepKind, clients_per_step
-from vitfleet.training.local_training import EpisodicMemory, ReplayBuffer
-from vitfleet.training.stacking.client_stack import Cohort
-from vitfleet.training.stacking.inputs import ClientFit, RngContext, stack_inputs
-from vitfleet.training.step import Fit, FitResult, Objective
+from vitfleet.training.local_training import LocalResult, LocalTraining, SampleSet
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.client_stack import ClientStack
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs
+from vitfleet.training.step import StepView
 from vitfleet.training.trainer import Trainer
 
 
-def make_memory(images: ImageSet, sizes: tuple[int, ...]) -> EpisodicMemory:
+def make_parts(images: ImageSet, sizes: tuple[int, ...]) -> SampleSet:
     index = torch.arange(len(sizes) * 24).view(-1, 24) % len(images)
-    sample_weight = torch.zeros(index.shape)
-    for part, size in enumerate(sizes):
-        sample_weight[part, :size] = 1 / size
-    return EpisodicMemory(images.images[index], images.labels[index], sample_weight, sizes)
+    return SampleSet(images.images[index], images.labels[index], sizes)
 
 
-def assert_same_results(actual: Sequence[FitResult], expected: Sequence[FitResult]) -> None:
+def add_part_gradients(view: StepView, batch: Samples) -> Tensors:
+    rows = view.part_grads(cross_entropy, view.parts("memory"))
+    summed: Tensors = view.map(lambda rows: {name: tensor.sum(0) for name, tensor in rows.items()}, rows)
+    return {name: gradient + summed[name] for name, gradient in view.grad(cross_entropy, batch).items()}
+
+
+def replaying_step(view: StepView, batch: Samples) -> Tensors:
+    return view.grad(lambda own, drawn: cross_entropy(own) + cross_entropy(drawn), batch, view.drawn("replay"))
+
+
+def assert_same_results(actual: Sequence[LocalResult], expected: Sequence[LocalResult]) -> None:
     for result, reference in zip(actual, expected, strict=True):
         assert result.steps == reference.steps
         for name in result.weights:
             torch.testing.assert_close(result.weights[name], reference.weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_captured_step_replays_the_stored_samples_of_another_group(
+def test_captured_step_draws_the_stored_samples_of_another_group(
     tiny_net: Net,
     tiny_images: ImageSet,
     captured: list[CudaGraphRunner],
@@ -55,18 +62,18 @@ def test_captured_step_replays_the_stored_samples_of_another_group(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.parts.whole, replay_loss)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2, replaying_step)
     for round, sizes in ((1, (3, 17)), (2, (30, 9))):
-        fits = [
-            Fit(tiny_net.initial_weights(), objective, 2, replay=ReplayBuffer(images[:size], labels[:size], 2))
+        sets = [
+            SampleSet(tiny_images.images[None, :size], tiny_images.labels[None, :size], (size,), draws=2)
             for size in sizes
-            for images, labels in [(tiny_images.images, tiny_images.labels)]
         ]
+        trainings = [replace(training, sets={"replay": stored}) for stored in sets]
         group = [
-            ClientFit(fit, make_shard(0, 30 - 9 * client), RngContext(7, round, client))
-            for client, fit in enumerate(fits)
+            ClientTraining(training, make_shard(0, 30 - 9 * client), RngContext(7, round, client))
+            for client, training in enumerate(trainings)
         ]
-        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+        assert_same_results(graphed.train_together(group), eager.train_together(group))
     assert len(set(map(id, captured))) == 1, "buffers of any size up to the common padding"
     assert [kind.num_clients for kind in captured[0].graphs] == [2, 1], "half of the clients have the last steps"
 
@@ -76,13 +83,15 @@ def test_captured_step_serves_another_group(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.parts.whole)
     returned: list[tuple[torch.Tensor, torch.Tensor]] = []
     for round, ends in ((1, (20, 11)), (2, (40, 33))):  # three steps per epoch, then five
-        fit = Fit(tiny_net.initial_weights(), objective, 2)
-        group = [ClientFit(fit, make_shard(0, end), RngContext(7, round, client)) for client, end in enumerate(ends)]
-        results = graphed.fit_cohort(group)
-        assert_same_results(results, eager.fit_cohort(group))
+        training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2)
+        group = [
+            ClientTraining(training, make_shard(0, end), RngContext(7, round, client))
+            for client, end in enumerate(ends)
+        ]
+        results = graphed.train_together(group)
+        assert_same_results(results, eager.train_together(group))
         heads = [result.weights["head.weight"] for result in results]
         returned += [(head, head.clone()) for head in heads]
     assert len(captured) == 1, "an epoch may be of any length"
@@ -142,16 +151,16 @@ def test_captured_step_is_not_replayed_under_another_configuration(
     eager = with_dtype(make_trainer(batch_size=8, optimizer="sgd", lr=0.05), dtype)
     graphed = with_machine(eager, graphs=True)
     weights = {name: tensor.to(dtype) for name, tensor in tiny_net.initial_weights().items()}
-    fit = Fit(weights, Objective(tiny_net.parts.whole), 2)
-    group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
+    training = LocalTraining(weights, tiny_net.parts.whole, 2)
+    group = [ClientTraining(training, make_shard(0, 20), RngContext(7, 1, client)) for client in range(clients)]
     change = OTHER_SETTINGS[setting]
-    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert_same_results(graphed.train_together(group), eager.train_together(group))
     other = change(graphed)
     assert other.runners is graphed.runners
     changed = change(eager)
-    assert_same_results(other.fit_cohort(group), changed.fit_cohort(group))
+    assert_same_results(other.train_together(group), changed.train_together(group))
     assert len(captured) == 2
-    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+    assert_same_results(graphed.train_together(group), eager.train_together(group))
     assert len(captured) == 2, "both captures are kept, and each serves its own configuration"
 
 
@@ -165,10 +174,12 @@ def test_captured_step_serves_another_learning_rate(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = with_machine(eager, graphs=True)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
-    group = [ClientFit(fit, make_shard(0, 20), RngContext(7, 3, 0))]
-    assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
-    assert_same_results(with_train(graphed, **keys).fit_cohort(group), with_train(eager, **keys).fit_cohort(group))
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2)
+    group = [ClientTraining(training, make_shard(0, 20), RngContext(7, 3, 0))]
+    assert_same_results(graphed.train_together(group), eager.train_together(group))
+    assert_same_results(
+        with_train(graphed, **keys).train_together(group), with_train(eager, **keys).train_together(group)
+    )
     assert len(captured) == 1
 
 
@@ -177,10 +188,10 @@ def test_captured_step_is_not_replayed_on_other_labels(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = with_machine(eager, graphs=True)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2)
     for images in (tiny_images, replace(tiny_images, labels=tiny_images.labels.flip(0))):
-        group = [ClientFit(fit, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
-        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+        group = [ClientTraining(training, Shard(images, torch.arange(20)), RngContext(7, 1, 0))]
+        assert_same_results(graphed.train_together(group), eager.train_together(group))
     assert len(captured) == 2
 
 
@@ -191,16 +202,15 @@ def test_captured_step_does_not_write_into_frozen_inputs(
     """Frozen tensors belong to the state of a client or of the server, which is used again."""
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    objective = Objective(tiny_net.parts.head)
     inputs: list[dict[str, torch.Tensor]] = []
     for round in range(3):
         weights = {name: tensor + 0.1 * round for name, tensor in tiny_net.initial_weights().items()}
         constants = {"anchor": torch.full((3,), float(round))}
         inputs += [weights, constants]
-        fit = Fit(weights, objective, 1, constants)
-        group = [ClientFit(fit, make_shard(0, 20), RngContext(7, round, client)) for client in range(clients)]
+        training = LocalTraining(weights, tiny_net.parts.head, 1, constants=constants)
+        group = [ClientTraining(training, make_shard(0, 20), RngContext(7, round, client)) for client in range(clients)]
         before = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in inputs]
-        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+        assert_same_results(graphed.train_together(group), eager.train_together(group))
         for now, then in zip(inputs, before, strict=True):
             assert all(torch.equal(now[name], then[name]) for name in then)
     assert len(captured) == 1
@@ -215,13 +225,15 @@ def test_captured_step_serves_slightly_smaller_memories(
 ) -> None:
     eager = make_trainer(batch_size=8, optimizer="sgd", lr=0.05)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True), parts_at_once=4)
-    objective = Objective(tiny_net.parts.whole, transform=GradientIntegrator())
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1, add_part_gradients)
 
     def train(*sizes: tuple[int, ...]) -> int:
-        weights = tiny_net.initial_weights()
-        fits = [Fit(weights, objective, 1, memory=make_memory(tiny_images, part_sizes)) for part_sizes in sizes]
-        group = [ClientFit(fit, make_shard(client, 20), RngContext(7, 1, client)) for client, fit in enumerate(fits)]
-        assert_same_results(graphed.fit_cohort(group), eager.fit_cohort(group))
+        trainings = [replace(training, sets={"memory": make_parts(tiny_images, part_sizes)}) for part_sizes in sizes]
+        group = [
+            ClientTraining(training, make_shard(client, 20), RngContext(7, 1, client))
+            for client, training in enumerate(trainings)
+        ]
+        assert_same_results(graphed.train_together(group), eager.train_together(group))
         return len(captured)
 
     assert train((18, 12, 6), (17, 9, 2)) == 1  # computed as 24, 16, 8
@@ -237,11 +249,13 @@ def test_captured_steps_leave_out_clients_that_have_none(
 ) -> None:
     eager = make_trainer(batch_size=1, optimizer="sgd", lr=0.01)
     graphed = replace(eager, machine=replace(eager.machine, graphs=True))
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2)
     sizes = (3, 40, 2, 20, 4, 12, 1)  # forty steps are loaded in two chunks
-    group = [ClientFit(fit, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)]
-    results = graphed.fit_cohort(group)
-    alone = [eager.fit(client_fit.fit, client_fit.shard, client_fit.rng) for client_fit in group]
+    group = [
+        ClientTraining(training, make_shard(0, size), RngContext(7, 1, client)) for client, size in enumerate(sizes)
+    ]
+    results = graphed.train_together(group)
+    alone = [eager.train(member.training, member.shard, member.rng) for member in group]
     assert_same_results(results, alone)
     assert [result.steps for result in results] == [2 * size for size in sizes]
     assert {kind.num_clients for kind in captured[0].graphs} == {7, 6, 4, 3, 2, 1}, "five clients are rounded up to six"
@@ -270,7 +284,7 @@ def test_the_stream_waits_for_a_warm_up_that_fails_too(fails: bool, monkeypatch:
     runner = object.__new__(CudaGraphRunner)
     runner.space = CaptureSpace(object(), Stream("capture"))
     with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
-        runner._warm_up(StepKind(False, False, 1))
+        runner._warm_up(StepKind(None, 1))
     assert waits == [("capture", "current"), ("step", ""), ("current", "capture")]
 
 
@@ -322,12 +336,14 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     """The trainer then continues with fewer clients; any other error of a capture names the key to change."""
     trainer = make_trainer()
     shard = make_shard(0, 8)
-    group = [ClientFit(Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1), shard, RngContext(0, 1, 0))]
-    inputs = stack_inputs(group, tiny_net, 0.0)
+    group = [
+        ClientTraining(LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1), shard, RngContext(0, 1, 0))
+    ]
+    inputs = stack_inputs(group, tiny_net, trainer.machine.device)
     batches = trainer._epoch_batches(group, 0, trainer.config, 1)
-    cohort = Cohort(trainer.engine, group, inputs)
+    stack = ClientStack(trainer.engine, group, inputs)
     space = CaptureSpace(object(), object())
-    runner = CudaGraphRunner(cohort, batches, space, trainer.runners.warmup, trainer.runners.execution)
+    runner = CudaGraphRunner(stack, batches, space, trainer.runners.warmup, trainer.runners.execution)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
     streams: list[object] = []
@@ -336,11 +352,11 @@ def test_a_capture_that_runs_out_of_memory_is_not_called_impossible(
     message = "CUDA error: out of memory"
     monkeypatch.setattr(CudaGraphRunner, "_step", lambda self, kind: raise_runtime_error(message))
     with pytest.raises(RuntimeError, match="out of memory"):
-        runner._capture(StepKind(False, True, 1))
+        runner._capture(StepKind(None, 1))
     assert streams == ["before"]
     message = "CUDA error: operation not permitted when stream is capturing"
     with pytest.raises(UserError, match=r"machine\.graphs = true: a step of this model cannot be captured"):
-        runner._capture(StepKind(False, True, 1))
+        runner._capture(StepKind(None, 1))
 
 
 def raise_runtime_error(message: str) -> None:
@@ -379,7 +395,7 @@ def test_steps_are_warmed_up_and_captured_on_the_stream_of_their_trainer(
     monkeypatch.setattr(torch.cuda, "stream", enter)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 1)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 1)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
-    graphed.fit(fit, make_shard(0, 8), RngContext(0, 1, 0))
+    graphed.train(training, make_shard(0, 8), RngContext(0, 1, 0))
     assert used == [("waits for", main), side, ("waits for", side), ("pool", side)]

@@ -13,8 +13,8 @@ from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
 from vitfleet.progress import Advance
 from vitfleet.training.capture.path import WarmupTimer
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.stacking.inputs import RngContext
-from vitfleet.training.step import Fit, Objective
 
 
 class RecordingProgress:
@@ -48,7 +48,7 @@ def test_compilation_is_shown_once(
     trainer = replace(trainer, machine=replace(trainer.machine, compile=compiled))
     progress = RecordingProgress()
     trainer.runners.warmup.progress = progress
-    fit = Fit(tiny_net.initial_weights(), Objective(tiny_net.parts.whole), 2)
+    training = LocalTraining(tiny_net.initial_weights(), tiny_net.parts.whole, 2)
     for round in (1, 2):
-        trainer.fit(fit, make_shard(0, 20), RngContext(0, round, 0))  # steps of 8, 8 and 4
+        trainer.train(training, make_shard(0, 20), RngContext(0, round, 0))  # steps of 8, 8 and 4
     assert progress.labels == (["compiling the model"] if compiled else [])

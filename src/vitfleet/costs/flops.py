@@ -270,7 +270,7 @@ class CountedModels(ClientModels):
         )
         self._add(groups, flops)
         gradients = {name: torch.empty_like(leaf) for name, leaf in leaves.items()}
-        outputs = tuple(self.outputs(group, computed, leaves) for group in groups)
+        outputs = tuple(self.outputs_of_one(group, computed, leaves) for group in groups)
         of_input = torch.empty_like(perturbation) if perturbation is not None and input_gradient else None
         return Pass(gradients, groups[0].sample_weight.new_empty(()), outputs, of_input)
 
@@ -296,8 +296,8 @@ class CountedModels(ClientModels):
     def count_parts(self, parts: Parts, dtype: torch.dtype | None, **options: Unpack[PassOptions]) -> dict[str, Tensor]:
         """Count a forward and a backward pass of the samples of each part."""
         leaves = self._leaves(options.get("at"))
-        one = parts.samples.map(lambda tensor: tensor[0])
-        flops, _ = self._pass_of_one(one, tuple(leaves), False, options)
+        first_part = parts.samples.map(lambda tensor: tensor[0])
+        flops, _ = self._pass_of_one(first_part, tuple(leaves), False, options)
         self.per_part[self.part_origins[id(parts.samples)]] += flops.training
         rows = len(parts.widths)
         return {name: leaf.new_empty((rows, *leaf.shape), dtype=dtype) for name, leaf in leaves.items()}
@@ -313,14 +313,20 @@ class CountedModels(ClientModels):
         """Count a forward pass."""
         flops, computed = self._pass_of_one(groups[0], (), False, options)
         self._add(groups, Flops(flops.forward, flops.forward))
-        return tuple(self.outputs(group, computed, leaves) for group in groups)
+        return tuple(self.outputs_of_one(group, computed, leaves) for group in groups)
 
     def features(self, samples: Samples, split: int) -> Outputs:
         """Count a forward pass up to the split."""
         options: PassOptions = {"split": split}
         flops, computed = self._pass_of_one(samples, (), False, options, features_only=True)
         self._add([samples], flops)
-        return self.outputs(samples, computed, {})
+        return self.outputs_of_one(samples, computed, {})
+
+    def outputs_of_one(self, samples: Samples, computed: ModelOutputs, leaves: Tensors) -> Outputs:
+        """Return what a loss sees of some samples, given the outputs of one of them."""
+        count = len(samples.labels)
+        expanded = [None if tensor is None else tensor.expand(count, *tensor.shape[1:]) for tensor in computed]
+        return self.outputs(samples, ModelOutputs(*expanded), leaves)  # type: ignore[arg-type]
 
     def _add(self, groups: Sequence[Samples], flops: Flops) -> None:
         for group in groups:
@@ -346,7 +352,8 @@ class CountedModels(ClientModels):
             tokens, options.get("split"), options.get("depth"), options.get("representation", False),
         )  # fmt: skip
         if key not in self.counted:
-            self.counted[key] = self._count(samples, given, trained, to_input, options, features_only)
+            one = samples.map(lambda tensor: tensor[:1])
+            self.counted[key] = self._count(one, given, trained, to_input, options, features_only)
         found: tuple[Flops, ModelOutputs] = self.counted[key]
         return found
 

@@ -163,7 +163,8 @@ def training_memory(
     """
     train = training.train or train
     received = _total_bytes([*held_tensors, *_tensors(training)])
-    trained = _total_bytes([training.weights[name] for name in trained_tensors(net, training.trainable)])
+    # Weights of two models may be the same tensor before the training. Their gradients are not.
+    trained = sum(training.weights[name].nbytes for name in trained_tensors(net, training.trainable))
     known = [] if known_steps is None else known_steps
     conditions = (net.part_paths, _shapes(training), training.trainable, training.step, train, bf16, parts_at_once)
     step = next((step for step in known if step.conditions == conditions), None)

@@ -15,7 +15,7 @@ from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.engine import ModelOutputs, StepEngine
 from vitfleet.training.optimizers.gradients import client_gradients
 from vitfleet.training.samples import Loss, Outputs, Samples, mask_other_tasks
-from vitfleet.training.stacking.repeated_weights import by_part, repeat_constants, repeat_weights
+from vitfleet.training.stacking.repeated_weights import by_part, repeat_constants, repeat_given, repeat_weights
 from vitfleet.training.stacking.stack import Stack, vmap_over_clients
 
 #: Returns the model's weights, composed of what trains and of the constants.
@@ -212,6 +212,7 @@ class ClientModels:
         flat = parts.map(lambda tensor: tensor.flatten(0, 1) if self.stacked else tensor)
         at_own = options.copy()
         at_own["at"] = None
+        at_own["given"] = repeat_given(options.get("given", ()), count, self.stacked, repeated.shared)
         computed = repeated.value_and_grad(loss, [flat], **at_own)
         gradients = by_part(computed.gradients, self.leaves, count, self.stacked)
         return gradients, computed.losses.reshape(parts.sample_weight.shape[:-1])
@@ -295,8 +296,10 @@ class ClientModels:
 
     def _repeat(self, count: int, dtype: torch.dtype | None, at: Tensors | None) -> ClientModels:
         """Return the models of every client several times, as clients of their own."""
-        weights = Stack({**self.weights.tensors, **(at or {})}, self.weights.stacked_names)
-        everything, leaves = repeat_weights(self.engine, weights, self._leaves(at), count, self.stacked, dtype)
+        given, leaves = {**self.weights.tensors, **(at or {})}, self._leaves(at)
+        own = [name for name, tensor in given.items() if name in leaves or id(tensor) not in self.shared]
+        weights = Stack(given, frozenset(own))
+        everything, leaves = repeat_weights(self.engine, weights, leaves, count, self.stacked, dtype)
         constants = repeat_constants(self.constants, count)
         unstacked = Stack(everything, frozenset(everything))
         return ClientModels(self.engine, unstacked, leaves, constants, self.epoch, stacked=True, shows_weights=False)

@@ -286,10 +286,11 @@ class StepView:
             target = self.kept[name] if name in self.kept else self.scratch[name]
             if value.untyped_storage()._cdata == target.untyped_storage()._cdata:
                 continue
-            if not self._all_active and name in self.kept:
-                takes_step = active.reshape(*active.shape, *[1] * (target.dim() - active.dim())) > 0
-                value = torch.where(takes_step, value.to(target.dtype), target)
-            target.copy_(value)
+            if self._all_active:
+                target.copy_(value)
+            else:
+                takes_step = active.reshape([*active.shape, *[1] * (target.dim() - active.dim())]) > 0
+                torch.where(takes_step, value.to(target.dtype), target, out=target)
 
     def count(self, numbers: Tensors) -> None:
         """Add tensors of each client to kept ones of the same names and shapes: numbers, or gradients."""

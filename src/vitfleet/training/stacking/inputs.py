@@ -113,6 +113,8 @@ class StackInputs:
             if target.shape != source.shape:
                 target.zero_()
             unpad(target, like=source).copy_(source)
+        if self.scratch.tensors:
+            torch._foreach_zero_(list(self.scratch.tensors.values()))
         for mine, others in zip(self._copied, other._copied, strict=True):
             if mine.tensors:
                 torch._foreach_copy_(list(mine.tensors.values()), list(others.tensors.values()))

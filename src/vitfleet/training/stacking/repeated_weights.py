@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from vitfleet.training.engine import StepEngine
 from vitfleet.training.stacking.stack import Stack
@@ -73,11 +75,30 @@ def repeat_constants(constants: Stack, parts: int) -> Stack:
     return Stack(tensors, constants.stacked_names)
 
 
+def repeat_given(given: tuple[Any, ...], parts: int, stacked: bool, shared: Collection[int]) -> tuple[Any, ...]:
+    """Return arguments of a loss of which every part has those of its client.
+
+    Parameters
+    ----------
+    shared
+        Identities of tensors that all clients share, and so all parts.
+    """
+
+    def repeat(tensor: Tensor) -> Tensor:
+        if id(tensor) in shared:
+            return tensor
+        return tensor.repeat_interleave(parts, dim=0) if stacked else tensor.expand(parts, *tensor.shape)
+
+    repeated: tuple[Any, ...] = tree_map_only(Tensor, repeat, given)
+    return repeated
+
+
 def by_part(
     gradients: Mapping[str, Tensor], leaves: Mapping[str, Tensor], parts: int, stacked: bool
 ) -> dict[str, Tensor]:
     """Return the gradients of repeated leaves in the shapes of the leaves, with an axis of parts after the clients'."""
     axis = 1 if stacked else 0
     return {
-        name: gradients[name].reshape(*leaf.shape[:axis], parts, *leaf.shape[axis:]) for name, leaf in leaves.items()
+        name: gradient.reshape(*leaves[name].shape[:axis], parts, *leaves[name].shape[axis:])
+        for name, gradient in gradients.items()
     }

@@ -1,9 +1,9 @@
-"""Reference gradients of teachers: by hand with autograd, stacked, captured, and with running statistics."""
+"""FedKNOW's distilled gradients of teachers: by hand with autograd, stacked, captured, with running statistics."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,15 +15,16 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.fedknow import distillation_losses, expand_weights
-from vitfleet.methods.continual.projection import GradientIntegrator, MostDissimilar
+from vitfleet.methods.continual.fedknow import TEACHERS, DistilledGradients, distillation_losses, expand_weights
+from vitfleet.methods.continual.projection import zero_counts
+from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.local_training import Teachers
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult, Objective, ReferenceGradients, Step
-from vitfleet.training.trainer import Trainer
+from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
+from vitfleet.training.step import StepView
 
 TASKS = torch.tensor([0, 0, 1, 1, 1])
 LABELS = (0, 3, 1)  # a class of each teacher's task
@@ -31,39 +32,51 @@ TEMPERATURE = 2.0
 SGD: dict[str, object] = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1, "schedule": "constant"}
 
 
-class LastReference:
-    """Applies the sum of the present references instead of the gradient."""
+@dataclass(frozen=True)
+class SummedReferences:
+    """Applies the sum of the present teachers' gradients instead of the batch's, and counts them."""
 
-    counts = ("references",)
+    distilled: DistilledGradients
 
-    def __call__(
-        self, gradients: Tensors, references: ReferenceGradients | None, step: Step
-    ) -> tuple[Tensors, Tensors]:
-        assert references is not None
-        present = references.present
-        summed = {
-            name: (rows * present.view(-1, *(1,) * (rows.dim() - 1))).sum(0)
-            for name, rows in references.gradients.items()
-        }
-        return summed, {"references": present.sum().float()}
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        view.grad(cross_entropy, batch)
+        references = self.distilled(view, batch, None)
+        view.count({"references": view.map(lambda present: present.sum(), references.present)})
+        summed: Tensors = view.map(sum_present, references.gradients, references.present)
+        return summed
 
 
-def make_teachers(net: Net, seed: int, absent: int | None = None, count: int = len(LABELS)) -> Teachers:
-    """Return teachers that keep a third of random weights."""
+def sum_present(rows: Tensors, present: Tensor) -> Tensors:
+    return {name: (tensor * present.view(-1, *(1,) * (tensor.dim() - 1))).sum(0) for name, tensor in rows.items()}
+
+
+def distilled_of(net: Net, dtype: torch.dtype | None = None) -> DistilledGradients:
+    shapes = {name: net.parts.shapes[name] for name in net.parts.trainable(net.parts.whole)}
+    return DistilledGradients(tuple(shapes.items()), TEMPERATURE, dtype)
+
+
+def make_teachers(net: Net, seed: int, absent: int | None = None, count: int = len(LABELS)) -> dict[str, Tensor]:
+    """Return teachers that keep a third of random weights, as the constants of a training."""
     random = torch.Generator().manual_seed(seed)
     total = net.parts.count_parameters(net.parts.whole)
     indices = torch.stack([torch.randperm(total, generator=random)[: total // 3] for _ in range(count)])
     present = torch.tensor([index != absent for index in range(count)])
     values = torch.randn(count, total // 3, generator=random) * 0.3 * present[:, None]
     labels = torch.tensor([LABELS[index % len(LABELS)] for index in range(count)])
-    return Teachers(values, indices.int(), labels, torch.full((count,), TEMPERATURE), present)
+    tensors = {"values": values, "indices": indices.int(), "label": labels, "present": present}
+    return {TEACHERS + name: tensor for name, tensor in tensors.items()}
 
 
-def dense(net: Net, teachers: Teachers, index: int) -> dict[str, Tensor]:
+def in_double(teachers: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in teachers.items()}
+
+
+def dense(net: Net, teachers: Tensors, index: int) -> dict[str, Tensor]:
     """Return a teacher's weights, number by number."""
     names = list(net.parts.trainable(net.parts.whole))
     vector = torch.zeros(sum(net.parts.shapes[name].numel() for name in names))
-    for value, position in zip(teachers.values[index], teachers.indices[index].tolist(), strict=True):
+    values, indices = teachers[f"{TEACHERS}values"][index], teachers[f"{TEACHERS}indices"][index]
+    for value, position in zip(values, indices.tolist(), strict=True):
         vector[position] = value
     weights, start = {}, 0
     for name in names:
@@ -89,9 +102,16 @@ def test_gradient_of_a_teacher_is_that_of_autograd_by_hand(
 ) -> None:
     trainer = replace(make_trainer(batch_size=12, **SGD), class_to_task=TASKS if known else None)
     weights, shard, teachers = tiny_net.initial_weights(), make_shard(0, 12), make_teachers(tiny_net, 0, absent=2)
-    fit = Fit(weights, Objective(tiny_net.parts.whole, transform=LastReference()), 1, memory=teachers)
-    result = trainer.fit(fit, shard, RngContext(7, 3, 0))
-    assert float(result.observed["references"]) == 2
+    training = LocalTraining(
+        weights,
+        tiny_net.parts.whole,
+        1,
+        SummedReferences(distilled_of(tiny_net)),
+        constants=teachers,
+        kept={"references": torch.zeros(())},
+    )
+    result = trainer.train(training, shard, RngContext(7, 3, 0))
+    assert float(result.kept["references"]) == 2
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
     losses = []
     for index in range(2):
@@ -120,38 +140,37 @@ def test_distillation_loss_ignores_classes_of_other_tasks() -> None:
 def test_expanded_weights_of_stacked_clients_are_those_of_each(tiny_net: Net) -> None:
     parts, teachers = tiny_net.parts, make_teachers(tiny_net, 1)
     shapes = {name: parts.shapes[name] for name in parts.trainable(parts.whole)}
-    stacked = expand_weights(teachers.values, teachers.indices, shapes)
-    for index in range(len(teachers)):
+    values, indices = teachers[f"{TEACHERS}values"], teachers[f"{TEACHERS}indices"]
+    stacked = torch.vmap(lambda values, indices: expand_weights(values, indices, shapes))(values, indices)
+    for index in range(len(values)):
         for name, tensor in dense(tiny_net, teachers, index).items():
             assert torch.equal(stacked[name][index], tensor)
 
 
-def fit_group(trainer: Trainer, fits: list[Fit], make_shard: MakeShard, round: int = 3) -> list[ClientFit]:
+def make_group(trainings: list[LocalTraining], make_shard: MakeShard, round: int) -> list[ClientTraining]:
     sizes = (20, 9, 27)
     return [
-        ClientFit(fit, make_shard(client, client + size), RngContext(7, round, client))
-        for client, (fit, size) in enumerate(zip(fits, sizes, strict=True))
+        ClientTraining(training, make_shard(client, client + size), RngContext(7, round, client))
+        for client, (training, size) in enumerate(zip(trainings, sizes, strict=True))
     ]
 
 
-def assert_close(results: list[FitResult], expected: list[FitResult]) -> None:
+def assert_close(results: list[LocalResult], expected: list[LocalResult]) -> None:
     for result, reference in zip(results, expected, strict=True):
         assert result.steps == reference.steps
-        assert result.observed.keys() == reference.observed.keys()
-        for name, count in reference.observed.items():
-            assert float(result.observed[name]) == float(count), name
+        assert result.kept.keys() == reference.kept.keys()
+        for name, count in reference.kept.items():
+            assert float(result.kept[name]) == float(count), name
         for name, tensor in reference.weights.items():
             distance = float((result.weights[name] - tensor).norm())
             assert distance <= 1e-4 * float(tensor.norm()) + 1e-6, name
 
 
-@pytest.mark.parametrize(
-    ("k", "every", "restore_every", "mask_ratio"), [(9, 1, 1, 0.0), (2, 3, 1, 0.5), (2, 1, 2, 0.0)]
-)
+@pytest.mark.parametrize(("k", "rerank", "recompute", "mask_ratio"), [(9, 1, 1, 0.0), (2, 3, 1, 0.5), (2, 1, 2, 0.0)])
 def test_stacked_clients_have_the_gradients_of_their_own_teachers(
     k: int,
-    every: int,
-    restore_every: int,
+    rerank: int,
+    recompute: int,
     mask_ratio: float,
     captured: list[CudaGraphRunner],
     tiny_net: Net,
@@ -164,24 +183,27 @@ def test_stacked_clients_have_the_gradients_of_their_own_teachers(
     mean, std = trainer.preprocess.mean.double(), trainer.preprocess.std.double()
     trainer = replace(trainer, preprocess=Preprocess(trainer.preprocess.image_size, mean, std), class_to_task=TASKS)
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
-    objective = Objective(
-        tiny_net.parts.whole,
-        transform=GradientIntegrator(check=True),
-        selector=MostDissimilar(k, every),
-        restore_every=restore_every,
-    )
+    restorer = Restorer(4, k, rerank=rerank, recompute=recompute)
     weights = {name: tensor.double() for name, tensor in tiny_net.initial_weights().items()}
     for round in (1, 2):
-        fits = [
-            Fit(weights, objective, 1, memory=make_teachers(tiny_net, 10 * round + client, client % 2 or None, 4))
+        trainings = [
+            LocalTraining(
+                weights,
+                tiny_net.parts.whole,
+                1,
+                IntegratedStep(restorer, distilled_of(tiny_net, restorer.dtype)),
+                constants=in_double(make_teachers(tiny_net, 10 * round + client, client % 2 or None, 4)),
+                kept=zero_counts(trainer.machine.device),
+                scratch=restorer.scratch(weights),
+            )
             for client in range(3)
         ]
-        group = fit_group(trainer, fits, make_shard, round)
-        alone = [trainer.fit(each.fit, each.shard, each.rng) for each in group]
-        assert sum(float(result.observed["rotated"]) for result in alone) > 0
-        assert_close(trainer.fit_cohort(group), alone)
+        group = make_group(trainings, make_shard, round)
+        alone = [trainer.train(each.training, each.shard, each.rng) for each in group]
+        assert sum(float(result.kept["rotated"]) for result in alone) > 0
+        assert_close(trainer.train_together(group), alone)
         before = len(captured)
-        assert_close(graphed.fit_cohort(group), alone)
+        assert_close(graphed.train_together(group), alone)
         assert (len(captured) > before) == (round == 1), "captured steps serve other teachers"
 
 
@@ -194,13 +216,14 @@ def test_running_statistics_are_those_of_the_training_alone(make_trainer: MakeTr
     trainer = replace(make_trainer(batch_size=8, **SGD), net=net)
     mean, std = torch.tensor(net.mean), torch.tensor(net.std)
     trainer = replace(trainer, preprocess=Preprocess(net.image_size, mean, std))
-    plain = Fit(net.initial_weights(), Objective(net.parts.whole), 1)
+    plain = LocalTraining(net.initial_weights(), net.parts.whole, 1)
     taught = replace(
         plain,
-        objective=Objective(net.parts.whole, transform=LastReference()),
-        memory=make_teachers(net, 0),
+        step=SummedReferences(distilled_of(net)),
+        constants=make_teachers(net, 0),
+        kept={"references": torch.zeros(())},
     )
-    results = [trainer.fit(fit, shard, RngContext(0, 1, 0)).weights for fit in (plain, taught)]
+    results = [trainer.train(training, shard, RngContext(0, 1, 0)).weights for training in (plain, taught)]
     buffers = [name for name in net.parts.shapes if name not in net.parts.parameters]
     assert buffers
     assert all(torch.equal(results[0][name], results[1][name]) for name in buffers)

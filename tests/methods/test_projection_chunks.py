@@ -9,16 +9,13 @@ from torch import Tensor
 from vitfleet.message import Tensors
 from vitfleet.methods.continual.projection import (
     CHUNK,
-    GradientIntegrator,
-    GradientRotation,
+    References,
     as_row,
-    cosines,
     from_chunks,
-    inner_products,
-    project_gradient,
+    project,
     to_chunks,
 )
-from vitfleet.training.step import ReferenceGradients, Step
+from vitfleet.methods.continual.restorer import RotatedStep, angles, rotate
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "below": {"a": (5, 7), "b": (CHUNK - 1,)},
@@ -47,11 +44,6 @@ def as_matrix(references: Tensors) -> Tensor:
     return torch.cat([rows.flatten(1) for rows in references.values()], dim=1).double()
 
 
-def empty_step() -> Step:
-    empty = torch.empty(0)
-    return Step(empty, empty, empty, {}, {}, empty, torch.tensor(0))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_every_row_of_the_chunks_is_a_gradient_and_zeros(
@@ -77,12 +69,14 @@ def test_every_row_of_the_chunks_is_a_gradient_and_zeros(
 def test_inner_products_are_those_of_the_whole_gradients(shapes: dict[str, tuple[int, ...]]) -> None:
     gradients, references = problem(shapes, k=3, dtype=torch.float32)
     matrix, vector = as_matrix(references), as_matrix(as_row(gradients))[0]
-    gram, slack, squared_norm = inner_products(to_chunks(references, as_row(gradients)))
+    chunks = to_chunks(references, as_row(gradients))
+    products = (chunks @ chunks.mT).sum(0)
+    gram, slack, squared_norm = products[:-1, :-1], products[:-1, -1], products[-1, -1]
     torch.testing.assert_close(gram, matrix @ matrix.T, rtol=1e-12, atol=1e-9)
     torch.testing.assert_close(slack, matrix @ vector, rtol=1e-12, atol=1e-9)
     torch.testing.assert_close(squared_norm, vector @ vector, rtol=1e-12, atol=1e-9)
     expected = slack / gram.diagonal().sqrt() / squared_norm.sqrt()
-    torch.testing.assert_close(cosines(gradients, references), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(angles(gradients, references), -expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_order_of_tensors_is_that_of_the_last_group() -> None:
@@ -103,14 +97,14 @@ def test_gradients_that_are_not_contiguous_give_the_same_chunks() -> None:
 def test_projection_of_parts_is_that_of_one_vector(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
     gradients, references = problem(shapes, k=3, dtype=dtype)
     present = torch.ones(3, dtype=torch.bool)
-    projected = project_gradient(gradients, references, present)
+    projected, counts = project(gradients, References(references, present))
     vector = torch.cat([tensor.flatten() for tensor in gradients.values()])
-    whole = project_gradient({"w": vector}, {"w": as_matrix(references)}, present)
-    assert bool(projected.rotated)
-    torch.testing.assert_close(torch.cat([t.flatten() for t in projected.gradients.values()]), whole.gradients["w"])
-    for name, tensor in projected.gradients.items():
+    whole, _ = project({"w": vector}, References({"w": as_matrix(references)}, present))
+    assert bool(counts["rotated"])
+    torch.testing.assert_close(torch.cat([tensor.flatten() for tensor in projected.values()]), whole["w"])
+    for name, tensor in projected.items():
         assert (tensor.shape, tensor.dtype) == (gradients[name].shape, torch.float32)
-    lowest = (as_matrix(references) @ as_matrix(as_row(projected.gradients))[0]).min()
+    lowest = (as_matrix(references) @ as_matrix(as_row(projected))[0]).min()
     assert float(lowest) >= -1e-6 * float(vector.norm()) ** 2
 
 
@@ -120,7 +114,7 @@ def test_chunks_and_projections_are_the_same_lifted_over_clients(dtype: torch.dt
     present = torch.tensor([[True] * 3, [True, False, True], [False] * 3, [True] * 3])
 
     def chunks_and_projection(gradients: Tensors, references: Tensors, present: Tensor) -> tuple[Tensor, Tensors]:
-        projected, _ = GradientIntegrator(check=True)(gradients, ReferenceGradients(references, present), empty_step())
+        projected, _ = project(gradients, References(references, present))
         return to_chunks(references, as_row(gradients)), projected
 
     chunks, projected = torch.vmap(chunks_and_projection)(gradients, references, present)
@@ -134,21 +128,21 @@ def test_chunks_and_projections_are_the_same_lifted_over_clients(dtype: torch.dt
 
 
 @pytest.mark.parametrize("stored", [0, 2])
-def test_rotation_is_the_projection_of_the_last_reference_lifted_over_clients(stored: int) -> None:
+def test_rotation_is_a_projection_of_the_gradient_before_lifted_over_clients(stored: int) -> None:
     after, references = problem(SHAPES["mixed"], 3, k=stored + 1, dtype=torch.float32)
-    present = torch.ones(3, stored + 1, dtype=torch.bool)
-
-    def rotate(after: Tensors, references: Tensors, present: Tensor) -> tuple[Tensors, Tensors]:
-        return GradientRotation(check=True)(after, ReferenceGradients(references, present), empty_step())
-
-    rotated, counts = torch.vmap(rotate)(after, references, present)
+    before = {name: rows[:, -1] for name, rows in references.items()}
+    tasks = {name: rows[:, :-1] for name, rows in references.items()}
+    present = torch.ones(3, stored, dtype=torch.bool)
+    if stored:
+        rotated, counts = torch.vmap(RotatedStep().rotate_among)(before, after, tasks, present)
+    else:
+        rotated, counts = torch.vmap(rotate)(before, after)
     assert counts["rotated"].tolist() == [1, 1, 1]
-    assert not counts["obtuse"].any()
     for client in range(3):
-        before = {name: rows[client, -1] for name, rows in references.items()}
-        constraints = {
-            name: torch.cat([rows[client, :-1], after[name][client, None]]) for name, rows in references.items()
-        }
-        expected = project_gradient(before, constraints, present[client]).gradients
+        own = {name: tensor[client] for name, tensor in before.items()}
+        constraints = {name: torch.cat([rows[client], after[name][client, None]]) for name, rows in tasks.items()}
+        expected, _ = project(own, References(constraints, torch.ones(stored + 1, dtype=torch.bool)))
         for name, tensor in expected.items():
             torch.testing.assert_close(rotated[name][client], tensor)
+        lowest = (as_matrix(constraints) @ as_matrix(as_row(expected))[0]).min()
+        assert float(lowest) >= -1e-6 * float(as_matrix(as_row(own)).norm()) ** 2

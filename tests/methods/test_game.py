@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.bcn import SequentialGame, game_gradients, unit_per_image
+from vitfleet.methods.continual.bcn import GameStep, unit_per_image
+from vitfleet.methods.continual.stored_samples import REPLAY
 from vitfleet.models.net import Net
 from vitfleet.training.capture.runner import CudaGraphRunner
-from vitfleet.training.local_training import ReplayBuffer
-from vitfleet.training.stacking.inputs import ClientFit, RngContext
-from vitfleet.training.step import Fit, FitResult, Objective, cross_entropy
+from vitfleet.training.local_training import LocalResult, LocalTraining, SampleSet
+from vitfleet.training.passes import Pass
+from vitfleet.training.stacking.inputs import ClientTraining, RngContext
 
-GAME = SequentialGame(cross_entropy, beta=0.9, epsilon=0.3, ascent_steps=1, descent_rate=0.05, descent_steps=1)
+GAME = GameStep(beta=0.9, epsilon=0.3, ascent_steps=1, descent_rate=0.05, descent_steps=1)
 GAMES = [GAME, replace(GAME, ascent_steps=3, descent_steps=2)]
 
 
@@ -51,9 +53,52 @@ class Toy:
     def memory(self, weights: Tensors, perturbation: Tensor) -> Tensor:
         return self.loss(self.images + perturbation, weights)
 
-    def play(self, game: SequentialGame, weights: Tensors) -> tuple[Tensor, dict[str, Tensor]]:
-        leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-        return game_gradients(game, self.new(leaves), self.memory, leaves, torch.zeros_like(self.images))
+    def play(self, game: GameStep, weights: Tensors) -> tuple[Tensor, Tensors]:
+        view: Any = ToyView(self, weights)
+        gradients = game(view, view.batch)
+        return view.value, gradients
+
+
+class ToyView:
+    """What a step sees of the toy problem; samples are their name."""
+
+    batch = "batch"
+
+    def __init__(self, toy: Toy, weights: Tensors) -> None:
+        self.toy, self.weights = toy, weights
+        self.value = torch.zeros(())
+
+    def drawn(self, name: str) -> str:
+        return name
+
+    def zero_perturbation(self, samples: str) -> Tensor:
+        return torch.zeros_like(self.toy.images)
+
+    def report_mean(self, value: Tensor) -> None:
+        self.value = value
+
+    def value_and_grad(
+        self,
+        loss: object,
+        samples: str,
+        perturbation: Tensor | None = None,
+        input_gradient: bool = False,
+        at: Tensors | None = None,
+    ) -> Pass:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in (at or self.weights).items()}
+        shift = (self.zero_perturbation(samples) if perturbation is None else perturbation.clone()).requires_grad_()
+        value = self.toy.new(leaves) if samples == self.batch else self.toy.memory(leaves, shift)
+        *gradients, of_input = torch.autograd.grad(value, [*leaves.values(), shift], allow_unused=True)
+        found = of_input if input_gradient else None
+        return Pass(dict(zip(leaves, gradients, strict=True)), value.detach(), (), found)
+
+    def grad(self, loss: object, samples: str, at: Tensors) -> Tensors:
+        return self.value_and_grad(loss, samples, at=at).gradients
+
+    def input_grad(self, loss: object, samples: str, perturbation: Tensor) -> Tensor:
+        found = self.value_and_grad(loss, samples, perturbation, input_gradient=True).input_gradient
+        assert found is not None
+        return found
 
 
 def start() -> dict[str, Tensor]:
@@ -67,7 +112,7 @@ def gradient_of(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("game", GAMES, ids=["one step", "several steps"])
-def test_value_and_gradient_are_those_of_autograd_by_hand(game: SequentialGame) -> None:
+def test_value_and_gradient_are_those_of_autograd_by_hand(game: GameStep) -> None:
     toy, weights = Toy.make(0), start()
     shifts = torch.zeros_like(toy.images)
     for _ in range(game.ascent_steps):
@@ -95,7 +140,7 @@ def test_value_and_gradient_are_those_of_autograd_by_hand(game: SequentialGame) 
 
 
 @pytest.mark.parametrize("game", GAMES, ids=["one step", "several steps"])
-def test_the_games_value_decreases_along_its_gradient(game: SequentialGame) -> None:
+def test_the_games_value_decreases_along_its_gradient(game: GameStep) -> None:
     toy, weights, values = Toy.make(1), start(), []
     for _ in range(60):
         value, gradients = toy.play(game, weights)
@@ -112,7 +157,7 @@ def test_an_image_without_gradient_is_not_perturbed() -> None:
     assert not unit_per_image(gradient)[0].any()
 
 
-def assert_close(results: list[FitResult], expected: list[FitResult]) -> None:
+def assert_close(results: list[LocalResult], expected: list[LocalResult]) -> None:
     for result, reference in zip(results, expected, strict=True):
         assert result.steps == reference.steps
         torch.testing.assert_close(result.loss, reference.loss, rtol=1e-5, atol=1e-6)
@@ -123,7 +168,7 @@ def assert_close(results: list[FitResult], expected: list[FitResult]) -> None:
 
 @pytest.mark.parametrize(("game", "mask_ratio"), [(GAMES[0], 0.5), (GAMES[1], 0.0)], ids=["one step", "several steps"])
 def test_stacked_and_captured_clients_play_as_each_would_alone(
-    game: SequentialGame,
+    game: GameStep,
     mask_ratio: float,
     captured: list[CudaGraphRunner],
     tiny_net: Net,
@@ -141,25 +186,12 @@ def test_stacked_and_captured_clients_play_as_each_would_alone(
     )
     graphed = replace(trainer, machine=replace(trainer.machine, graphs=True))
     weights = {name: tensor.double() for name, tensor in tiny_net.initial_weights().items()}
-    objective = Objective(tiny_net.parts.whole, game)
     group = []
     for client, (size, stored) in enumerate(((20, 3), (9, 17), (15, 8))):
-        buffer = ReplayBuffer(tiny_images.images[:stored], tiny_images.labels[:stored], 2)
-        fit = Fit(weights, objective, 1, replay=buffer)
-        group.append(ClientFit(fit, make_shard(client, client + size), RngContext(7, 3, client)))
-    alone = [trainer.fit(each.fit, each.shard, each.rng) for each in group]
-    assert_close(trainer.fit_cohort(group), alone)
-    assert_close(graphed.fit_cohort(group), alone)
+        drawn = SampleSet(tiny_images.images[None, :stored], tiny_images.labels[None, :stored], (stored,), draws=2)
+        training = LocalTraining(weights, tiny_net.parts.whole, 1, game, sets={REPLAY: drawn})
+        group.append(ClientTraining(training, make_shard(client, client + size), RngContext(7, 3, client)))
+    alone = [trainer.train(each.training, each.shard, each.rng) for each in group]
+    assert_close(trainer.train_together(group), alone)
+    assert_close(graphed.train_together(group), alone)
     assert captured
-
-
-def test_without_memory_the_loss_is_that_of_the_batch(
-    tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
-) -> None:
-    trainer, shard, weights = make_trainer(batch_size=8), make_shard(0, 12), tiny_net.initial_weights()
-    plain, played = (
-        trainer.fit(Fit(weights, Objective(tiny_net.parts.whole, loss), 1), shard, RngContext(7, 3, 0))
-        for loss in (cross_entropy, GAME)
-    )
-    assert torch.equal(plain.loss, played.loss)
-    assert all(torch.equal(plain.weights[name], played.weights[name]) for name in plain.weights)

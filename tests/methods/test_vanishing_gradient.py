@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
-from vitfleet.methods.continual.projection import project_gradient
+from vitfleet.methods.continual.projection import References, project
 
 Floats = NDArray[np.float64]
 SHAPES = ((2, 1), (5, 2), (8, 3), (14, 4), (9, 6), (11, 8), (22, 9), (24, 11))  # references, parameters
@@ -44,7 +44,7 @@ def test_a_gradient_of_which_nothing_remains_is_exactly_zero(dtype: torch.dtype)
     for k, width in SHAPES:
         problems = [crowded_problem(seed, k, width) for seed in range(CASES)]
         gradients, rows = (torch.tensor(np.stack(column), dtype=dtype) for column in zip(*problems, strict=True))
-        projected, degenerate = torch.vmap(project)(gradients, rows)
+        projected, degenerate = torch.vmap(row_projected)(gradients, rows)
         for case in range(CASES):
             applied, g, constraints = (one[case].double().numpy() for one in (projected, gradients, rows))
             expected, length = by_nnls(g, constraints), float(np.linalg.norm(g))
@@ -59,6 +59,6 @@ def test_a_gradient_of_which_nothing_remains_is_exactly_zero(dtype: torch.dtype)
     assert vanished > len(SHAPES) * CASES / 4, "they are no exception among such problems"
 
 
-def project(gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    projected = project_gradient({"w": gradient}, {"w": rows}, torch.ones(len(rows), dtype=torch.bool))
-    return projected.gradients["w"], projected.degenerate
+def row_projected(gradient: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    projected, counts = project({"w": gradient}, References({"w": rows}, torch.ones(len(rows), dtype=torch.bool)))
+    return projected["w"], counts["degenerate"]

@@ -1,0 +1,106 @@
+"""What a training can be: steps that are compared by value, sets of samples, tensors by group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from vitfleet.message import Tensors
+from vitfleet.models.parts import Selection
+from vitfleet.training.local_training import LocalTraining, SampleSet
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.step import Step, StepView, cross_entropy_step
+
+
+@dataclass
+class Mutable:
+    """A dataclass that is not frozen has no hash."""
+
+    rate: float = 0.1
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+
+@dataclass(frozen=True)
+class HoldsAList:
+    """A frozen one has none if a field has none."""
+
+    rates: list[float] = field(default_factory=list)
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    rate: float = 0.1
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        return view.grad(cross_entropy, batch)
+
+
+def training_of(step: Step) -> LocalTraining:
+    weights = {"a": torch.zeros(2), "b": torch.ones(3)}
+    return LocalTraining(weights, Selection(("a",)), 1, step)
+
+
+@pytest.mark.parametrize("step", [Mutable(), HoldsAList()], ids=["not frozen", "a field without hash"])
+def test_a_step_that_has_no_hash_is_refused(step: Step) -> None:
+    with pytest.raises(TypeError, match=r"^step .*: write it as a function of a module, or as a frozen dataclass"):
+        training_of(step)
+
+
+def test_steps_are_compared_by_value() -> None:
+    assert training_of(Frozen(0.3)).stacks_with(training_of(Frozen(0.3)))
+    assert not training_of(Frozen(0.3)).stacks_with(training_of(Frozen(0.2)))
+    assert training_of(cross_entropy_step).stacks_with(training_of(cross_entropy_step))
+    assert not training_of(cross_entropy_step).stacks_with(training_of(partial(cross_entropy_step)))
+
+
+def sample_set(sizes: tuple[int, ...]) -> SampleSet:
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (len(sizes), max(sizes), 1, 2, 2), dtype=torch.uint8, generator=random)
+    labels = torch.randint(0, 5, (len(sizes), max(sizes)), generator=random)
+    return SampleSet(images, labels, sizes, stored={"logits": torch.rand(len(sizes), max(sizes), 5, generator=random)})
+
+
+def test_tensors_by_group_make_the_same_training() -> None:
+    """Dry runs and costs replace the tensors of a training by ones without values."""
+    training = replace(
+        training_of(Frozen()),
+        constants={"anchor": torch.ones(2)},
+        kept={"steps": torch.zeros(())},
+        scratch={"rows": torch.empty(3, device="meta")},
+        sets={"memory": sample_set((4, 2)), "replay": replace(sample_set((3,)), draws=2)},
+    )
+    groups = training.tensor_groups()
+    assert set(groups) == {"weights", "constants", "kept", "scratch", "sets.memory", "sets.replay"}
+    doubled = training.with_tensor_groups({key: {n: t * 2 for n, t in group.items()} for key, group in groups.items()})
+    assert torch.equal(doubled.constants["anchor"], torch.full((2,), 2.0))
+    assert torch.equal(doubled.sets["memory"].labels, training.sets["memory"].labels * 2)
+    stored = training.sets["replay"].stored["logits"]
+    assert torch.equal(doubled.sets["replay"].stored["logits"], stored * 2)
+    assert doubled.sets["replay"].draws == 2
+    assert list(training.drawn_sets()) == ["replay"]
+    assert training.stacks_with(doubled)
+
+
+def test_parts_of_a_set_are_ordered_by_falling_size_and_padded() -> None:
+    def part(size: int, label: int) -> tuple[Tensor, Tensor]:
+        return torch.full((size, 1, 2, 2), label, dtype=torch.uint8), torch.full((size,), label, dtype=torch.int16)
+
+    found = SampleSet.of_parts([part(2, 7), None, part(5, 3)])
+    assert found.sizes == (5, 2, 0)
+    assert len(found) == 3
+    assert found.labels.dtype == torch.long
+    assert found.labels.tolist() == [[3] * 5, [7, 7, 0, 0, 0], [0] * 5]
+    assert found.images[:, :, 0, 0, 0].tolist() == found.labels.tolist()
+    weight = found.sample_weight()
+    torch.testing.assert_close(weight[0], torch.full((5,), 1 / 5))
+    torch.testing.assert_close(weight[1], torch.tensor([0.5, 0.5, 0, 0, 0]))
+    assert not weight[2].any()
