@@ -13,7 +13,6 @@ from typing import Any
 import click
 import pytest
 import typer.main
-from safetensors.torch import load_file
 
 import vitfleet
 from conftest import Command
