@@ -38,12 +38,10 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.message import Numbers, State, Tensors
 from vitfleet.methods.base import ClientJob
+from vitfleet.methods.continual.replay import REPLAY, drawn_before
 from vitfleet.methods.continual.stored_samples import (
-    MEMORY_METRICS,
-    REPLAY,
     MemoryMethod,
     StorageParams,
-    drawn_before,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
@@ -160,7 +158,7 @@ class DyTox(MemoryMethod[DyToxParams]):
     """Dynamic token expansion."""
 
     client_metrics = (
-        *MEMORY_METRICS,
+        *MemoryMethod.client_metrics,
         ClientMetric("tokens", "task tokens, client with most", "max"),
         ClientMetric("distilled", "rounds with a teacher", "sum"),
     )
@@ -204,7 +202,7 @@ class DyTox(MemoryMethod[DyToxParams]):
             constants=constants,
             sets={} if replayed is None else {REPLAY: replayed},
         )
-        local = self.with_memory(job, weights, result, self.random_scores(job), {"distilled": int(bool(teacher))})
+        local = self.with_memory(job, weights, result, {"distilled": int(bool(teacher))})
         trained = local.weights if task is None else committed(local.weights, task)
         sent = {f"{_SENT_TOKEN}{task}": trained[NEW_TOKEN]} if self.params.tokens == "shared" else {}
         return replace(

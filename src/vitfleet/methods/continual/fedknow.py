@@ -40,16 +40,22 @@ from vitfleet.config.registry import register_method
 from vitfleet.data.rounding import round_half_up
 from vitfleet.message import Numbers, Tensors, add_prefix, label_dtype, with_prefix
 from vitfleet.methods.base import ClientJob
-from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
-from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
+from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.restorer import (
+    BEFORE,
+    INTEGRATION_METRICS,
+    IntegratedStep,
+    Restorer,
+    RestorerParams,
+    RotatedStep,
+    fine_tuning_counts,
+)
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, mask_other_tasks
 from vitfleet.training.step import StepView
-
-FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
 
 
 class FedKnowParams(RestorerParams):
@@ -252,8 +258,7 @@ class FedKnow(SharedBody[FedKnowParams]):
 
     needs_tasks = True
     client_metrics = (
-        *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
-        *projection_metrics(),
+        *INTEGRATION_METRICS,
         ClientMetric("knowledge_bytes", "bytes of kept weights, largest client", "max"),
         ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept"),
     )
@@ -274,7 +279,7 @@ class FedKnow(SharedBody[FedKnowParams]):
         if job.client_state is not None and self.params.tune_epochs:
             tuned = yield self.fine_tuning(weights, job.client_state.tensors)
             weights = {**weights, **tuned.weights}
-            numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
+            numbers = fine_tuning_counts(tuned)
         result = yield self.integrated_training(weights, teachers(known, job.task_index))
         trained = {**weights, **result.weights}
         if result.samples:

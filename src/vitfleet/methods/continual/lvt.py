@@ -39,13 +39,10 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, Tensors
 from vitfleet.methods.base import ClientJob, MethodContext
 from vitfleet.methods.continual.quadratic_penalty import whole_images
-from vitfleet.methods.continual.replay import ReplayParams
+from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before
 from vitfleet.methods.continual.stored_samples import (
-    MEMORY_METRICS,
-    REPLAY,
     MemoryMethod,
     StoredTasks,
-    drawn_before,
     reported_counts,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
@@ -148,7 +145,7 @@ class Lvt(MemoryMethod[LvtParams]):
     """Lifelong vision transformer."""
 
     stores_logits = True
-    client_metrics = (*MEMORY_METRICS, ClientMetric("penalized", "rounds with a penalty", "sum"))
+    client_metrics = (*MemoryMethod.client_metrics, ClientMetric("penalized", "rounds with a penalty", "sum"))
 
     def __init__(self, params: LvtParams, context: MethodContext) -> None:
         super().__init__(params, context)
@@ -211,7 +208,7 @@ class Lvt(MemoryMethod[LvtParams]):
         if measured.samples:
             gradients = measured.kept.items()
             latest = {_LATEST + name: (total / measured.samples).to(device) for name, total in gradients}
-        local = self.with_memory(job, weights, result, result.sample_losses, {"penalized": int(bool(previous))})
+        local = self.with_memory(job, weights, result, {"penalized": int(bool(previous))}, result.sample_losses)
         return replace(local, extra_state={**local.extra_state, **previous, **latest})
 
     def previous_task(self, job: ClientJob, stored: StoredTasks) -> dict[str, Tensor]:

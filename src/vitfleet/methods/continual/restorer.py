@@ -9,20 +9,39 @@ the same, and so is the rotation of the gradient after an aggregation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.message import Tensors, add_prefix, with_prefix
-from vitfleet.methods.continual.projection import References, as_row, project, project_last_row, to_chunks
+from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
+from vitfleet.methods.continual.projection import (
+    COUNTED_STEPS,
+    References,
+    as_row,
+    project,
+    projection_counts,
+    to_chunks,
+)
 from vitfleet.methods.personal.shared_body import HeadsParams
+from vitfleet.training.local_training import LocalResult
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import StepView
 
 SELECTED, RESTORED, BEFORE = "selected_tasks", "restored.", "before."
+
+FINE_TUNING = "tuning_"  # prefix of the numbers that count the steps of the fine-tuning
+#: What clients report of fine-tuning, then of the training that follows it.
+INTEGRATION_METRICS = (
+    *(
+        replace(metric, name=FINE_TUNING + metric.name, description=f"fine-tuning {metric.description}")
+        for metric in COUNTED_STEPS
+    ),
+    *COUNTED_STEPS,
+)
 
 #: Computes the gradients of earlier tasks at the current weights: of all of them, or of those with these indices.
 TaskGradients: TypeAlias = Callable[[StepView, Samples, Tensor | None], References]
@@ -118,8 +137,7 @@ class Restorer:
             references = task_gradients(view, batch, None)
             selected = view.map(self.most_dissimilar, gradients, references.gradients, references.present)
             view.keep({SELECTED: selected})
-            chosen, present = view.map(_take, references.gradients, references.present, selected)
-            references = References(chosen, present)
+            references = view.map(_take, references, selected)
         else:
             references = task_gradients(view, batch, view.scratch[SELECTED] if self.chooses else None)
         if self.recompute > 1:
@@ -132,9 +150,9 @@ class Restorer:
         return torch.where(present, scores, -torch.inf).topk(self.k).indices.sort().values
 
 
-def _take(rows: Tensors, present: Tensor, selected: Tensor) -> tuple[Tensors, Tensor]:
-    chosen = {name: tensor.index_select(0, selected) for name, tensor in rows.items()}
-    return chosen, present.index_select(0, selected)
+def _take(references: References, selected: Tensor) -> References:
+    rows = {name: tensor.index_select(0, selected) for name, tensor in references.gradients.items()}
+    return References(rows, references.present.index_select(0, selected))
 
 
 def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
@@ -203,13 +221,9 @@ class IntegratedStep:
         if self.measure is not None:
             view.count(view.map(self.measure, gradients))
         integrated: Tensors
-        integrated, counts = view.map(self.integrate, gradients, references.gradients, references.present)
+        integrated, counts = view.map(partial(project, margin=self.margin), gradients, references)
         view.count(counts)
         return integrated
-
-    def integrate(self, gradients: Tensors, references: Tensors, present: Tensor) -> tuple[Tensors, Tensors]:
-        """Return the projected gradient and the counts of the step."""
-        return project(gradients, References(references, present), self.margin)
 
 
 @dataclass(frozen=True)
@@ -238,26 +252,31 @@ class RotatedStep:
         """Return the gradients to apply."""
         after = view.grad(cross_entropy, batch)
         before = view.grad(cross_entropy, batch, at=with_prefix(view.constants, BEFORE))
+        tasks: list[References] = []
+        if self.restorer is not None and self.task_gradients is not None:
+            tasks.append(self.restorer.references(view, batch, after, self.task_gradients))
         rotated: Tensors
-        if self.restorer is None or self.task_gradients is None:
-            rotated, counts = view.map(rotate, before, after)
-        else:
-            references = self.restorer.references(view, batch, after, self.task_gradients)
-            rotated, counts = view.map(self.rotate_among, before, after, references.gradients, references.present)
+        rotated, counts = view.map(partial(rotate, margin=self.margin), before, after, *tasks)
         view.count(counts)
         return rotated
 
-    def rotate_among(
-        self, before: Tensors, after: Tensors, references: Tensors, present: Tensor
-    ) -> tuple[Tensors, Tensors]:
-        """Return the rotated gradient with earlier tasks among the constraints, and the counts of the step."""
-        is_task = torch.arange(len(present) + 1, device=present.device) < len(present)
-        rows = to_chunks(references, as_row(after), as_row(before))
-        all_present = torch.cat([present, present.new_ones(1)])
-        return project_last_row(rows, before, all_present, self.margin * is_task)
+
+def rotate(before: Tensors, after: Tensors, *tasks: References, margin: float = 0.0) -> tuple[Tensors, Tensors]:
+    """Return the gradient before the aggregation, rotated to an acute angle with that after it, and the counts.
+
+    Parameters
+    ----------
+    tasks
+        Gradients of earlier tasks, with which it has no obtuse angle either.
+    margin
+        GEM's γ for the earlier tasks. That of the gradient after the aggregation is 0.
+    """
+    device = next(iter(after.values())).device
+    aggregated = References(as_row(after), torch.ones(1, dtype=torch.bool, device=device))
+    is_task = torch.cat([*(torch.ones_like(group.present) for group in tasks), torch.zeros_like(aggregated.present)])
+    return project(before, *tasks, aggregated, margin=margin * is_task)
 
 
-def rotate(before: Tensors, after: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the gradient before the aggregation, rotated to an acute angle with that after it, and the counts."""
-    rows = to_chunks(as_row(after), as_row(before))
-    return project_last_row(rows, before, torch.ones(1, dtype=torch.bool, device=rows.device))
+def fine_tuning_counts(result: LocalResult) -> Numbers:
+    """Return what was counted of the projections of a fine-tuning."""
+    return {FINE_TUNING + name: count for name, count in projection_counts(result).items()}
