@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TypeAlias
 
 import torch
@@ -50,6 +49,7 @@ from vitfleet.methods.continual.restorer import (
     RotatedStep,
     fine_tuning_counts,
 )
+from vitfleet.methods.continual.sparse_weights import expand_weights
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.anatomy import Selection
@@ -221,22 +221,6 @@ class DistilledGradients:
 
 def _rows(tensor: Tensor, selected: Tensor) -> Tensor:
     return tensor.index_select(0, selected)
-
-
-def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return the weights of a model of which some were kept; the others are zero.
-
-    Parameters
-    ----------
-    values, indices
-        The kept weights and their positions in the vector of all weights, ``[kept]``.
-    shapes
-        The shape of each weight, in the order of the vector.
-    """
-    sizes = [prod(shape) for shape in shapes.values()]
-    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
-    parts = torch.split(flat, sizes)
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def distillation_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""Sparse weights: the values above a threshold and their positions, as they are sent and stored.
+"""Sparse weights: the values of a selection of weights that are kept, and their positions, as they are sent and stored.
 
-All weights of a selection are one vector, in the selection's order. A sparse vector is two tensors: float values, and
+All weights of the selection are one vector, in the selection's order. A sparse vector is two tensors: float values, and
 their positions as int32. Every number that is kept thus takes eight bytes.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors, all_finite
-from vitfleet.methods.continual.fedknow import expand_weights
 from vitfleet.methods.reported import RejectedUpdateError
 
 VALUES, INDICES = "values", "indices"
@@ -47,10 +47,7 @@ class SparseVector:
 def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> SparseVector:
     """Return the values whose magnitude is greater than a threshold.
 
-    Parameters
-    ----------
-    assumed
-        How many values are kept of tensors without values (a dry run); ``None``: all.
+    Of tensors without values (a dry run) it is ``assumed`` how many these are; ``None``: all.
     """
     vector = torch.cat([weight.flatten() for weight in weights.values()])
     if vector.is_meta:
@@ -60,15 +57,18 @@ def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> 
     return SparseVector(vector[indices], indices.int())
 
 
+def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the weights of a sparse vector, given the shape of each in their order; those that were not kept are 0."""
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
+    parts = torch.split(flat, sizes)
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def densify(vectors: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return the weights of several sparse vectors, stacked on a leading axis: ``[vectors, …]`` of each weight.
 
     Rows of zeros follow, up to the next multiple of ``OTHERS_MULTIPLE``. Without vectors the result is empty.
-
-    Parameters
-    ----------
-    shapes
-        The shape of each weight, in the selection's order.
     """
     if not vectors:
         return {}
@@ -79,18 +79,7 @@ def densify(vectors: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -
 
 
 def check_sparse(tensors: Tensors, length: int, max_change: float | None = None) -> SparseVector:
-    """Return the sparse vector that a client sent.
-
-    Parameters
-    ----------
-    max_change
-        ``aggregate.max_change``, as of weights that start at zero; ``None``: no limit.
-
-    Raises
-    ------
-    RejectedUpdateError
-        It is not one, or not one of this length.
-    """
+    """Return the sparse vector that a client sent, or reject it: ``max_change`` is ``aggregate.max_change``."""
     if tensors.keys() != {VALUES, INDICES}:
         raise RejectedUpdateError("its message has no adaptive weights, or not values and indices alone")
     vector = SparseVector.of_tensors(tensors)

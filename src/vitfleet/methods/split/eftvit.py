@@ -268,16 +268,16 @@ class EftVit(Method[EftVitParams]):
         sent = local_module if self.averages_local_modules(job.round) else {}
         numbers = train_metrics(result) if trainable else {"samples": result.samples}
         message = Message({**self._balanced_features(plan, result.kept), **sent}, numbers)
-        whole_model = model if job.message.tensors else {}
-        never_trained = params.local_rounds == 0
-        return ClientUpdate(message, whole_model, None if never_trained else State(local_module))
+        client_state = None if params.local_rounds == 0 else State(local_module)  # one that is never trained is known
+        return ClientUpdate(message, model if job.message.tensors else {}, client_state)
 
     def _recording(self, plan: SamplingPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the rows of the plan, and empty features: at least one row more, for what is not recorded."""
         context, dtype = self.context, DTYPES[self.params.feature_dtype]
         rows = torch.from_numpy(plan.rows)
         rows = F.pad(rows, (0, -rows.shape[1] % SIZE_MULTIPLE)).to(context.device)
-        num_rows = plan.num_recorded + 1 + -(plan.num_recorded + 1) % SIZE_MULTIPLE
+        num_rows = plan.num_recorded + 1
+        num_rows += -num_rows % SIZE_MULTIPLE
         features = torch.zeros(num_rows, context.num_tokens, context.embed_dim, dtype=dtype, device=context.device)
         scales = {SCALES: torch.ones(features.shape[:2], device=context.device)} if dtype == torch.int8 else {}
         return {ROWS: rows}, {FEATURES: features, **scales}
@@ -286,7 +286,7 @@ class EftVit(Method[EftVitParams]):
         """Return what is sent: the same number of samples of every class."""
         if not plan.num_recorded:
             return {}
-        sent_rows = torch.from_numpy(plan.sent_rows).to(self.context.device)
+        sent_rows = torch.from_numpy(plan.sent_rows).to(recorded[FEATURES].device)
         labels = torch.from_numpy(plan.sent_labels).to(label_dtype(self.context.num_classes))
         return {**{name: tensor[sent_rows] for name, tensor in recorded.items()}, LABELS: labels}
 
