@@ -52,7 +52,18 @@ from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, Number, Numbers, State, Tensors, add_prefix, to_device, with_prefix
+from vitfleet.message import (
+    Message,
+    Number,
+    Numbers,
+    State,
+    Tensors,
+    add_numbers,
+    add_prefix,
+    to_device,
+    with_numbers,
+    with_prefix,
+)
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
@@ -209,9 +220,8 @@ class ClientTasks:
     def state(self) -> State:
         """Return the client's state."""
         latest = {} if self.latest is None else self.latest.tensors()
-        tensors = {**self.model, **latest, **knowledge_tensors(self.knowledge)}
-        for task_index, task in self.past.items():
-            tensors |= add_prefix(f"{PAST}{task_index:04d}.", task.tensors())
+        past = add_numbers(PAST, {task_index: task.tensors() for task_index, task in self.past.items()})
+        tensors = {**self.model, **latest, **knowledge_tensors(self.knowledge), **past}
         return State(tensors, {LATEST_TASK: self.latest_task, KEPT: self.kept})
 
     @classmethod
@@ -221,7 +231,7 @@ class ClientTasks:
         assert isinstance(latest_task, int)
         assert isinstance(kept, int)
         latest = TaskWeights.of_tensors(state.tensors) if latest_task >= 0 else None
-        past = {index: TaskWeights.of_tensors(task) for index, task in numbered(state.tensors, PAST).items()}
+        past = {index: TaskWeights.of_tensors(task) for index, task in with_numbers(state.tensors, PAST).items()}
         return cls(whole.take(state.tensors), latest_task, latest, read_knowledge(state.tensors), past, kept)
 
     def tasks_before(self, task_index: int) -> dict[int, TaskWeights]:
@@ -238,24 +248,14 @@ class ClientTasks:
         return dict(self.model) if task is None else {**self.model, **task.undivided, **task.compose(self.model)}
 
 
-def numbered(tensors: Tensors, prefix: str) -> dict[int, dict[str, Tensor]]:
-    """Return groups of tensors whose names begin with the prefix and the group's number, by number."""
-    found = with_prefix(tensors, prefix)
-    numbers = sorted({name.split(".", 1)[0] for name in found})
-    return {int(number): with_prefix(found, f"{number}.") for number in numbers}
-
-
 def knowledge_tensors(knowledge: Sequence[SparseVector]) -> dict[str, Tensor]:
     """Return the adaptive weights of other clients, as a client receives and keeps them."""
-    tensors: dict[str, Tensor] = {}
-    for row, vector in enumerate(knowledge):
-        tensors |= vector.tensors(f"{KNOWLEDGE}{row:04d}.")
-    return tensors
+    return add_numbers(KNOWLEDGE, {row: vector.tensors() for row, vector in enumerate(knowledge)})
 
 
 def read_knowledge(tensors: Tensors) -> list[SparseVector]:
     """Return the adaptive weights of other clients in a message or a state, in their order."""
-    return [SparseVector.of_tensors(vector) for vector in numbered(tensors, KNOWLEDGE).values()]
+    return [SparseVector.of_tensors(vector) for vector in with_numbers(tensors, KNOWLEDGE).values()]
 
 
 @register_method("fedweit", FedWeitParams, title="FedWEIT")

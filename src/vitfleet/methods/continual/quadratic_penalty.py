@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
+from vitfleet.message import Numbers, Tensors, add_numbers, add_prefix, with_numbers, with_prefix
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
@@ -96,10 +96,8 @@ class LearnedTasks:
 def learned_tensors(learned: LearnedTasks) -> dict[str, Tensor]:
     """Return what a client keeps of its tasks, as tensors of its state."""
     penalty = {} if learned.penalty is None else learned.penalty.tensors()
-    return {
-        **add_prefix(_PENALTY, penalty),
-        **{f"{_LATEST}{learned.latest_task:04d}.{name}": tensor for name, tensor in learned.latest_importance.items()},
-    }
+    latest = {} if learned.latest_task is None else {learned.latest_task: learned.latest_importance}
+    return {**add_prefix(_PENALTY, penalty), **add_numbers(_LATEST, latest)}
 
 
 def read_learned(client_tensors: Tensors) -> LearnedTasks:
@@ -109,9 +107,9 @@ def read_learned(client_tensors: Tensors) -> LearnedTasks:
         importance = with_prefix(client_tensors, _PENALTY + _IMPORTANCE)
         anchor = with_prefix(client_tensors, _PENALTY + _ANCHOR)
         penalty = Penalty(importance, anchor, client_tensors[_PENALTY + _OFFSET])
-    latest = {key.split(".", 1)[1]: tensor for key, tensor in with_prefix(client_tensors, _LATEST).items()}
-    task_indices = {int(key.split(".", 1)[0]) for key in with_prefix(client_tensors, _LATEST)}
-    return LearnedTasks(penalty, max(task_indices, default=None), latest)
+    latest = with_numbers(client_tensors, _LATEST)  # of one task, if any
+    task_index = max(latest, default=None)
+    return LearnedTasks(penalty, task_index, {} if task_index is None else latest[task_index])
 
 
 @dataclass(frozen=True)

@@ -67,27 +67,14 @@ class RestorerParams(HeadsParams):
 
 @dataclass(frozen=True)
 class Restorer:
-    """The gradients of a client's earlier tasks, as its steps need them.
+    """The gradients of a client's earlier tasks, as its steps need them."""
 
-    Attributes
-    ----------
-    tasks
-        How many earlier tasks there are, missed ones included.
-    k
-        How many of them are used.
-    rerank, recompute
-        After how many steps of an epoch tasks are chosen again, and the gradients of the chosen ones are computed
-        again. Between them, the ones computed last are used.
-    bf16
-        Whether gradients are held in bfloat16.
-    """
-
-    tasks: int
-    k: int
+    tasks: int  # how many earlier tasks there are, missed ones included
+    k: int  # how many of them are used
     ranking: Ranking = "wasserstein"
-    rerank: int = 1
-    recompute: int = 1
-    bf16: bool = False
+    rerank: int = 1  # after so many steps of an epoch tasks are chosen again
+    recompute: int = 1  # after so many, their gradients are computed again; between, those computed last are used
+    bf16: bool = False  # whether gradients are held in bfloat16
 
     @classmethod
     def of_params(cls, params: RestorerParams, tasks: int, ranking: Ranking = "wasserstein") -> Restorer:
@@ -113,16 +100,13 @@ class Restorer:
 
     def scratch(self, weights: Tensors) -> dict[str, Tensor]:
         """Return what steps pass on to later ones: the chosen tasks, and their gradients where these are reused."""
-        found: dict[str, Tensor] = {}
+        rows, found = min(self.k, self.tasks), dict[str, Tensor]()
         if self.chooses:
             found[SELECTED] = torch.empty(self.k, dtype=torch.long, device="meta")
         if self.recompute > 1:
-            rows = min(self.k, self.tasks)
-            shapes = {name: (rows, *weight.shape) for name, weight in weights.items()}
-            dtypes = {name: self.dtype or weight.dtype for name, weight in weights.items()}
-            found |= {
-                RESTORED + name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()
-            }
+            for name, weight in weights.items():
+                dtype = self.dtype or weight.dtype
+                found[RESTORED + name] = torch.empty(rows, *weight.shape, dtype=dtype, device="meta")
             found[RESTORED] = torch.empty(rows, dtype=torch.bool, device="meta")
         return found
 
@@ -197,12 +181,7 @@ DISSIMILARITIES: Mapping[Ranking, Callable[[Tensors, Tensors], Tensor]] = {
 class IntegratedStep:
     """Follows the gradient of the batch, projected against those of the most dissimilar earlier tasks.
 
-    Attributes
-    ----------
-    task_gradients
-        How the gradients of earlier tasks are computed.
-    measure
-        What of the gradient is added to the kept tensors, if anything.
+    What ``measure`` returns of the gradient, if anything, is added to the kept tensors.
     """
 
     restorer: Restorer
@@ -233,11 +212,6 @@ class RotatedStep:
     The weights that train are the aggregated ones, those before the aggregation are constants (``before.NAME``). With
     the gradients g_b and g_a of the same batch before and after it, g' = g_b − min(0, g_b·g_a) / ‖g_a‖² · g_a. With a
     restorer, g' is the gradient nearest to g_b that has no obtuse angle with g_a nor with any earlier task's.
-
-    Attributes
-    ----------
-    margin
-        GEM's γ for the earlier tasks. That of g_a is 0.
     """
 
     restorer: Restorer | None = None
@@ -264,12 +238,8 @@ class RotatedStep:
 def rotate(before: Tensors, after: Tensors, *tasks: References, margin: float = 0.0) -> tuple[Tensors, Tensors]:
     """Return the gradient before the aggregation, rotated to an acute angle with that after it, and the counts.
 
-    Parameters
-    ----------
-    tasks
-        Gradients of earlier tasks, with which it has no obtuse angle either.
-    margin
-        GEM's γ for the earlier tasks. That of the gradient after the aggregation is 0.
+    It has no obtuse angle with the gradients of earlier tasks either. ``margin`` is GEM's γ for these; that of the
+    gradient after the aggregation is 0.
     """
     device = next(iter(after.values())).device
     aggregated = References(as_row(after), torch.ones(1, dtype=torch.bool, device=device))

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitfleet.config.base import MethodParams
 from vitfleet.data.rounding import round_half_up
 from vitfleet.errors import ConfigError
-from vitfleet.message import Numbers, Tensors, label_dtype, with_prefix
+from vitfleet.message import Numbers, Tensors, add_numbers, label_dtype, with_numbers
 from vitfleet.methods.base import ClientJob
 from vitfleet.methods.personal.shared_body import SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
@@ -76,20 +76,12 @@ StoredTasks: TypeAlias = Mapping[int, StoredSamples]  # by task index
 
 def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
     """Return the stored tasks as tensors of a client's state."""
-    return {
-        f"{_PREFIX}{task_index:04d}.{name}": tensor
-        for task_index, samples in stored.items()
-        for name, tensor in samples.tensors().items()
-    }
+    return add_numbers(_PREFIX, {task_index: samples.tensors() for task_index, samples in stored.items()})
 
 
 def read_memory(client_tensors: Tensors) -> StoredTasks:
     """Return the stored tasks in the tensors of a client's state, in the order of the tasks."""
-    tasks: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in with_prefix(client_tensors, _PREFIX).items():
-        task_index, kind = name.split(".")
-        tasks.setdefault(int(task_index), {})[kind] = tensor
-    return {task_index: StoredSamples(**tasks[task_index]) for task_index in sorted(tasks)}
+    return {index: StoredSamples(**samples) for index, samples in with_numbers(client_tensors, _PREFIX).items()}
 
 
 def select_samples(scores: Tensor, labels: Tensor, share: float) -> Tensor:
