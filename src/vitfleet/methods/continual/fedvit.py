@@ -31,8 +31,13 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors, add_prefix
-from vitfleet.methods.averaging.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
-from vitfleet.methods.averaging.transfl import MeasuredStep
+from vitfleet.methods.averaging.layer_sharing import (
+    LAYER_FIGURES,
+    LAYER_METRICS,
+    LayerSharing,
+    LayerwiseMean,
+    MeasuredStep,
+)
 from vitfleet.methods.base import Aggregator, ClientJob, MethodContext
 from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
 from vitfleet.methods.continual.restorer import (
