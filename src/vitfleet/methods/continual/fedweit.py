@@ -221,7 +221,8 @@ class ClientTasks:
         """Return the client's state."""
         latest = {} if self.latest is None else self.latest.tensors()
         past = add_numbers(PAST, {task_index: task.tensors() for task_index, task in self.past.items()})
-        tensors = {**self.model, **latest, **knowledge_tensors(self.knowledge), **past}
+        knowledge = add_numbers(KNOWLEDGE, {row: vector.tensors() for row, vector in enumerate(self.knowledge)})
+        tensors = {**self.model, **latest, **knowledge, **past}
         return State(tensors, {LATEST_TASK: self.latest_task, KEPT: self.kept})
 
     @classmethod
@@ -248,14 +249,9 @@ class ClientTasks:
         return dict(self.model) if task is None else {**self.model, **task.undivided, **task.compose(self.model)}
 
 
-def knowledge_tensors(knowledge: Sequence[SparseVector]) -> dict[str, Tensor]:
-    """Return the adaptive weights of other clients, as a client receives and keeps them."""
-    return add_numbers(KNOWLEDGE, {row: vector.tensors() for row, vector in enumerate(knowledge)})
-
-
 def read_knowledge(tensors: Tensors) -> list[SparseVector]:
     """Return the adaptive weights of other clients in a message or a state, in their order."""
-    return [SparseVector.of_tensors(vector) for vector in with_numbers(tensors, KNOWLEDGE).values()]
+    return [SparseVector(**vector) for vector in with_numbers(tensors, KNOWLEDGE).values()]
 
 
 @register_method("fedweit", FedWeitParams, title="FedWEIT")
@@ -317,9 +313,8 @@ class FedWeit(Method[FedWeitParams]):
             owner, task = owner_and_task(name)
             if owner != client and task < task_index:
                 latest[owner] = server_state.parts[name].tensors  # the later task comes later
-        vectors = [SparseVector.of_tensors(latest[owner]) for owner in sorted(latest)]
-        knowledge = knowledge_tensors([vector.to(self.context.device) for vector in vectors])
-        return Message({**server_state.tensors, **knowledge})
+        knowledge = {row: to_device(latest[owner], self.context.device) for row, owner in enumerate(sorted(latest))}
+        return Message({**server_state.tensors, **add_numbers(KNOWLEDGE, knowledge)})
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the mean of the shared weights and the store of adaptive weights."""

@@ -58,7 +58,6 @@ class GradientEpisodicMemory(MemoryMethod[Params]):
     """The local training of GEM and A-GEM."""
 
     client_metrics = (*COUNTED_STEPS, *MemoryMethod.client_metrics)
-
     #: Whether all stored tasks give one reference gradient, instead of one each.
     merges_tasks: ClassVar[bool]
 

@@ -5,8 +5,7 @@ solves the dual (GEM, equation 11; FedViT's gradient integrator, section 3.4)
 
     min ½ vᵀ G Gᵀ v + gᵀGᵀ v   subject to   v ≥ 0.
 
-Everything is written for one client, with operations of fixed shape that do not depend on values: it is mapped over
-clients and captured in a CUDA graph. Inner products are in float64.
+It is computed for one client, with operations of fixed shape that do not depend on values, as in every step.
 
 An adaptive optimiser (AdamW) does not step along g' itself: that no loss of a stored task grows, to first order, then
 holds for g' only. ``train.optimizer = "sgd"`` without momentum keeps the guarantee for the step.
@@ -166,10 +165,12 @@ def solve_dual(gram: Tensor, slack: Tensor, squared_norm: Tensor) -> DualSolutio
     # Rows and gradient are scaled to unit length: one scale for every tolerance. A row of zeros becomes independent of
     # all others and is never violated.
     lengths = gram.diagonal().clamp(min=0).sqrt()
-    nonzero, scale = lengths > 0, _inverse(lengths)
+    nonzero = lengths > 0
+    scale = torch.where(nonzero, 1 / torch.where(nonzero, lengths, 1), 0)
+    inverse_norm = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1), 0)
     eye = torch.eye(k, dtype=torch.float64, device=gram.device)
     a = gram * scale[:, None] * scale[None, :] * (1 - eye) + eye
-    b = torch.where(nonzero, slack * scale * _inverse(norm), torch.ones_like(slack))
+    b = torch.where(nonzero, slack * scale * inverse_norm, torch.ones_like(slack))
     # The dictionary, the matrix and the values of the basic variables; which constraints are active; the multipliers.
     table, active, x = torch.cat([a, b[:, None]], dim=1), torch.zeros_like(nonzero), torch.zeros_like(b)
     for _ in range(2 * k):
@@ -183,11 +184,6 @@ def solve_dual(gram: Tensor, slack: Tensor, squared_norm: Tensor) -> DualSolutio
     solved = (w > -OPTIMALITY_TOLERANCE).all() & ((x * w).abs() < OPTIMALITY_TOLERANCE).all()
     dependent = (nonzero & ~active & (table[:, :k].diagonal() <= DEPENDENCE_TOLERANCE)).any()
     return DualSolution(x * scale * norm, solved, dependent)
-
-
-def _inverse(lengths: Tensor) -> Tensor:
-    """Return 1 / length, and 0 for a length of 0."""
-    return torch.where(lengths > 0, 1 / torch.where(lengths > 0, lengths, 1), 0)
 
 
 def _iterate(table: Tensor, active: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from vitfleet.message import Tensors, all_finite
 from vitfleet.methods.reported import RejectedUpdateError
 
-VALUES, INDICES = "values", "indices"
 OTHERS_MULTIPLE = 4  # the number of stacked vectors is rounded up, so that shapes recur and captured steps are reused
 
 
@@ -32,16 +31,7 @@ class SparseVector:
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {prefix + VALUES: self.values, prefix + INDICES: self.indices}
-
-    @classmethod
-    def of_tensors(cls, tensors: Tensors) -> SparseVector:
-        """Return the vector whose :meth:`tensors` these are."""
-        return cls(tensors[VALUES], tensors[INDICES])
-
-    def to(self, device: torch.device) -> SparseVector:
-        """Return the vector on a device."""
-        return SparseVector(self.values.to(device), self.indices.to(device))
+        return {f"{prefix}values": self.values, f"{prefix}indices": self.indices}
 
 
 def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> SparseVector:
@@ -80,9 +70,9 @@ def densify(vectors: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -
 
 def check_sparse(tensors: Tensors, length: int, max_change: float | None = None) -> SparseVector:
     """Return the sparse vector that a client sent, or reject it: ``max_change`` is ``aggregate.max_change``."""
-    if tensors.keys() != {VALUES, INDICES}:
+    if tensors.keys() != {"values", "indices"}:
         raise RejectedUpdateError("its message has no adaptive weights, or not values and indices alone")
-    vector = SparseVector.of_tensors(tensors)
+    vector = SparseVector(**tensors)
     values, indices = vector.values, vector.indices
     if values.dtype != torch.float32 or indices.dtype != torch.int32 or values.dim() != 1:
         raise RejectedUpdateError("its adaptive weights are not a vector of float32 with indices of int32")

@@ -26,8 +26,7 @@ from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, SampleSet
 
 Params = TypeVar("Params", bound="StorageParams")
-MEMORY = "memory"  # the set of stored samples whose parts a step takes
-_PREFIX = "memory."
+MEMORY = "memory"  # the set of stored samples whose parts a step takes, and their prefix in a client's state
 
 MAX_REPORTED = 2**31  # larger counts in a client's message are not plausible
 
@@ -76,12 +75,12 @@ StoredTasks: TypeAlias = Mapping[int, StoredSamples]  # by task index
 
 def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
     """Return the stored tasks as tensors of a client's state."""
-    return add_numbers(_PREFIX, {task_index: samples.tensors() for task_index, samples in stored.items()})
+    return add_numbers(f"{MEMORY}.", {task_index: samples.tensors() for task_index, samples in stored.items()})
 
 
 def read_memory(client_tensors: Tensors) -> StoredTasks:
     """Return the stored tasks in the tensors of a client's state, in the order of the tasks."""
-    return {index: StoredSamples(**samples) for index, samples in with_numbers(client_tensors, _PREFIX).items()}
+    return {index: StoredSamples(**samples) for index, samples in with_numbers(client_tensors, f"{MEMORY}.").items()}
 
 
 def select_samples(scores: Tensor, labels: Tensor, share: float) -> Tensor:
@@ -165,11 +164,10 @@ class MemoryMethod(SharedBody[Params]):
             labels = shard.labels[positions].to(label_dtype(self.context.num_classes))
             logits = result.sample_logits[positions] if self.stores_logits else None
             samples = StoredSamples(shard.images.images[shard.index[positions]], labels, logits)
-            least = self.context.num_tasks * samples.sample_bytes
-            if params.memory_bytes is not None and params.memory_bytes < least:
-                remedy = f"must be at least {least}: one image per task"
-                raise ConfigError("method.memory_bytes", params.memory_bytes, remedy)
-            stored = limit_memory({**stored, job.task_index: samples}, params.memory_bytes)
+            limit, least = params.memory_bytes, self.context.num_tasks * samples.sample_bytes
+            if limit is not None and limit < least:
+                raise ConfigError("method.memory_bytes", limit, f"must be at least {least}: one image per task")
+            stored = limit_memory({**stored, job.task_index: samples}, limit)
         counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored, default=-1) + 1)]
         num_bytes = sum(len(task) * task.sample_bytes for task in stored.values())
         numbers = {**numbers, "memory_bytes": num_bytes, "stored": counts}
