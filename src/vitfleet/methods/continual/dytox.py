@@ -188,7 +188,7 @@ class DyTox(MemoryMethod[DyToxParams]):
             constants=constants,
             sets={} if replayed is None else {REPLAY: replayed},
         )
-        local = self.with_memory(job, weights, result, {"distilled": int(bool(teacher))})
+        local = self.with_memory(job, weights, result, self.random_scores(job), {"distilled": int(bool(teacher))})
         trained = local.weights if task is None else committed(local.weights, task)
         sent = {f"{_SENT_TOKEN}{task}": trained[NEW_TOKEN]} if self.params.tokens == "shared" else {}
         numbers = {**local.numbers, "tokens": len(stored) + (begins and task is not None)}

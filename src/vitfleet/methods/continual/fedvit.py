@@ -161,7 +161,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         if self.sharing is not None and result.samples:
             sent, layer_numbers = self.sharing.select(result)
             numbers = {**numbers, **layer_numbers}
-        return replace(self.with_memory(job, weights, result, numbers, result.sample_losses), sent=sent)
+        return replace(self.with_memory(job, weights, result, result.sample_losses, numbers), sent=sent)
 
     def memory(self, job: ClientJob) -> SampleSet | None:
         """Return the stored samples of earlier tasks; where the body trains on masked images, masked for this round."""

@@ -69,7 +69,7 @@ class GradientEpisodicMemory(MemoryMethod[Params]):
             step = ProjectedStep(self.params.margin if isinstance(self.params, GemParams) else 0.0)
             training = replace(training, step=step, sets={MEMORY: memory}, kept=zero_counts(self.context.device))
         result = yield training
-        return self.with_memory(job, weights, result, projection_counts(result))
+        return self.with_memory(job, weights, result, self.random_scores(job), projection_counts(result))
 
 
 @register_method("gem", GemParams, title="GEM")

@@ -208,7 +208,7 @@ class Lvt(MemoryMethod[LvtParams]):
         if measured.samples:
             gradients = measured.kept.items()
             latest = {_LATEST + name: (total / measured.samples).to(device) for name, total in gradients}
-        local = self.with_memory(job, weights, result, {"penalized": int(bool(previous))}, result.sample_losses)
+        local = self.with_memory(job, weights, result, result.sample_losses, {"penalized": int(bool(previous))})
         return replace(local, extra_state={**local.extra_state, **previous, **latest})
 
     def previous_task(self, job: ClientJob, stored: StoredTasks) -> dict[str, Tensor]:

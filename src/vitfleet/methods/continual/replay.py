@@ -97,7 +97,7 @@ class ReplayMethod(MemoryMethod[Params]):
         if stored is not None:
             training = replace(training, step=self.replay_step, sets={REPLAY: stored})
         result = yield training
-        return self.with_memory(job, weights, result, {})
+        return self.with_memory(job, weights, result, self.random_scores(job), {})
 
 
 class ErParams(ReplayParams):

@@ -147,19 +147,20 @@ class MemoryMethod(SharedBody[Params]):
         """Return the samples that the client has stored so far."""
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
 
-    def with_memory(
-        self, job: ClientJob, weights: Tensors, result: LocalResult, numbers: Numbers, scores: Tensor | None = None
-    ) -> TrainedClient:
-        """Return the result of a client's local training, with samples of its current task stored.
+    def random_scores(self, job: ClientJob) -> Tensor:
+        """Return a random score for each of the client's samples: the same in every round of a task."""
+        address = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index)
+        return torch.from_numpy(address.generator().random(len(job.shard)))
 
-        They are those with the lowest ``scores``, one per sample of the shard; ``None``: random ones, the same in every
-        round of a task. ``numbers`` are reported besides those of the memory.
+    def with_memory(
+        self, job: ClientJob, weights: Tensors, result: LocalResult, scores: Tensor, numbers: Numbers
+    ) -> TrainedClient:
+        """Return the result of a client's local training, with the samples of its task stored that score lowest.
+
+        There is one score per sample of the shard. The numbers are reported besides those of the memory.
         """
         params, shard, stored = self.params, job.shard, self.stored_tasks(job)
         if len(shard):
-            if scores is None:
-                address = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index)
-                scores = torch.from_numpy(address.generator().random(len(shard)))
             positions = select_samples(scores, shard.labels, params.stored_share).to(shard.index.device)
             labels = shard.labels[positions].to(label_dtype(self.context.num_classes))
             logits = result.sample_logits[positions] if self.stores_logits else None
