@@ -67,6 +67,22 @@ def with_prefix(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def add_numbers(prefix: str, groups: Mapping[int, Tensors]) -> dict[str, Tensor]:
+    """Return the tensors of numbered groups under names with a prefix and the group's number."""
+    return {
+        f"{prefix}{number:04d}.{name}": tensor for number, group in groups.items() for name, tensor in group.items()
+    }
+
+
+def with_numbers(tensors: Tensors, prefix: str) -> dict[int, dict[str, Tensor]]:
+    """Return the groups of tensors whose names have a prefix and a number, by number, in rising order."""
+    groups: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in with_prefix(tensors, prefix).items():
+        number, own_name = name.split(".", 1)
+        groups.setdefault(int(number), {})[own_name] = tensor
+    return dict(sorted(groups.items()))
+
+
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all numbers of these tensors are finite.
 

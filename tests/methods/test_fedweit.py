@@ -10,15 +10,14 @@ import torch
 from by_hand import PLAIN_SGD, Hand, close
 from fedweit_clients import CLASS_TASKS, make_fedweit, random_sparse, sigmoid, tasks_of, update_of
 from torch import Tensor
+from vitfleet.methods.continual.decomposed_tasks import TaskWeights
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.message import Message, Numbers, State, Tensors, with_prefix
-from vitfleet.methods.continual.decomposed_tasks import TaskWeights
-from vitfleet.methods.continual.decomposition import DecomposedStep
-from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
+from vitfleet.methods.continual.fedweit import DecomposedStep, FedWeit, FedWeitParams, TaskWeights
 from vitfleet.methods.continual.sparse_weights import densify
 from vitfleet.models.net import Net
 from vitfleet.wire import tensors_size

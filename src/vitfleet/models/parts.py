@@ -136,7 +136,7 @@ class ModelParts:
     def trainable(self, selection: Selection) -> Selection:
         """Return the tensors of a selection that an optimiser can train: all but the model's buffers.
 
-        A selection may have tensors that the model does not have: see :mod:`vitfleet.methods.continual.decomposition`.
+        A selection may have tensors that the model does not have: see :mod:`vitfleet.methods.continual.fedweit`.
         """
         return Selection(tuple(name for name in selection if name in self.parameters or name not in self.shapes))
 

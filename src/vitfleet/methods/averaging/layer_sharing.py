@@ -18,6 +18,8 @@ from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.parts import AttentionProjections, ModelParts, Selection
 from vitfleet.training.local_training import LocalResult
+from vitfleet.training.samples import Samples, cross_entropy
+from vitfleet.training.step import StepView
 
 LAYER_FIGURES = ("sent-layers", "head-gradients")
 LAYER_METRICS = (
@@ -84,6 +86,19 @@ def head_magnitudes(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
     rows = qkv.abs().view(3, heads, -1, qkv.shape[1]).sum(dim=(0, 2, 3))
     columns = projection.abs().view(projection.shape[0], heads, -1).sum(dim=(0, 2))
     return (rows + columns) / ((3 * qkv.shape[1] + projection.shape[0]) * width // heads)
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Follows the gradient of the mean cross-entropy, and adds up its magnitude in every layer."""
+
+    magnitude: GradientMagnitude
+
+    def __call__(self, view: StepView, batch: Samples) -> Tensors:
+        """Return the gradients to apply."""
+        gradients = view.grad(cross_entropy, batch)
+        view.count(view.map(self.magnitude, gradients))
+        return gradients
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ round. A layer that no client sent differs from client to client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -20,9 +19,9 @@ from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.averaging.layer_sharing import (
     LAYER_FIGURES,
     LAYER_METRICS,
-    GradientMagnitude,
     LayerSharing,
     LayerwiseMean,
+    MeasuredStep,
 )
 from vitfleet.methods.base import (
     Aggregator,
@@ -36,8 +35,6 @@ from vitfleet.methods.base import (
 from vitfleet.methods.params import check_layers
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
-from vitfleet.training.samples import Samples, cross_entropy
-from vitfleet.training.step import StepView
 
 
 class TransFLParams(MethodParams):
@@ -47,19 +44,6 @@ class TransFLParams(MethodParams):
     always_send: tuple[Literal["embed", "norm", "head"], ...] = Field(
         ("embed", "norm", "head"), strict=False, description="the parts besides layers that are sent in every round"
     )
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """Follows the gradient of the mean cross-entropy, and adds up its magnitude in every layer."""
-
-    magnitude: GradientMagnitude
-
-    def __call__(self, view: StepView, batch: Samples) -> Tensors:
-        """Return the gradients to apply."""
-        gradients = view.grad(cross_entropy, batch)
-        view.count(view.map(self.magnitude, gradients))
-        return gradients
 
 
 @register_method("transfl", TransFLParams, title="TransFL")

@@ -31,8 +31,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import Work
-from vitfleet.methods.continual.replay import ReplayMethod, ReplayParams
-from vitfleet.methods.continual.stored_samples import REPLAY
+from vitfleet.methods.continual.replay import REPLAY, ReplayMethod, ReplayParams
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import Step, StepView
 

@@ -36,14 +36,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
-from vitfleet.message import State, Tensors
+from vitfleet.message import State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientRoundInput
+from vitfleet.methods.continual.replay import REPLAY, drawn_before
 from vitfleet.methods.continual.stored_samples import (
-    MEMORY_METRICS,
-    REPLAY,
     MemoryMethod,
     StorageParams,
-    drawn_before,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
@@ -88,18 +86,10 @@ class DyToxParams(StorageParams):
 
 @dataclass(frozen=True)
 class DyToxStep:
-    """The step; the classes that its loss counts are in the constants.
+    """The step; the classes that its loss counts are in the constants."""
 
-    Attributes
-    ----------
-    divergence
-        Weight of the divergence head's loss.
-    replays
-        Replayed samples per sample of the batch; 0 where there are none.
-    """
-
-    divergence: float
-    replays: int
+    divergence: float  # weight of the divergence head's loss
+    replays: int  # replayed samples per sample of the batch; 0 where there are none
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:
         """Return the gradients to apply."""
@@ -107,8 +97,8 @@ class DyToxStep:
 
     def loss(self, batch: Outputs, replayed: Outputs | None = None) -> Tensor:
         """Return the loss of a step."""
-        logits, labels, sample_weight, constants = batch.logits, batch.labels, batch.sample_weight, batch.constants
-        auxiliary, is_old = batch.auxiliary, torch.zeros_like(labels)
+        logits, labels, sample_weight, auxiliary = batch.logits, batch.labels, batch.sample_weight, batch.auxiliary
+        constants, is_old = batch.constants, torch.zeros_like(labels)
         if replayed is not None:
             replays = self.replays
             logits, labels = torch.cat([logits, replayed.logits]), torch.cat([labels, replayed.labels])
@@ -132,10 +122,7 @@ class DyToxStep:
 def class_losses(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """Return each sample's binary cross-entropy: the mean over the classes that count and are possible.
 
-    Parameters
-    ----------
-    counted
-        1 for each class that the client has met, else 0, ``[classes]``. A logit of −∞ marks an impossible class.
+    ``counted`` is 1 for each class that the client has met, else 0. A logit of −∞ marks an impossible class.
     """
     is_label = labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)
     possible = (counted > 0) & (logits > -torch.inf)
@@ -147,10 +134,7 @@ def class_losses(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
 def distillation_losses(outputs: AuxiliaryOutputs, old: Tensor) -> Tensor:
     """Return each sample's Kullback-Leibler divergence to the teacher: the mean over the old classes.
 
-    Parameters
-    ----------
-    old
-        ``[groups, classes]``: 1 for the old classes of each group that has its own softmax.
+    ``old``, ``[groups, classes]``, is 1 for the old classes of each group that has a softmax of its own.
     """
 
     def log_probabilities(logits: Tensor) -> Tensor:
@@ -165,7 +149,7 @@ class DyTox(MemoryMethod[DyToxParams]):
     """Dynamic token expansion."""
 
     client_metrics = (
-        *MEMORY_METRICS,
+        *MemoryMethod.client_metrics,
         ClientMetric("tokens", "task tokens, client with most", "max"),
         ClientMetric("distilled", "rounds with a teacher", "sum"),
     )
@@ -199,10 +183,10 @@ class DyTox(MemoryMethod[DyToxParams]):
         constants = self.loss_constants(weights[GROWN], task)
         if task is not None:
             weights = self.with_current_task(job, weights, task, begins)
-        teacher = self.teacher(job, begins)
+        teacher = add_prefix(TEACHER, self.teacher(job, begins))
         replayed = drawn_before(stored, job.task_index, self.params.replays)
         result = yield LocalTraining(
-            {**weights, **{TEACHER + name: tensor for name, tensor in teacher.items()}},
+            {**weights, **teacher},
             self.trainable,
             self.context.train.epochs,
             DyToxStep(self.params.divergence, 0 if replayed is None else self.params.replays),
@@ -212,13 +196,9 @@ class DyTox(MemoryMethod[DyToxParams]):
         local = self.with_memory(job, weights, result, self.random_scores(job), {"distilled": int(bool(teacher))})
         trained = local.weights if task is None else committed(local.weights, task)
         sent = {f"{_SENT_TOKEN}{task}": trained[NEW_TOKEN]} if self.params.tokens == "shared" else {}
-        return replace(
-            local,
-            weights=trained,
-            numbers={**local.numbers, "tokens": len(stored) + (begins and task is not None)},
-            extra_state={**local.extra_state, **{TEACHER + name: tensor for name, tensor in teacher.items()}},
-            also_sent=sent,
-        )
+        numbers = {**local.numbers, "tokens": len(stored) + (begins and task is not None)}
+        kept = {**local.extra_state, **teacher}
+        return replace(local, weights=trained, numbers=numbers, extra_state=kept, also_sent=sent)
 
     def current_task(self, job: ClientRoundInput) -> int | None:
         """Return the task that the client's samples belong to; ``None`` without samples."""
@@ -227,23 +207,17 @@ class DyTox(MemoryMethod[DyToxParams]):
     def teacher(self, job: ClientRoundInput, begins: bool) -> Tensors:
         """Return the body of the client's model after its earlier tasks; empty in its first task.
 
-        Parameters
-        ----------
-        begins
-            Whether it is the client's first round of a task: its body has then not been trained on the task yet.
+        In its first round of a task, where the task ``begins``, its body has not been trained on the task yet.
         """
-        body, kept = self.parts.body, {} if job.client_state is None else job.client_state.tensors
+        kept = {} if job.client_state is None else job.client_state.tensors
         if begins:
-            return body.take(kept) if self.stored_tasks(job) else {}
-        return {name: kept[TEACHER + name] for name in body if TEACHER + name in kept}
+            return self.parts.body.take(kept) if self.stored_tasks(job) else {}
+        return with_prefix(kept, TEACHER)
 
     def with_current_task(self, job: ClientRoundInput, weights: Tensors, task: int, begins: bool) -> dict[str, Tensor]:
         """Return weights in which a task's token and head are those in training.
 
-        Parameters
-        ----------
-        begins
-            Whether it is the client's first round of the task: the divergence head is then a new one.
+        In its first round of a task, where the task ``begins``, the client has a new divergence head.
         """
         changed = {new: weights[of_all][task].clone() for of_all, new in PER_TASK.items()}
         received = job.message.tensors.get(f"{_SENT_TOKEN}{task}")
@@ -258,14 +232,10 @@ class DyTox(MemoryMethod[DyToxParams]):
     def loss_constants(self, grown: Tensor, task: int | None) -> dict[str, Tensor]:
         """Return the constants of the loss.
 
-        Parameters
-        ----------
-        grown
-            1 for each task that the client has learned, the current one among them or not.
+        ``grown`` is 1 for each task that the client has learned, the current one among them or not.
         """
         class_to_task = torch.tensor(self.context.class_to_task, device=grown.device)
-        old_tasks = grown.clone()
-        current = 0 if task is None else task
+        old_tasks, current = grown.clone(), 0 if task is None else task
         old_tasks[current] = 0
         known_tasks = old_tasks.clone()
         known_tasks[current] = 1

@@ -38,10 +38,18 @@ from torch import Tensor
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.data.subsets import round_half_up
-from vitfleet.message import Numbers, State, Tensors, add_prefix, label_dtype, with_prefix
+from vitfleet.message import Numbers, State, Tensors, add_numbers, add_prefix, label_dtype, with_numbers, with_prefix
 from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
-from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
-from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Restorer, RestorerParams, RotatedStep
+from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.restorer import (
+    BEFORE,
+    INTEGRATION_METRICS,
+    IntegratedStep,
+    Restorer,
+    RestorerParams,
+    RotatedStep,
+    fine_tuning_counts,
+)
 from vitfleet.methods.continual.sparse_weights import expand_weights
 from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
@@ -49,8 +57,6 @@ from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, mask_other_tasks
 from vitfleet.training.step import StepView
-
-FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
 
 
 class FedKnowParams(RestorerParams):
@@ -67,29 +73,15 @@ _PREFIX, TEACHERS = "knowledge.", "teacher."
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """The kept weights of one task's model.
+    """The kept weights of one task's model."""
 
-    Attributes
-    ----------
-    values, indices
-        The weights, float32 ``[kept]``, and their positions in the vector of all parameters of the model, in the
-        model's order, int32 ``[kept]``, ascending.
-    label
-        A class of the task, an integer.
-    """
+    values: Tensor  # float32, [kept]
+    indices: Tensor  # positions in the vector of all parameters of the model, in its order, int32, [kept], rising
+    label: Tensor  # a class of the task
 
-    values: Tensor
-    indices: Tensor
-    label: Tensor
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors in their order."""
-        return self.values, self.indices, self.label
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are stored."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {"values": self.values, "indices": self.indices, "label": self.label}
 
 
 KnownTasks: TypeAlias = Mapping[int, TaskKnowledge]  # by task index
@@ -103,14 +95,8 @@ def num_kept_weights(num_weights: int, share: float) -> int:
 def extract_knowledge(weights: Tensors, parameters: Selection, share: float, label: Tensor) -> TaskKnowledge:
     """Return the share of a model's weights that have the largest absolute values.
 
-    They are ranked over the whole model. Of equal values the first in the model's order are kept.
-
-    Parameters
-    ----------
-    parameters
-        The weights that are ranked: all parameters of the model.
-    label
-        A class of the task that the model has learned.
+    They are ranked over all ``parameters`` of the model; of equal values the first in its order are kept. ``label`` is
+    a class of the task that it has learned.
     """
     vector = torch.cat([weights[name].detach().flatten() for name in parameters])
     ranking = vector.abs().sort(descending=True, stable=True).indices
@@ -120,24 +106,12 @@ def extract_knowledge(weights: Tensors, parameters: Selection, share: float, lab
 
 def read_knowledge(client_tensors: Tensors) -> KnownTasks:
     """Return the knowledge in the tensors of a client's state."""
-    task_indices = sorted(
-        int(name.split(".")[1]) for name in client_tensors if name.startswith(_PREFIX) and name.endswith(".label")
-    )
-    return {index: TaskKnowledge(*(client_tensors[name] for name in _tensor_names(index))) for index in task_indices}
+    return {index: TaskKnowledge(**task) for index, task in with_numbers(client_tensors, _PREFIX).items()}
 
 
 def knowledge_tensors(known: KnownTasks) -> dict[str, Tensor]:
     """Return the knowledge as tensors of a client's state."""
-    return {
-        name: tensor
-        for index, task in known.items()
-        for name, tensor in zip(_tensor_names(index), task.tensors(), strict=True)
-    }
-
-
-def _tensor_names(task_index: int) -> tuple[str, str, str]:
-    prefix = f"{_PREFIX}{task_index:04d}"
-    return f"{prefix}.values", f"{prefix}.indices", f"{prefix}.label"
+    return add_numbers(_PREFIX, {index: task.tensors() for index, task in known.items()})
 
 
 def teachers(known: KnownTasks, task_index: int) -> dict[str, Tensor]:
@@ -145,19 +119,14 @@ def teachers(known: KnownTasks, task_index: int) -> dict[str, Tensor]:
 
     A task that the client missed is an absent teacher, so that all clients of a round have the same number of teachers.
     """
-    tasks = [known.get(index) for index in range(task_index)]
-    present = [task for task in tasks if task is not None]
-    if not present:
+    tasks = [known[index].tensors() if index in known else None for index in range(task_index)]
+    like = next((task for task in tasks if task is not None), None)
+    if like is None:
         return {}
-    empty = TaskKnowledge(*(torch.zeros_like(tensor) for tensor in present[0].tensors()))
-    filled = [task or empty for task in tasks]
-    device = present[0].values.device
-    return {
-        f"{TEACHERS}values": torch.stack([task.values for task in filled]),
-        f"{TEACHERS}indices": torch.stack([task.indices for task in filled]),
-        f"{TEACHERS}label": torch.stack([task.label for task in filled]).long(),
-        f"{TEACHERS}present": torch.tensor([task is not None for task in tasks], device=device),
-    }
+    empty = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    stacked = {name: torch.stack([(task or empty)[name] for task in tasks]) for name in like}
+    present = torch.tensor([task is not None for task in tasks], device=like["values"].device)
+    return add_prefix(TEACHERS, {**stacked, "label": stacked["label"].long(), "present": present})
 
 
 @dataclass(frozen=True)
@@ -165,14 +134,9 @@ class DistilledGradients:
     """The gradients of the distillation of earlier tasks' sparse models, on the batch of the step.
 
     Teachers are expanded one by one: only one of them is in memory as a whole model.
-
-    Attributes
-    ----------
-    shapes
-        Name and shape of each weight, in the order of the vector of which knowledge keeps positions.
     """
 
-    shapes: tuple[tuple[str, torch.Size], ...]
+    shapes: tuple[tuple[str, torch.Size], ...]  # of each weight, in the order of the vector of all weights
     temperature: float
     dtype: torch.dtype | None
 
@@ -195,11 +159,8 @@ class DistilledGradients:
         def loss(student: Outputs, targets: Tensor, label: Tensor) -> Tensor:
             """Return the distillation's loss. The teacher's task says which classes are compared, not the image's."""
             labels = label.expand(student.labels.shape)
-            logits = mask_other_tasks(student.logits, labels, view.class_to_task)
-            losses = distillation_losses(
-                logits, mask_other_tasks(targets, labels, view.class_to_task), self.temperature
-            )
-            return (losses * student.sample_weight).sum()
+            learned, taught = (mask_other_tasks(of, labels, view.class_to_task) for of in (student.logits, targets))
+            return (distillation_losses(learned, taught, self.temperature) * student.sample_weight).sum()
 
         for index, gradient in enumerate(view.grad_of_each(loss, batch, each=targets(), all_classes=True)):
             for name, tensor in gradient.items():
@@ -219,12 +180,9 @@ def _rows(tensor: Tensor, selected: Tensor) -> Tensor:
 
 
 def distillation_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Return the cross-entropy between the predictions of two models for each image, both at a temperature.
+    """Return the cross-entropy between the predictions of a model and of its teacher for each image, at a temperature.
 
-    Parameters
-    ----------
-    logits, targets
-        Of the model that learns and of its teacher, ``[…, classes]``. Classes that are −∞ in both do not count.
+    Classes whose logits are −∞ in both do not count.
     """
     log_predictions = (logits.float() / temperature).log_softmax(dim=-1)
     expected = (targets.float() / temperature).softmax(dim=-1)
@@ -237,8 +195,7 @@ class FedKnow(SharedBody[FedKnowParams]):
 
     needs_tasks = True
     client_metrics = (
-        *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
-        *projection_metrics(),
+        *INTEGRATION_METRICS,
         ClientMetric("knowledge_bytes", "bytes of kept weights, largest client", "max"),
         ClientMetric("known_tasks", "indices of the tasks whose knowledge is kept"),
     )
@@ -267,24 +224,20 @@ class FedKnow(SharedBody[FedKnowParams]):
         if job.client_state is not None and self.params.tune_epochs:
             tuned = yield self.fine_tuning(weights, job.client_state.tensors)
             weights = {**weights, **tuned.weights}
-            numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
+            numbers = fine_tuning_counts(tuned)
         result = yield self.integrated_training(weights, teachers(known, job.task_index))
         trained = {**weights, **result.weights}
         if result.samples:
             label = job.shard.labels[0].to(self.context.device, label_dtype(self.context.num_classes))
             extracted = extract_knowledge(trained, self.parameters, self.params.kept_share, label)
             known = {**known, job.task_index: extracted}
-        numbers = {**numbers, **projection_counts(result), **knowledge_numbers(known)}
-        return TrainedClient(trained, result, numbers, knowledge_tensors(known))
+        kept = knowledge_tensors(known)
+        num_bytes = sum(tensor.nbytes for tensor in kept.values())
+        numbers = {**numbers, **projection_counts(result), "knowledge_bytes": num_bytes, "known_tasks": sorted(known)}
+        return TrainedClient(trained, result, numbers, kept)
 
     def fine_tuning(self, weights: Tensors, previous: Tensors) -> LocalTraining:
-        """Return the fine-tuning of the aggregated weights.
-
-        Parameters
-        ----------
-        previous
-            The client's weights before the aggregation.
-        """
+        """Return the fine-tuning of the aggregated weights, given the client's weights before the aggregation."""
         before = add_prefix(BEFORE, self.parts.trainable(self.shared).take(previous))
         counts = zero_counts(self.context.device)
         return LocalTraining(
@@ -313,8 +266,3 @@ class FedKnow(SharedBody[FedKnowParams]):
         indices = tasks if isinstance(tasks, list) else []
         known = {index for index in indices if isinstance(index, int) and 0 <= index < self.context.num_tasks}
         return after_tasks(sorted(known))
-
-
-def knowledge_numbers(known: KnownTasks) -> Numbers:
-    """Return the numbers that a client reports of its knowledge: its bytes, and the tasks."""
-    return {"knowledge_bytes": sum(task.num_bytes for task in known.values()), "known_tasks": sorted(known)}

@@ -31,23 +31,35 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Numbers, State, Tensors, add_prefix
-from vitfleet.methods.averaging.layer_sharing import LAYER_FIGURES, LAYER_METRICS, LayerSharing, LayerwiseMean
-from vitfleet.methods.averaging.transfl import MeasuredStep
+from vitfleet.methods.averaging.layer_sharing import (
+    LAYER_FIGURES,
+    LAYER_METRICS,
+    LayerSharing,
+    LayerwiseMean,
+    MeasuredStep,
+)
 from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext, Work
-from vitfleet.methods.continual.projection import References, projection_counts, projection_metrics, zero_counts
-from vitfleet.methods.continual.restorer import BEFORE, IntegratedStep, Ranking, Restorer, RestorerParams, RotatedStep
-from vitfleet.methods.continual.stored_samples import MEMORY, MemoryMethod, MemoryParams, parts_before
+from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.restorer import (
+    BEFORE,
+    INTEGRATION_METRICS,
+    IntegratedStep,
+    Ranking,
+    Restorer,
+    RestorerParams,
+    RotatedStep,
+    fine_tuning_counts,
+)
+from vitfleet.methods.continual.stored_samples import MEMORY, MemoryMethod, StorageParams, parts_before
 from vitfleet.methods.params import check_head_epochs, check_layers
-from vitfleet.methods.personal.shared_body import ClientTraining
+from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import StepView, cross_entropy_step
 
-FINE_TUNING_PREFIX = "tuning_"  # of the numbers that count the steps of the fine-tuning
 
-
-class FedVitParams(RestorerParams, MemoryParams):
+class FedVitParams(RestorerParams, StorageParams, HeadsParams):
     """Knowledge extractor, gradient restorer, gradient integrator (FedViT)."""
 
     head_epochs: int = Field(
@@ -84,8 +96,7 @@ class FedVit(MemoryMethod[FedVitParams]):
 
     figures = LAYER_FIGURES
     client_metrics = (
-        *projection_metrics(FINE_TUNING_PREFIX, "fine-tuning steps"),
-        *projection_metrics(),
+        *INTEGRATION_METRICS,
         *MemoryMethod.client_metrics,
         *LAYER_METRICS,
     )
@@ -146,7 +157,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         if self.tunes(job):
             tuned = yield self.fine_tuning(job, weights, memory if params.tune_integrated else None)
             weights = {**weights, **tuned.weights}
-            numbers = projection_counts(tuned, FINE_TUNING_PREFIX)
+            numbers = fine_tuning_counts(tuned)
         if params.head_epochs:
             head_result = yield LocalTraining(weights, model_parts.head, params.head_epochs)
             weights = {**weights, **head_result.weights}
@@ -156,7 +167,7 @@ class FedVit(MemoryMethod[FedVitParams]):
         if self.sharing is not None and result.samples:
             sent, layer_numbers = self.sharing.select(result)
             numbers = {**numbers, **layer_numbers}
-        return self.with_memory(job, weights, result, result.sample_losses, numbers, sent)
+        return replace(self.with_memory(job, weights, result, result.sample_losses, numbers), sent=sent)
 
     def memory(self, job: ClientRoundInput) -> SampleSet | None:
         """Return the stored samples of earlier tasks; where the body trains on masked images, masked for this round."""

@@ -39,13 +39,10 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Tensors
 from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
 from vitfleet.methods.continual.quadratic_penalty import whole_images
-from vitfleet.methods.continual.replay import ReplayParams
+from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before
 from vitfleet.methods.continual.stored_samples import (
-    MEMORY_METRICS,
-    REPLAY,
     MemoryMethod,
     StoredTasks,
-    drawn_before,
 )
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
@@ -147,7 +144,7 @@ class Lvt(MemoryMethod[LvtParams]):
     """Lifelong vision transformer."""
 
     stores_logits = True
-    client_metrics = (*MEMORY_METRICS, ClientMetric("penalized", "rounds with a penalty", "sum"))
+    client_metrics = (*MemoryMethod.client_metrics, ClientMetric("penalized", "rounds with a penalty", "sum"))
 
     def __init__(self, params: LvtParams, context: MethodContext) -> None:
         super().__init__(params, context)

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.config.schema import Config, TrainConfig
-from vitfleet.message import Numbers, State, Tensors, add_prefix, with_prefix
+from vitfleet.message import Numbers, State, Tensors, add_numbers, add_prefix, with_numbers, with_prefix
 from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
 from vitfleet.methods.reported import ClientMetric
@@ -51,67 +51,42 @@ class PenaltyParams(HeadsParams):
 
 @dataclass(frozen=True)
 class Penalty:
-    """The penalty of all tasks that a client has learned before its current one.
+    """The penalty of all tasks that a client has learned before its current one."""
 
-    Attributes
-    ----------
-    importance, anchor
-        Ω and θ*, by the name of the weight.
-    offset
-        The least value of Σ_tasks Σ_j Ω_j (θ_j − θ*_j)², a scalar; 0 unless anchors of several tasks were merged.
-    """
-
-    importance: Tensors
-    anchor: Tensors
-    offset: Tensor
+    importance: Tensors  # Ω, by the name of the weight
+    anchor: Tensors  # θ*
+    offset: Tensor  # the least value of Σ_tasks Σ_j Ω_j (θ_j − θ*_j)²: 0 unless anchors of several tasks were merged
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {
-            **add_prefix(_IMPORTANCE, self.importance),
-            **add_prefix(_ANCHOR, self.anchor),
-            _OFFSET: self.offset,
-        }
+        importance, anchor = add_prefix(_IMPORTANCE, self.importance), add_prefix(_ANCHOR, self.anchor)
+        return {**importance, **anchor, _OFFSET: self.offset}
 
 
 @dataclass(frozen=True)
 class LearnedTasks:
-    """What a client keeps of the tasks it has learned.
+    """What a client keeps of the tasks it has learned."""
 
-    Attributes
-    ----------
-    penalty
-        Of all tasks but the latest one; ``None``: there are no others.
-    latest_task
-        Index of the latest task of which the client had samples; ``None``: there is none.
-    latest_importance
-        The importance of that task. Its anchor is the client's model.
-    """
-
-    penalty: Penalty | None = None
-    latest_task: int | None = None
-    latest_importance: Tensors = field(default_factory=dict)
+    penalty: Penalty | None = None  # of all tasks but the latest one
+    latest_task: int | None = None  # index of the latest task of which the client had samples
+    latest_importance: Tensors = field(default_factory=dict)  # of that task; its anchor is the client's model
 
 
 def learned_tensors(learned: LearnedTasks) -> dict[str, Tensor]:
     """Return what a client keeps of its tasks, as tensors of its state."""
     penalty = {} if learned.penalty is None else learned.penalty.tensors()
-    return {
-        **add_prefix(_PENALTY, penalty),
-        **{f"{_LATEST}{learned.latest_task:04d}.{name}": tensor for name, tensor in learned.latest_importance.items()},
-    }
+    latest = {} if learned.latest_task is None else {learned.latest_task: learned.latest_importance}
+    return {**add_prefix(_PENALTY, penalty), **add_numbers(_LATEST, latest)}
 
 
 def read_learned(client_tensors: Tensors) -> LearnedTasks:
     """Return what a client keeps of its tasks, from the tensors of its state."""
-    penalty = None
-    if _PENALTY + _OFFSET in client_tensors:
-        importance = with_prefix(client_tensors, _PENALTY + _IMPORTANCE)
-        anchor = with_prefix(client_tensors, _PENALTY + _ANCHOR)
-        penalty = Penalty(importance, anchor, client_tensors[_PENALTY + _OFFSET])
-    latest = {key.split(".", 1)[1]: tensor for key, tensor in with_prefix(client_tensors, _LATEST).items()}
-    task_indices = {int(key.split(".", 1)[0]) for key in with_prefix(client_tensors, _LATEST)}
-    return LearnedTasks(penalty, max(task_indices, default=None), latest)
+    kept, penalty = with_prefix(client_tensors, _PENALTY), None
+    if kept:
+        penalty = Penalty(with_prefix(kept, _IMPORTANCE), with_prefix(kept, _ANCHOR), kept[_OFFSET])
+    latest = with_numbers(client_tensors, _LATEST)  # of one task, if any
+    task_index = max(latest, default=None)
+    return LearnedTasks(penalty, task_index, {} if task_index is None else latest[task_index])
 
 
 @dataclass(frozen=True)
@@ -184,15 +159,7 @@ class QuadraticPenalty(SharedBody[Params]):
 
     @abstractmethod
     def consolidate(self, penalty: Penalty | None, importance: Tensors, anchor: Tensors) -> Penalty:
-        """Return the penalty of earlier tasks with one more task.
-
-        Parameters
-        ----------
-        penalty
-            ``None``: it is the first task.
-        importance, anchor
-            Of the task that is added, by the name of the weight.
-        """
+        """Return the penalty of earlier tasks, ``None`` without any, with one more task that has this importance."""
 
     @property
     def penalized(self) -> Selection:
@@ -224,7 +191,8 @@ class QuadraticPenalty(SharedBody[Params]):
             device = next(iter(trained.values())).device
             importance = {name: (total / measured.samples).to(device) for name, total in measured.kept.items()}
             learned = LearnedTasks(penalty, job.task_index, importance)
-        numbers = {"penalized": int(penalty is not None), "latest_task": _task_number(learned)}
+        latest = -1 if learned.latest_task is None else learned.latest_task
+        numbers = {"penalized": int(penalty is not None), "latest_task": latest}
         return TrainedClient(trained, result, numbers, learned_tensors(learned))
 
     def importance_training(self, job: ClientRoundInput, weights: Tensors) -> LocalTraining:
@@ -253,10 +221,6 @@ class QuadraticPenalty(SharedBody[Params]):
         return after_tasks([*([-1] if reported.get("penalized") else []), *known])
 
 
-def _task_number(learned: LearnedTasks) -> int:
-    return -1 if learned.latest_task is None else learned.latest_task
-
-
 def images_per_step(gradients: Tensors) -> int:
     """Return how many images' gradients, of these shapes and on this device, are computed at once."""
     if next(iter(gradients.values())).device.type != "cuda":
@@ -265,11 +229,6 @@ def images_per_step(gradients: Tensors) -> int:
 
 
 def whole_images(train: TrainConfig, batch_size: int) -> TrainConfig:
-    """Return the settings of steps with whole images that change no weight."""
-    changes = {
-        "batch_size": batch_size,
-        "optimizer": "sgd",  # no moments: nothing is changed
-        "momentum": 0.0,
-        "mask_ratio": 0.0,
-    }
+    """Return the settings of steps with whole images that change no weight: the optimiser needs no moments."""
+    changes = {"batch_size": batch_size, "optimizer": "sgd", "momentum": 0.0, "mask_ratio": 0.0}
     return train.model_copy(update=changes)

@@ -39,14 +39,16 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.continual.stored_samples import REPLAY, MemoryMethod, MemoryParams, drawn_before
-from vitfleet.methods.personal.shared_body import ClientTraining
-from vitfleet.training.local_training import LocalTraining
+from vitfleet.methods.continual.stored_samples import MemoryMethod, StorageParams, StoredTasks, merge_tasks
+from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams
+from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.samples import Outputs, Samples, cross_entropy
 from vitfleet.training.step import Step, StepView
 
+REPLAY = "replay"  # the set of stored samples that a step draws from
 
-class ReplayParams(MemoryParams):
+
+class ReplayParams(StorageParams, HeadsParams):
     """Parameters of all methods that replay stored samples."""
 
     replays: int = Field(
@@ -60,6 +62,24 @@ class ReplayParams(MemoryParams):
 
 
 Params = TypeVar("Params", bound=ReplayParams)
+
+
+def drawn_before(stored: StoredTasks, task_index: int, draws: int) -> SampleSet | None:
+    """Return the stored samples of the tasks before ``task_index`` as one set that steps draw from.
+
+    ``None`` if there are none, or none are to be drawn.
+
+    Parameters
+    ----------
+    draws
+        How many of them are drawn per sample of the batch.
+    """
+    tasks = [stored[index] for index in sorted(stored) if index < task_index]
+    if not tasks or not draws:
+        return None
+    merged = merge_tasks(tasks)
+    logits = {} if merged.logits is None else {"logits": merged.logits[None]}
+    return SampleSet(merged.images[None], merged.labels.long()[None], (len(merged),), draws, stored=logits)
 
 
 class ReplayMethod(MemoryMethod[Params]):

@@ -9,20 +9,39 @@ the same, and so is the rotation of the gradient after an aggregation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitfleet.message import Tensors, add_prefix, with_prefix
-from vitfleet.methods.continual.projection import References, as_row, project, project_last_row, to_chunks
+from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
+from vitfleet.methods.continual.projection import (
+    COUNTED_STEPS,
+    References,
+    as_row,
+    project,
+    projection_counts,
+    to_chunks,
+)
 from vitfleet.methods.personal.shared_body import HeadsParams
+from vitfleet.training.local_training import LocalResult
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import StepView
 
 SELECTED, RESTORED, BEFORE = "selected_tasks", "restored.", "before."
+
+FINE_TUNING = "tuning_"  # prefix of the numbers that count the steps of the fine-tuning
+#: What clients report of fine-tuning, then of the training that follows it.
+INTEGRATION_METRICS = (
+    *(
+        replace(metric, name=FINE_TUNING + metric.name, description=f"fine-tuning {metric.description}")
+        for metric in COUNTED_STEPS
+    ),
+    *COUNTED_STEPS,
+)
 
 #: Computes the gradients of earlier tasks at the current weights: of all of them, or of those with these indices.
 TaskGradients: TypeAlias = Callable[[StepView, Samples, Tensor | None], References]
@@ -48,27 +67,14 @@ class RestorerParams(HeadsParams):
 
 @dataclass(frozen=True)
 class Restorer:
-    """The gradients of a client's earlier tasks, as its steps need them.
+    """The gradients of a client's earlier tasks, as its steps need them."""
 
-    Attributes
-    ----------
-    tasks
-        How many earlier tasks there are, missed ones included.
-    k
-        How many of them are used.
-    rerank, recompute
-        After how many steps of an epoch tasks are chosen again, and the gradients of the chosen ones are computed
-        again. Between them, the ones computed last are used.
-    bf16
-        Whether gradients are held in bfloat16.
-    """
-
-    tasks: int
-    k: int
+    tasks: int  # how many earlier tasks there are, missed ones included
+    k: int  # how many of them are used
     ranking: Ranking = "wasserstein"
-    rerank: int = 1
-    recompute: int = 1
-    bf16: bool = False
+    rerank: int = 1  # after so many steps of an epoch tasks are chosen again
+    recompute: int = 1  # after so many, their gradients are computed again; between, those computed last are used
+    bf16: bool = False  # whether gradients are held in bfloat16
 
     @classmethod
     def of_params(cls, params: RestorerParams, tasks: int, ranking: Ranking = "wasserstein") -> Restorer:
@@ -94,16 +100,13 @@ class Restorer:
 
     def scratch(self, weights: Tensors) -> dict[str, Tensor]:
         """Return what steps pass on to later ones: the chosen tasks, and their gradients where these are reused."""
-        found: dict[str, Tensor] = {}
+        rows, found = min(self.k, self.tasks), dict[str, Tensor]()
         if self.chooses:
             found[SELECTED] = torch.empty(self.k, dtype=torch.long, device="meta")
         if self.recompute > 1:
-            rows = min(self.k, self.tasks)
-            shapes = {name: (rows, *weight.shape) for name, weight in weights.items()}
-            dtypes = {name: self.dtype or weight.dtype for name, weight in weights.items()}
-            found |= {
-                RESTORED + name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()
-            }
+            for name, weight in weights.items():
+                dtype = self.dtype or weight.dtype
+                found[RESTORED + name] = torch.empty(rows, *weight.shape, dtype=dtype, device="meta")
             found[RESTORED] = torch.empty(rows, dtype=torch.bool, device="meta")
         return found
 
@@ -118,8 +121,7 @@ class Restorer:
             references = task_gradients(view, batch, None)
             selected = view.map(self.most_dissimilar, gradients, references.gradients, references.present)
             view.keep({SELECTED: selected})
-            chosen, present = view.map(_take, references.gradients, references.present, selected)
-            references = References(chosen, present)
+            references = view.map(_take, references, selected)
         else:
             references = task_gradients(view, batch, view.scratch[SELECTED] if self.chooses else None)
         if self.recompute > 1:
@@ -132,9 +134,9 @@ class Restorer:
         return torch.where(present, scores, -torch.inf).topk(self.k).indices.sort().values
 
 
-def _take(rows: Tensors, present: Tensor, selected: Tensor) -> tuple[Tensors, Tensor]:
-    chosen = {name: tensor.index_select(0, selected) for name, tensor in rows.items()}
-    return chosen, present.index_select(0, selected)
+def _take(references: References, selected: Tensor) -> References:
+    rows = {name: tensor.index_select(0, selected) for name, tensor in references.gradients.items()}
+    return References(rows, references.present.index_select(0, selected))
 
 
 def wasserstein_distances(gradients: Tensors, references: Tensors) -> Tensor:
@@ -179,12 +181,7 @@ DISSIMILARITIES: Mapping[Ranking, Callable[[Tensors, Tensors], Tensor]] = {
 class IntegratedStep:
     """Follows the gradient of the batch, projected against those of the most dissimilar earlier tasks.
 
-    Attributes
-    ----------
-    task_gradients
-        How the gradients of earlier tasks are computed.
-    measure
-        What of the gradient is added to the kept tensors, if anything.
+    What ``measure`` returns of the gradient, if anything, is added to the kept tensors.
     """
 
     restorer: Restorer
@@ -203,13 +200,9 @@ class IntegratedStep:
         if self.measure is not None:
             view.count(view.map(self.measure, gradients))
         integrated: Tensors
-        integrated, counts = view.map(self.integrate, gradients, references.gradients, references.present)
+        integrated, counts = view.map(partial(project, margin=self.margin), gradients, references)
         view.count(counts)
         return integrated
-
-    def integrate(self, gradients: Tensors, references: Tensors, present: Tensor) -> tuple[Tensors, Tensors]:
-        """Return the projected gradient and the counts of the step."""
-        return project(gradients, References(references, present), self.margin)
 
 
 @dataclass(frozen=True)
@@ -219,11 +212,6 @@ class RotatedStep:
     The weights that train are the aggregated ones, those before the aggregation are constants (``before.NAME``). With
     the gradients g_b and g_a of the same batch before and after it, g' = g_b − min(0, g_b·g_a) / ‖g_a‖² · g_a. With a
     restorer, g' is the gradient nearest to g_b that has no obtuse angle with g_a nor with any earlier task's.
-
-    Attributes
-    ----------
-    margin
-        GEM's γ for the earlier tasks. That of g_a is 0.
     """
 
     restorer: Restorer | None = None
@@ -238,26 +226,27 @@ class RotatedStep:
         """Return the gradients to apply."""
         after = view.grad(cross_entropy, batch)
         before = view.grad(cross_entropy, batch, at=with_prefix(view.constants, BEFORE))
+        tasks: list[References] = []
+        if self.restorer is not None and self.task_gradients is not None:
+            tasks.append(self.restorer.references(view, batch, after, self.task_gradients))
         rotated: Tensors
-        if self.restorer is None or self.task_gradients is None:
-            rotated, counts = view.map(rotate, before, after)
-        else:
-            references = self.restorer.references(view, batch, after, self.task_gradients)
-            rotated, counts = view.map(self.rotate_among, before, after, references.gradients, references.present)
+        rotated, counts = view.map(partial(rotate, margin=self.margin), before, after, *tasks)
         view.count(counts)
         return rotated
 
-    def rotate_among(
-        self, before: Tensors, after: Tensors, references: Tensors, present: Tensor
-    ) -> tuple[Tensors, Tensors]:
-        """Return the rotated gradient with earlier tasks among the constraints, and the counts of the step."""
-        is_task = torch.arange(len(present) + 1, device=present.device) < len(present)
-        rows = to_chunks(references, as_row(after), as_row(before))
-        all_present = torch.cat([present, present.new_ones(1)])
-        return project_last_row(rows, before, all_present, self.margin * is_task)
+
+def rotate(before: Tensors, after: Tensors, *tasks: References, margin: float = 0.0) -> tuple[Tensors, Tensors]:
+    """Return the gradient before the aggregation, rotated to an acute angle with that after it, and the counts.
+
+    It has no obtuse angle with the gradients of earlier tasks either. ``margin`` is GEM's γ for these; that of the
+    gradient after the aggregation is 0.
+    """
+    device = next(iter(after.values())).device
+    aggregated = References(as_row(after), torch.ones(1, dtype=torch.bool, device=device))
+    is_task = torch.cat([*(torch.ones_like(group.present) for group in tasks), torch.zeros_like(aggregated.present)])
+    return project(before, *tasks, aggregated, margin=margin * is_task)
 
 
-def rotate(before: Tensors, after: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the gradient before the aggregation, rotated to an acute angle with that after it, and the counts."""
-    rows = to_chunks(as_row(after), as_row(before))
-    return project_last_row(rows, before, torch.ones(1, dtype=torch.bool, device=rows.device))
+def fine_tuning_counts(result: LocalResult) -> Numbers:
+    """Return what was counted of the projections of a fine-tuning."""
+    return {FINE_TUNING + name: count for name, count in projection_counts(result).items()}

@@ -1,6 +1,6 @@
-"""Sparse weights: the values above a threshold and their positions, as they are sent and stored.
+"""Sparse weights: the values of a selection of weights that are kept, and their positions, as they are sent and stored.
 
-All weights of a selection are one vector, in the selection's order. A sparse vector is two tensors: float values, and
+All weights of the selection are one vector, in the selection's order. A sparse vector is two tensors: float values, and
 their positions as int32. Every number that is kept thus takes eight bytes.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from vitfleet.message import Tensors, all_finite
 from vitfleet.methods.reported import RejectedUpdateError
 
-VALUES, INDICES = "values", "indices"
 OTHERS_MULTIPLE = 4  # the number of stacked vectors is rounded up, so that shapes recur and captured steps are reused
 
 
@@ -32,41 +31,13 @@ class SparseVector:
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {prefix + VALUES: self.values, prefix + INDICES: self.indices}
-
-    @classmethod
-    def of_tensors(cls, tensors: Tensors) -> SparseVector:
-        """Return the vector whose :meth:`tensors` these are."""
-        return cls(tensors[VALUES], tensors[INDICES])
-
-    def to(self, device: torch.device) -> SparseVector:
-        """Return the vector on a device."""
-        return SparseVector(self.values.to(device), self.indices.to(device))
-
-
-def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return the weights of a model of which some were kept; the others are zero.
-
-    Parameters
-    ----------
-    values, indices
-        The kept weights and their positions in the vector of all weights, ``[kept]``.
-    shapes
-        The shape of each weight, in the order of the vector.
-    """
-    sizes = [prod(shape) for shape in shapes.values()]
-    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
-    parts = torch.split(flat, sizes)
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return {f"{prefix}values": self.values, f"{prefix}indices": self.indices}
 
 
 def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> SparseVector:
     """Return the values whose magnitude is greater than a threshold.
 
-    Parameters
-    ----------
-    assumed
-        How many values are kept of tensors without values (a dry run); ``None``: all.
+    Of tensors without values (a dry run) it is ``assumed`` how many these are; ``None``: all.
     """
     vector = torch.cat([weight.flatten() for weight in weights.values()])
     if vector.is_meta:
@@ -76,15 +47,18 @@ def sparsify(weights: Tensors, threshold: float, assumed: int | None = None) -> 
     return SparseVector(vector[indices], indices.int())
 
 
+def expand_weights(values: Tensor, indices: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the weights of a sparse vector, given the shape of each in their order; those that were not kept are 0."""
+    sizes = [prod(shape) for shape in shapes.values()]
+    flat = values.new_zeros(sum(sizes)).scatter(-1, indices.long(), values)
+    parts = torch.split(flat, sizes)
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def densify(vectors: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return the weights of several sparse vectors, stacked on a leading axis: ``[vectors, …]`` of each weight.
 
     Rows of zeros follow, up to the next multiple of ``OTHERS_MULTIPLE``. Without vectors the result is empty.
-
-    Parameters
-    ----------
-    shapes
-        The shape of each weight, in the selection's order.
     """
     if not vectors:
         return {}
@@ -95,21 +69,10 @@ def densify(vectors: Sequence[SparseVector], shapes: Mapping[str, torch.Size]) -
 
 
 def check_sparse(tensors: Tensors, length: int, max_change: float | None = None) -> SparseVector:
-    """Return the sparse vector that a client sent.
-
-    Parameters
-    ----------
-    max_change
-        ``aggregate.max_change``, as of weights that start at zero; ``None``: no limit.
-
-    Raises
-    ------
-    RejectedUpdateError
-        It is not one, or not one of this length.
-    """
-    if tensors.keys() != {VALUES, INDICES}:
+    """Return the sparse vector that a client sent, or reject it: ``max_change`` is ``aggregate.max_change``."""
+    if tensors.keys() != {"values", "indices"}:
         raise RejectedUpdateError("its message has no adaptive weights, or not values and indices alone")
-    vector = SparseVector.of_tensors(tensors)
+    vector = SparseVector(**tensors)
     values, indices = vector.values, vector.indices
     if values.dtype != torch.float32 or indices.dtype != torch.int32 or values.dim() != 1:
         raise RejectedUpdateError("its adaptive weights are not a vector of float32 with indices of int32")

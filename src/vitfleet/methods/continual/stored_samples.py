@@ -1,13 +1,13 @@
 """The samples that a client stores of the tasks it has learned, and the base class of methods that store some.
 
-FedViT's knowledge extractor (section 3.2) stores, of every class of a task, the fraction ρ of the samples that have the
-lowest loss under the trained model. The client's last round of a task is not known in advance, so the samples are
-selected anew after every round. What remains is the selection under the last model that was trained on the task.
+Of every class of a task a fraction ρ of the samples is stored: random ones (GEM), or those with the lowest loss under
+the trained model (FedViT's knowledge extractor, section 3.2). A client's last round of a task is not known in advance,
+so the samples are selected anew after every round. What remains is from the last round in which it trained on the task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, TypeVar
 
@@ -17,26 +17,17 @@ from torch import Tensor
 
 from vitfleet.config.base import MethodParams
 from vitfleet.config.schema import Config
-from vitfleet.data.images import Shard
 from vitfleet.data.subsets import round_half_up
 from vitfleet.errors import ConfigError
-from vitfleet.message import Numbers, State, Tensors, label_dtype
+from vitfleet.message import Numbers, State, Tensors, add_numbers, label_dtype, with_numbers
 from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
-from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody, TrainedClient
+from vitfleet.methods.personal.shared_body import SharedBody, TrainedClient
 from vitfleet.methods.reported import MAX_TASK_COUNT, ClientMetric
-from vitfleet.models.parts import Selection
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.local_training import LocalResult, SampleSet
 
 Params = TypeVar("Params", bound="StorageParams")
-MEMORY = "memory"  # the set of stored samples whose parts a step takes
-REPLAY = "replay"  # the set of stored samples that a step draws from
-_PREFIX = "memory."
-
-MEMORY_METRICS = (
-    ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max", form="count"),
-    ClientMetric("stored", "samples stored of each task", form="task counts"),
-)
+MEMORY = "memory"  # the set of stored samples whose parts a step takes, and their prefix in a client's state
 
 
 class StorageParams(MethodParams):
@@ -58,20 +49,11 @@ class StorageParams(MethodParams):
         return 0
 
 
-class MemoryParams(StorageParams, HeadsParams):
-    """Parameters of methods that store samples and work with local and with shared heads."""
-
-
 @dataclass(frozen=True)
 class StoredSamples:
     """Stored samples of one task, in descending priority.
 
-    Attributes
-    ----------
-    images, labels
-        uint8 ``[samples, channels, height, width]`` and integers ``[samples]``.
-    logits
-        The model's outputs when the samples were stored, float32 ``[samples, classes]``; ``None``: not stored.
+    Methods that compare a model with an earlier one store its logits too, ``[samples, classes]``.
     """
 
     images: Tensor
@@ -81,21 +63,28 @@ class StoredSamples:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        logits = {} if self.logits is None else {"logits": self.logits}
+        return {"images": self.images, "labels": self.labels, **logits}
+
     @property
     def sample_bytes(self) -> int:
         """Bytes of one sample."""
-        logits_bytes = 0 if self.logits is None else self.logits.shape[1] * self.logits.element_size()
-        return self.images[:1].numel() + self.labels.element_size() + logits_bytes
-
-    def first(self, count: int) -> StoredSamples:
-        """Return the first ``count`` samples."""
-        if count >= len(self):
-            return self
-        logits = None if self.logits is None else self.logits[:count].clone()
-        return StoredSamples(self.images[:count].clone(), self.labels[:count].clone(), logits)
+        return sum(tensor[:1].nbytes for tensor in self.tensors().values())
 
 
 StoredTasks: TypeAlias = Mapping[int, StoredSamples]  # by task index
+
+
+def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
+    """Return the stored tasks as tensors of a client's state."""
+    return add_numbers(f"{MEMORY}.", {task_index: samples.tensors() for task_index, samples in stored.items()})
+
+
+def read_memory(client_tensors: Tensors) -> StoredTasks:
+    """Return the stored tasks in the tensors of a client's state, in the order of the tasks."""
+    return {index: StoredSamples(**samples) for index, samples in with_numbers(client_tensors, f"{MEMORY}.").items()}
 
 
 def select_samples(scores: Tensor, labels: Tensor, share: float) -> Tensor:
@@ -114,138 +103,47 @@ def select_samples(scores: Tensor, labels: Tensor, share: float) -> Tensor:
     return torch.tensor([position for *_, position in sorted(ranked)], dtype=torch.long)
 
 
-def store_task(
-    stored: StoredTasks,
-    task_index: int,
-    shard: Shard,
-    scores: Tensor,
-    params: StorageParams,
-    num_tasks: int,
-    dtype: torch.dtype,
-    logits: Tensor | None = None,
-) -> StoredTasks:
-    """Return the stored tasks with the samples of one task replaced, within ``params.memory_bytes``.
-
-    Parameters
-    ----------
-    scores
-        The ranking of the shard's samples: those with the lowest scores are stored.
-    num_tasks
-        Number of tasks for which the memory must suffice.
-    dtype
-        The type of stored labels.
-    logits
-        Logits of the shard's samples, to store with them; ``None``: none are stored.
-    """
-    if not len(shard):
-        return stored
-    positions = select_samples(scores, shard.labels, params.stored_share).to(shard.index.device)
-    indices = shard.index[positions]
-    samples = StoredSamples(
-        shard.images.images[indices],
-        shard.images.labels[indices].to(dtype),
-        None if logits is None else logits[positions],
-    )
-    limit = params.memory_bytes
-    if limit is not None and limit < num_tasks * samples.sample_bytes:
-        raise ConfigError(
-            "method.memory_bytes", limit, f"must be at least {num_tasks * samples.sample_bytes}: one image per task"
-        )
-    return limit_memory({**stored, task_index: samples}, limit)
-
-
 def limit_memory(stored: StoredTasks, max_bytes: int | None) -> StoredTasks:
-    """Return the stored tasks cut to a number of bytes: no task keeps more samples than a common limit.
-
-    The samples with the highest scores are dropped first, and the class proportions are kept: see
-    :func:`select_samples`.
-    """
-    limit = max((len(samples) for samples in stored.values()), default=0)
-    while (
-        max_bytes is not None and sum(min(limit, len(task)) * task.sample_bytes for task in stored.values()) > max_bytes
-    ):
+    """Return the stored tasks cut to a number of bytes: no task keeps more samples than a common limit."""
+    limit = longest = max((len(task) for task in stored.values()), default=0)
+    while max_bytes and sum(min(limit, len(task)) * task.sample_bytes for task in stored.values()) > max_bytes:
         limit -= 1
-    return {task_index: samples.first(limit) for task_index, samples in stored.items()}
-
-
-def memory_bytes(stored: StoredTasks) -> int:
-    """Return the number of stored bytes."""
-    return sum(len(samples) * samples.sample_bytes for samples in stored.values())
-
-
-def read_memory(client_tensors: Tensors) -> StoredTasks:
-    """Return the stored tasks in the tensors of a client's state."""
-    task_indices = sorted(
-        int(name.split(".")[1]) for name in client_tensors if name.startswith(_PREFIX) and name.endswith(".labels")
-    )
+    if limit == longest:
+        return stored
     return {
-        index: StoredSamples(client_tensors[images], client_tensors[labels], client_tensors.get(logits))
-        for index in task_indices
-        for images, labels, logits in [_tensor_names(index)]
+        task_index: StoredSamples(**{name: tensor[:limit].clone() for name, tensor in task.tensors().items()})
+        for task_index, task in stored.items()
     }
 
 
-def memory_tensors(stored: StoredTasks) -> dict[str, Tensor]:
-    """Return the stored tasks as tensors of a client's state."""
-    return {
-        name: tensor
-        for task_index, samples in stored.items()
-        for name, tensor in zip(
-            _tensor_names(task_index), (samples.images, samples.labels, samples.logits), strict=True
-        )
-        if tensor is not None
-    }
+def merge_tasks(tasks: Sequence[StoredSamples]) -> StoredSamples:
+    """Return the samples of several tasks as one."""
+    columns = [task.tensors() for task in tasks]
+    return StoredSamples(**{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
 
 
-def _tensor_names(task_index: int) -> tuple[str, str, str]:
-    prefix = f"{_PREFIX}{task_index:04d}"
-    return f"{prefix}.images", f"{prefix}.labels", f"{prefix}.logits"
+def parts_before(stored: StoredTasks, task_index: int, merged: bool = False) -> SampleSet | None:
+    """Return the stored samples of the tasks before ``task_index``, a part per task, or all ``merged`` in one part.
 
-
-def drawn_before(stored: StoredTasks, task_index: int, draws: int) -> SampleSet | None:
-    """Return the stored samples of the tasks before ``task_index`` as one set that steps draw from.
-
-    ``None`` if there are none, or none are to be drawn.
-
-    Parameters
-    ----------
-    draws
-        How many of them are drawn per sample of the batch.
-    """
-    tasks = [stored[index] for index in sorted(stored) if index < task_index]
-    if not tasks or not draws:
-        return None
-    images, labels = torch.cat([task.images for task in tasks]), torch.cat([task.labels for task in tasks]).long()
-    logits = [task.logits for task in tasks if task.logits is not None]
-    return SampleSet(
-        images[None], labels[None], (len(labels),), draws, stored={"logits": torch.cat(logits)[None]} if logits else {}
-    )
-
-
-def parts_before(stored: StoredTasks, task_index: int, merge_tasks: bool = False) -> SampleSet | None:
-    """Return the stored samples of the tasks before ``task_index`` in parts, the largest first; ``None`` without any.
-
-    Parameters
-    ----------
-    merge_tasks
-        All tasks form one part, instead of one part per task. A task that the client missed is a part without samples,
-        so that all clients of a round have the same number of parts.
+    ``None``: there are none. A task that the client missed is a part without samples, so that all clients of a round
+    have the same number of parts.
     """
     tasks = [stored.get(index) for index in range(task_index)]
     known = [task for task in tasks if task is not None]
     if not known:
         return None
-    if merge_tasks:
-        merged = torch.cat([task.images for task in known]), torch.cat([task.labels for task in known])
-        return SampleSet.of_parts([merged])
-    return SampleSet.of_parts([None if task is None else (task.images, task.labels) for task in tasks])
+    parts = [merge_tasks(known)] if merged else tasks
+    return SampleSet.of_parts([None if part is None else (part.images, part.labels) for part in parts])
 
 
 class MemoryMethod(SharedBody[Params]):
     """Shared body, local or shared heads; every client has an episodic memory."""
 
     needs_tasks = True
-    client_metrics: ClassVar[tuple[ClientMetric, ...]] = MEMORY_METRICS
+    client_metrics: ClassVar[tuple[ClientMetric, ...]] = (
+        ClientMetric("memory_bytes", "bytes of stored samples, largest client", "max", form="count"),
+        ClientMetric("stored", "samples stored of each task", form="task counts"),
+    )
     #: Whether samples are stored with their logits under the model that the client has just trained.
     stores_logits: ClassVar[bool] = False
 
@@ -261,46 +159,31 @@ class MemoryMethod(SharedBody[Params]):
         return {} if job.client_state is None else read_memory(job.client_state.tensors)
 
     def random_scores(self, job: ClientRoundInput) -> Tensor:
-        """Return a random score for each of the client's samples: the same in every round of a task.
-
-        So the samples that are stored of a task stay the same.
-        """
-        rng = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index).generator()
-        return torch.from_numpy(rng.random(len(job.shard)))
+        """Return a random score for each of the client's samples: the same in every round of a task."""
+        address = Address(self.context.seed, Purpose.MEMORY, client=job.client, epoch=job.task_index)
+        return torch.from_numpy(address.generator().random(len(job.shard)))
 
     def with_memory(
-        self,
-        job: ClientRoundInput,
-        weights: Tensors,
-        result: LocalResult,
-        scores: Tensor,
-        numbers: Numbers,
-        sent: Selection | None = None,
+        self, job: ClientRoundInput, weights: Tensors, result: LocalResult, scores: Tensor, numbers: Numbers
     ) -> TrainedClient:
-        """Store the current task's samples with the lowest scores; return the local training's result with the memory.
+        """Return the result of a client's local training, with the samples of its task stored that score lowest.
 
-        Parameters
-        ----------
-        scores
-            One per sample of the client's shard.
-        numbers
-            Further numbers to report.
-        sent
-            The weights of the body that the client sends; ``None``: all of them.
+        There is one score per sample of the shard. The numbers are reported besides those of the memory.
         """
-        logits = result.sample_logits if self.stores_logits else None
-        stored = store_task(
-            self.stored_tasks(job),
-            job.task_index,
-            job.shard,
-            scores,
-            self.params,
-            self.context.num_tasks,
-            label_dtype(self.context.num_classes),
-            logits,
-        )
-        numbers = {**numbers, **memory_numbers(stored)}
-        return TrainedClient({**weights, **result.weights}, result, numbers, memory_tensors(stored), sent)
+        params, shard, stored = self.params, job.shard, self.stored_tasks(job)
+        if len(shard):
+            positions = select_samples(scores, shard.labels, params.stored_share).to(shard.index.device)
+            labels = shard.labels[positions].to(label_dtype(self.context.num_classes))
+            logits = result.sample_logits[positions] if self.stores_logits else None
+            samples = StoredSamples(shard.images.images[shard.index[positions]], labels, logits)
+            limit, least = params.memory_bytes, self.context.num_tasks * samples.sample_bytes
+            if limit is not None and limit < least:
+                raise ConfigError("method.memory_bytes", limit, f"must be at least {least}: one image per task")
+            stored = limit_memory({**stored, job.task_index: samples}, limit)
+        counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored, default=-1) + 1)]
+        num_bytes = sum(len(task) * task.sample_bytes for task in stored.values())
+        numbers = {**numbers, "memory_bytes": num_bytes, "stored": counts}
+        return TrainedClient({**weights, **result.weights}, result, numbers, memory_tensors(stored))
 
     def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
         """Return the state with as many samples of each task as the client reports; no more than it can have."""
@@ -317,9 +200,3 @@ class MemoryMethod(SharedBody[Params]):
                 for name, tensor in memory_tensors({task_index: sample}).items()
             }
         return replace(state, tensors=tensors)
-
-
-def memory_numbers(stored: StoredTasks) -> Numbers:
-    """Return the numbers that a client reports of its memory: its bytes, and the samples of each task so far."""
-    counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored, default=-1) + 1)]
-    return {"memory_bytes": memory_bytes(stored), "stored": counts}

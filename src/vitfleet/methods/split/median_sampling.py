@@ -46,15 +46,7 @@ class SamplingPlan:
 
 
 def class_threshold(class_counts: Ints, quantile: float) -> int:
-    """Return the number of samples that are sent of each class.
-
-    Parameters
-    ----------
-    class_counts
-        Samples of each class that the client has, without zeros.
-    quantile
-        Which quantile of them; 0.5: the median.
-    """
+    """Return how many samples of each class are sent: a quantile of the counts of the classes that the client has."""
     return int(np.quantile(class_counts, quantile)) if len(class_counts) else 0
 
 
