@@ -10,7 +10,6 @@ import torch
 from by_hand import PLAIN_SGD, Hand, close
 from fedweit_clients import CLASS_TASKS, make_fedweit, random_sparse, sigmoid, tasks_of, update_of
 from torch import Tensor
-from vitfleet.methods.continual.decomposed_tasks import TaskWeights
 
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.costs.cost_model import CostModel
