@@ -11,11 +11,10 @@ from by_hand import PLAIN_SGD, Hand, close
 from conftest import NO_IMAGES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
-from vitfleet.message import Message, State, Tensors
+from vitfleet.message import Message, State
 from vitfleet.methods import ClientJob
 from vitfleet.methods.personal.fedper import FedPer, FedPerParams
 from vitfleet.methods.personal.fedrep import FedRep, FedRepParams
-from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_update
 from vitfleet.training.stack_inputs import RngContext
@@ -64,24 +63,6 @@ def test_fedpers_round_as_by_hand(
         answer.model_weights, Hand(tiny_net, ONE_TASK, shard, round=1).train(initial, list(tiny_net.anatomy.whole), 5)
     )
     assert set(answer.message.tensors) == set(tiny_net.anatomy.body)
-
-
-class SendsNothing(FedPer):
-    """Trains as FedPer does, and selects no weight to send."""
-
-    def local_training(self, job: ClientJob, weights: Tensors) -> ClientTraining:
-        trained = yield from super().local_training(job, weights)
-        return replace(trained, sent=self.anatomy.union())
-
-
-def test_an_empty_selection_sends_nothing(
-    make_context: MakeContext, trainer: Trainer, tiny_net: Net, make_shard: MakeShard
-) -> None:
-    method, initial, shard = SendsNothing(FedPerParams(), make_context()), tiny_net.initial_weights(), make_shard(0, 10)
-    job = ClientJob(1, 0, Message(initial), {}, None, shard)
-    answer = run_update(method.client_update(job), trainer, shard, RngContext(0, 1, 0))
-    assert answer.message.tensors == {}
-    assert answer.message.numbers["samples"] == 10
 
 
 def test_bodies_are_averaged_by_samples(fedrep: FedRep, tiny_net: Net) -> None:
