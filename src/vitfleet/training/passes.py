@@ -118,7 +118,7 @@ class ClientModels:
         tensors = [
             tensor for group in groups for name, tensor in group.tensors.items() if name not in group.stacked_names
         ]
-        return frozenset(map(id, (*tensors, self.epoch)))
+        return frozenset(map(id, (*tensors, self.epoch, self.engine.class_tasks)))
 
     def map(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return a function of one client's tensors, applied to each client's."""

@@ -289,7 +289,8 @@ class StepView:
         name
             One of ``LocalTraining.random``. Every step has numbers of its own, the same at every call.
         """
-        shapes = {key: tensor.shape[self._models.axis :] for key, tensor in like.items()}
+        axis, shared = self._models.axis, self._models.shared
+        shapes = {key: tensor.shape[0 if id(tensor) in shared else axis :] for key, tensor in like.items()}
         numbers: dict[str, Tensor] = self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
         return numbers
 
