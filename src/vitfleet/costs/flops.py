@@ -107,12 +107,15 @@ class FlopCounter:
         """Count the operations of one kind of step; without ``masked``, of one with whole images."""
         train = training.train or self.train
         train = train if masked else train.model_copy(update={"mask_ratio": 0.0})
-        shapes = frozenset((name, tensor.shape) for name, tensor in training.weights.items())
+        weights, constants = (
+            frozenset((name, tensor.shape) for name, tensor in tensors.items())
+            for tensors in (training.weights, training.constants)
+        )
         sets = tuple((name, len(stored), stored.draws, stored.keep is None) for name, stored in training.sets.items())
         features = None if training.features is None else training.features.num_tokens
         key = (
-            self.net.part_paths.functional, shapes, training.trainable, training.step, kind, sets, features,
-            train.mask_ratio, tuple(training.constants),
+            self.net.part_paths.functional, weights, training.trainable, training.step, kind, sets, features,
+            train.mask_ratio, constants,
         )  # fmt: skip
         if key not in self.counted:
             self.counted[key] = self._count_step(training, train, kind)

@@ -306,7 +306,8 @@ class StepView:
         like
             Tensors of each client, such as ``view.weights`` or gradients; the numbers are float32.
         """
-        shapes = {key: tensor.shape[self._models.axis :] for key, tensor in like.items()}
+        axis, shared = self._models.axis, self._models.shared
+        shapes = {key: tensor.shape[0 if id(tensor) in shared else axis :] for key, tensor in like.items()}
         return self.map(lambda key: normal_numbers(key, shapes), self._tables.keys[name])
 
     def report(self, loss_sum: Tensor) -> None:

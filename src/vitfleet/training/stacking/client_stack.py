@@ -107,7 +107,7 @@ class ClientStack:
         if gradients:
             self.optimizer.step(self._clip(gradients), None if all_active else batch.active)
         if view.loss_sum is not None:
-            self.loss_sum += view.loss_sum
+            self.loss_sum += view.loss_sum if all_active else torch.where(batch.active > 0, view.loss_sum, 0)
         # A sum that is not finite stays so: what is counted are the steps before the first such loss.
         self.finite_steps += batch.active * self.loss_sum.isfinite()
 
