@@ -26,7 +26,7 @@ from vitfleet.flower.transport.codec import (
 )
 from vitfleet.flower.transport.payloads import CHUNK, HEADER, EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message
-from vitfleet.methods.base import RejectedUpdateError
+from vitfleet.methods.reported import RejectedUpdateError
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from conftest import MakeContext
 from vitfleet.config.schema import EvalConfig, ModelConfig
 from vitfleet.data.images import ImageSet
-from vitfleet.data.partitions.assign import ClientIndices
+from vitfleet.data.partitions.client_indices import ClientIndices
 from vitfleet.fleet.base import ClientTask, EvalResult
 from vitfleet.message import State, Tensors
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from vitfleet.config.schema import MachineConfig
-from vitfleet.training import machine
+from vitfleet.training.execution import settings as machine
 from vitfleet.training.execution.compiler_barriers import BARRIER, CACHE_TAG, add_compiler_barriers
 
 H200 = {
