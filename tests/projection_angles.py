@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.methods.continual import projection, restorer
-from vitfleet.methods.continual.projection import as_row, to_chunks
+from vitfleet.methods.continual import gem, restorer
+from vitfleet.methods.continual.projection import References, as_row, project, to_chunks
 
 MIN_COSINE = -1e-6  # of an angle that passes as not obtuse
 
@@ -21,11 +21,13 @@ Project: TypeAlias = Callable[..., tuple[Tensors, Tensors]]
 def counting_obtuse_angles(project: Project) -> Project:
     """Return a projection that counts a step with an obtuse angle as unsolved."""
 
-    def checked(rows: Tensor, like: Tensors, present: Tensor, margin: float | Tensor = 0.0) -> tuple[Tensors, Tensors]:
-        projected, counts = project(rows, like, present, margin)
-        references, applied = rows[:, :-1], to_chunks(as_row(projected))
-        products = (references * applied).sum((0, 2))
-        lengths = (references.square().sum((0, 2)) * applied.square().sum()).sqrt()
+    def checked(gradients: Tensors, *references: References, margin: float | Tensor = 0.0) -> tuple[Tensors, Tensors]:
+        projected, counts = project(gradients, *references, margin=margin)
+        rows = to_chunks(*(group.gradients for group in references), as_row(projected))
+        rows, applied = rows[:, :-1], rows[:, -1:]
+        present = torch.cat([group.present for group in references])
+        products = (rows * applied).sum((0, 2))
+        lengths = (rows.square().sum((0, 2)) * applied.square().sum()).sqrt()
         obtuse = (present & (products < MIN_COSINE * lengths)).any().float()
         return projected, {**counts, "unsolved": torch.maximum(counts["unsolved"], obtuse)}
 
@@ -35,6 +37,5 @@ def counting_obtuse_angles(project: Project) -> Project:
 @pytest.fixture
 def checked_angles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every step with an obtuse angle to a reference among those that clients report as unsolved."""
-    checked = counting_obtuse_angles(projection.project_last_row)
-    for module in (projection, restorer):
-        monkeypatch.setattr(module, "project_last_row", checked)
+    for module in (gem, restorer):
+        monkeypatch.setattr(module, "project", counting_obtuse_angles(project))

@@ -16,7 +16,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.flops import CountedModels, FlopCounter, StepPasses
-from vitfleet.data.tasks import task_classes
+from vitfleet.data.tasks import class_to_task
 from vitfleet.message import Numbers, State, Tensors
 from vitfleet.methods import MethodContext, Work, adapt_model, declared_work, make_method
 from vitfleet.methods.averaging.fedavg import FedAvgParams, WeightAveraging
@@ -51,9 +51,9 @@ def make_cost_model(table: Mapping[str, object]) -> CostModel:
     if METHODS[str(table["name"])].target.needs_tasks:
         tree["data"] = {"tasks": {"count": TASKS, "classes": 2, "per_client": [2, 2]}}
     config = Config.model_validate(tree)
-    tasks = task_classes(config.data.tasks, config.seed, CLASSES)
+    tasks = class_to_task(config.data.tasks, config.seed, CLASSES)
     model = ModelConfig(dim=16, depth=3, heads=2, patch_size=4)
-    net = build_model(model, CLASSES, 1, 8, 0, partial(adapt_model, config.method, class_to_task=tasks.class_to_task))
+    net = build_model(model, CLASSES, 1, 8, 0, partial(adapt_model, config.method, class_to_task=tasks))
     return CostModel(
         make_method(config.method, MethodContext(config, net, CLASSES, torch.device("cpu"))), net, config.train
     )

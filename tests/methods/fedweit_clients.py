@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from by_hand import PLAIN_SGD
 from torch import Tensor
-from vitfleet.methods.continual.decomposed_tasks import ClientTasks
 
 from conftest import MakeContext
 from vitfleet.data.images import Shard
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
-from vitfleet.methods.continual.fedweit import FedWeit, FedWeitParams
+from vitfleet.methods.continual.fedweit import ClientTasks, FedWeit, FedWeitParams
 from vitfleet.methods.continual.sparse_weights import SparseVector
 from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext

@@ -127,7 +127,7 @@ def test_projected_gradient(kind: str, net: Net) -> None:
     ridge = {"ridge": 1e-3**0.5 * torch.eye(len(rows))} if kind == "gem" else {}
     gradient = {**before, **{name: torch.zeros(len(rows)) for name in ridge}}
     present = torch.ones(len(rows), dtype=torch.bool)
-    projected, _ = project(gradient, References({**references, **ridge}, present), margin)
+    projected, _ = project(gradient, References({**references, **ridge}, present), margin=margin)
     assert_close({name: projected[name] for name in before}, after)
     if kind == "gem":
         for task, row in enumerate(rows):

@@ -18,7 +18,8 @@ from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate, DyTox, adapt_model
 from vitfleet.methods.continual.dytox import DyToxParams
-from vitfleet.methods.continual.stored_samples import REPLAY, read_memory
+from vitfleet.methods.continual.replay import REPLAY
+from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose
@@ -105,7 +106,7 @@ def test_models_without_the_parts_are_refused() -> None:
 def make_dytox(net: Net, known: bool = True, **params: object) -> DyTox:
     tasks = {"count": 2, "classes": 2, "per_client": (1, 2), "scenario": "task" if known else "class"}
     context = context_of(net, {"epochs": 2, **PLAIN_SGD}, seed=SEED, data={"tasks": tasks})
-    assert context.task_classes.class_to_task == tuple(TASKS)
+    assert context.class_to_task == tuple(TASKS)
     return DyTox(DyToxParams.model_validate({"stored_share": 0.3, **params}), context)
 
 

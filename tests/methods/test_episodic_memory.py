@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import MakeShard
+from conftest import MakeContext, MakeShard
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
-from vitfleet.message import State
-from vitfleet.methods.continual.fedvit import FedVitParams
+from vitfleet.message import Message, State
+from vitfleet.methods import ClientRoundInput
+from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import (
     StoredSamples,
+    StoredTasks,
     limit_memory,
-    memory_bytes,
     memory_tensors,
     parts_before,
     read_memory,
     select_samples,
-    store_task,
 )
+from vitfleet.training.local_training import LocalResult
 from vitfleet.wire import decode, encode
 
 LABELS = torch.tensor([0] * 60 + [1] * 30 + [2] * 4 + [7])
@@ -63,10 +64,26 @@ def stored(count: int) -> StoredSamples:
     return StoredSamples(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), torch.arange(count, dtype=torch.int16))
 
 
+def num_bytes(known: StoredTasks) -> int:
+    return sum(tensor.nbytes for tensor in memory_tensors(known).values())
+
+
+def remember(known: StoredTasks, task_index: int, shard: Shard, losses: torch.Tensor, method: FedVit) -> StoredTasks:
+    """Return what a client has stored after a round with these losses."""
+    own = State(memory_tensors(known)) if known else None
+    job = ClientRoundInput(1, 0, Message({}), {}, own, shard, task_index)
+    result = LocalResult({}, torch.tensor(0.0), len(shard), 1, {}, losses, torch.tensor(1))
+    trained = method.with_memory(job, {}, result, losses, {})
+    stored = read_memory(trained.extra_state)
+    counts = [len(stored[index]) if index in stored else 0 for index in range(max(stored) + 1)]
+    assert trained.numbers == {"memory_bytes": num_bytes(stored), "stored": counts}
+    return stored
+
+
 def test_a_budget_cuts_tasks_to_a_common_level_from_their_ends() -> None:
     known = {0: stored(10), 1: stored(3), 2: stored(7)}
     sample = 64 + 2
-    assert memory_bytes(known) == 20 * sample
+    assert num_bytes(known) == 20 * sample
     for samples, lengths in ((20, [10, 3, 7]), (19, [9, 3, 7]), (17, [7, 3, 7]), (16, [6, 3, 6]), (3, [1, 1, 1])):
         cut = limit_memory(known, samples * sample + 1)
         assert [len(one) for one in cut.values()] == lengths
@@ -74,26 +91,31 @@ def test_a_budget_cuts_tasks_to_a_common_level_from_their_ends() -> None:
     assert [len(one) for one in limit_memory(known, None).values()] == [10, 3, 7]
 
 
-def test_what_is_stored_are_the_images_themselves(make_shard: MakeShard, tiny_images: ImageSet) -> None:
+def test_what_is_stored_are_the_images_themselves(
+    make_shard: MakeShard, tiny_images: ImageSet, make_context: MakeContext
+) -> None:
+    method = FedVit(FedVitParams(stored_share=0.2), make_context(num_tasks=4))
     shard = make_shard(10, 40)
     losses = torch.rand(30, generator=torch.Generator().manual_seed(1))
-    known = store_task({}, 2, shard, losses, FedVitParams(stored_share=0.2), 3, torch.int16)
+    known = remember({}, 2, shard, losses, method)
     places = 10 + select_samples(losses, shard.labels, 0.2)
     assert torch.equal(known[2].images, tiny_images.images[places])
     assert torch.equal(known[2].labels.long(), tiny_images.labels[places])
     assert (known[2].images.dtype, known[2].labels.dtype) == (torch.uint8, torch.int16)
     # Extracted anew, the same task's knowledge is replaced.
-    again = store_task(known, 2, shard, -losses, FedVitParams(stored_share=0.2), 3, torch.int16)
+    again = remember(known, 2, shard, -losses, method)
     assert list(again) == [2]
     assert not torch.equal(again[2].images, known[2].images)
     empty = Shard(shard.images, torch.empty(0, dtype=torch.long))
-    assert store_task(known, 3, empty, torch.empty(0), FedVitParams(), 4, torch.int16) == known
+    kept = memory_tensors(remember(known, 3, empty, torch.empty(0), method))
+    assert kept.keys() == memory_tensors(known).keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in memory_tensors(known).items())
 
 
-def test_a_budget_too_small_for_one_image_a_task_is_refused(make_shard: MakeShard) -> None:
-    params = FedVitParams(memory_bytes=5 * 66 - 1)
+def test_a_budget_too_small_for_one_image_a_task_is_refused(make_shard: MakeShard, make_context: MakeContext) -> None:
+    method = FedVit(FedVitParams(memory_bytes=5 * 66 - 1), make_context(num_tasks=5))
     with pytest.raises(ConfigError, match=r"method\.memory_bytes = 329: must be at least 330"):
-        store_task({}, 0, make_shard(0, 20), torch.zeros(20), params, 5, torch.int16)
+        remember({}, 0, make_shard(0, 20), torch.zeros(20), method)
 
 
 def test_knowledge_survives_a_clients_state() -> None:
@@ -114,7 +136,7 @@ def test_recalled_are_the_tasks_before_one_part_each_the_largest_first() -> None
     expected = [[0.25] * 4, [0.5, 0.5, 0.0, 0.0], [0.0] * 4]
     np.testing.assert_allclose(memory.sample_weight().numpy(), expected)
     assert memory.labels.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0] * 4]
-    together = parts_before(known, 3, merge_tasks=True)
+    together = parts_before(known, 3, merged=True)
     assert together is not None
     assert together.labels.tolist() == [[0, 1, 2, 3, 0, 1]]
     np.testing.assert_allclose(together.sample_weight().numpy(), [[1 / 6] * 6], rtol=1e-6)

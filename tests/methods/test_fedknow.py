@@ -42,7 +42,7 @@ def test_knowledge_is_exactly_the_largest_tenth_of_all_weights() -> None:
     assert knowledge.indices.tolist() == sorted(largest)
     assert knowledge.values.tolist() == [vector[index] for index in sorted(largest)]
     assert (knowledge.values.dtype, knowledge.indices.dtype, int(knowledge.label)) == (torch.float32, torch.int32, 3)
-    assert knowledge.num_bytes == 10 * (4 + 4) + 2
+    assert sum(tensor.nbytes for tensor in knowledge.tensors().values()) == 10 * (4 + 4) + 2
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.001, 1), (0.1, 10), (0.255, 26), (1.0, 100)])

@@ -83,7 +83,7 @@ def test_a_round_with_earlier_tasks_and_other_clients_is_that_of_autograd_by_han
         masks.append(latest.mask)
         targets.append({n: sigmoid(latest.mask[n])[:, None] * tasks.model[n] + latest.adaptive[n] for n in names})
     assert history[1].latest is not None
-    past = [history[1].past[0].weights.adaptive, history[1].latest.adaptive]
+    past = [history[1].past[0].adaptive, history[1].latest.adaptive]
     model = {**history[1].model, **body}
     others = densify(vectors, method.shapes)
     now: dict[str, Tensor] = {
@@ -116,10 +116,10 @@ def test_a_round_with_earlier_tasks_and_other_clients_is_that_of_autograd_by_han
         close(found.model, {name: now[name] for name in model})
         close(found.latest.mask, {n: now[f"m {n}"] for n in names})
         close(found.latest.adaptive, {n: now[f"A {n}"] for n in names})
-        close({n: tensor[:3] for n, tensor in found.attention.items()}, {n: now[f"α {n}"] for n in names})
-        assert all(not tensor[3:].any() for tensor in found.attention.values()), "padding is never trained"
+        close({n: tensor[:3] for n, tensor in found.latest.attention.items()}, {n: now[f"α {n}"] for n in names})
+        assert all(not tensor[3:].any() for tensor in found.latest.attention.values()), "padding is never trained"
         for i in range(2):
-            close(found.past[i].weights.adaptive, {n: now[f"A{i} {n}"] for n in names})
+            close(found.past[i].adaptive, {n: now[f"A{i} {n}"] for n in names})
             close(found.past[i].target, targets[i])
         transfer = {n: torch.einsum("c,cij->ij", now[f"α {n}"], others[n][:3]) for n in names}
         close(found.latest.transfer, transfer)
@@ -196,7 +196,7 @@ def test_every_task_is_evaluated_with_its_own_mask_and_adaptive_weights(
         then, weights = learned[snapshot], evaluated[task_index][0]
         assert then.latest is not None
         assert final.latest is not None
-        now = final.past[task_index].weights if task_index in final.past else final.latest
+        now = final.past.get(task_index, final.latest)
         for name in method.decomposed:
             assert torch.equal(now.mask[name], then.latest.mask[name]), "masks of earlier tasks are constant"
             expected = sigmoid(now.mask[name])[:, None] * final.model[name] + now.adaptive[name]

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from fedweit_clients import SETTINGS, make_fedweit, random_sparse
-from vitfleet.methods.continual.decomposed_tasks import read_knowledge
 
 from conftest import MakeContext, context_of
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.continual.fedweit import FedWeit
+from vitfleet.methods.continual.fedweit import FedWeit, read_knowledge
 from vitfleet.methods.continual.sparse_weights import check_sparse
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net

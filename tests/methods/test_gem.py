@@ -14,7 +14,7 @@ from projection_angles import counting_obtuse_angles
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.gem import AGem, AGemParams, Gem, GemParams
-from vitfleet.methods.continual.projection import as_row, project_last_row, to_chunks
+from vitfleet.methods.continual.projection import References, project
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_update
@@ -88,13 +88,13 @@ def test_three_tasks_as_by_hand(
 def test_an_obtuse_angle_would_be_seen() -> None:
     """Of the tests above: what they use to check every step finds a gradient that was not projected."""
     gradient, reference = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([[-1.0, 1.0]])}
-    rows, present = to_chunks(reference, as_row(gradient)), torch.ones(1, dtype=torch.bool)
+    references = References(reference, torch.ones(1, dtype=torch.bool))
 
-    def unchanged(rows: Tensor, like: Tensors, present: Tensor, margin: float) -> tuple[Tensors, Tensors]:
-        return gradient, {"unsolved": torch.zeros(())}
+    def unchanged(gradients: Tensors, *references: References, margin: float) -> tuple[Tensors, Tensors]:
+        return gradients, {"unsolved": torch.zeros(())}
 
-    for project, seen in ((unchanged, 1), (project_last_row, 0)):
-        _, counts = counting_obtuse_angles(project)(rows, gradient, present, 0.0)
+    for projection, seen in ((unchanged, 1), (project, 0)):
+        _, counts = counting_obtuse_angles(projection)(gradient, references)
         assert int(counts["unsolved"]) == seen
 
 

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.methods.continual.projection import (
-    COUNTED,
+    COUNTED_STEPS,
     References,
     project,
-    project_last_row,
     solve_dual,
     to_chunks,
 )
 
 Floats = NDArray[np.float64]
+COUNTED = [metric.name for metric in COUNTED_STEPS]
 
 
 class Projected(NamedTuple):
@@ -40,11 +40,7 @@ def row_projected(
 ) -> Projected:
     """Project a vector; all references are present where nothing else is said."""
     present = all_present(rows) if present is None else present
-    if isinstance(margin, Tensor):
-        chunks = to_chunks({"w": rows}, {"w": gradient[None]})
-        projected, counts = project_last_row(chunks, {"w": gradient}, present, margin)
-    else:
-        projected, counts = project({"w": gradient}, References({"w": rows}, present), margin)
+    projected, counts = project({"w": gradient}, References({"w": rows}, present), margin=margin)
     return Projected(projected["w"], counts["rotated"], counts["degenerate"], counts["unsolved"])
 
 
@@ -232,7 +228,7 @@ def test_the_steps_of_a_projection_are_counted() -> None:
     gradient, rows = problem(3, k=4, size=9, dtype=torch.float32)
     applied, counts = project({"w": gradient}, References({"w": rows}, all_present(rows)))
     np.testing.assert_allclose(applied["w"].numpy(), by_quadprog(gradient, rows), atol=1e-5)
-    assert list(counts) == list(COUNTED)
+    assert list(counts) == COUNTED
     assert {name: float(count) for name, count in counts.items()} == {
         "integrated": 1,
         "rotated": 1,

@@ -15,7 +15,7 @@ from vitfleet.methods.continual.projection import (
     project,
     to_chunks,
 )
-from vitfleet.methods.continual.restorer import RotatedStep, angles, rotate
+from vitfleet.methods.continual.restorer import angles, rotate
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "below": {"a": (5, 7), "b": (CHUNK - 1,)},
@@ -134,7 +134,7 @@ def test_rotation_is_a_projection_of_the_gradient_before_lifted_over_clients(sto
     tasks = {name: rows[:, :-1] for name, rows in references.items()}
     present = torch.ones(3, stored, dtype=torch.bool)
     if stored:
-        rotated, counts = torch.vmap(RotatedStep().rotate_among)(before, after, tasks, present)
+        rotated, counts = torch.vmap(rotate)(before, after, References(tasks, present))
     else:
         rotated, counts = torch.vmap(rotate)(before, after)
     assert counts["rotated"].tolist() == [1, 1, 1]

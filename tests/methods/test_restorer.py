@@ -11,6 +11,7 @@ from scipy.stats import wasserstein_distance
 from torch import Tensor
 
 from vitfleet.message import Tensors
+from vitfleet.methods.continual.projection import References
 from vitfleet.methods.continual.restorer import (
     Ranking,
     Restorer,
@@ -98,8 +99,8 @@ def test_gradient_rotation_with_stored_tasks_is_the_projection_against_all_of_th
     for seed in range(20):
         before, constraints = problem(seed, k=5, size=30)
         stored, after = constraints[:-1], constraints[-1]
-        step = RotatedStep(margin=margin)
-        applied, counts = step.rotate_among({"w": before}, {"w": after}, {"w": stored}, all_present(stored))
+        tasks = References({"w": stored}, all_present(stored))
+        applied, counts = rotate({"w": before}, {"w": after}, tasks, margin=margin)
         gram, slack = (constraints @ constraints.T).numpy(), (constraints @ before).numpy()
         if (slack >= 0).all():
             assert torch.equal(applied["w"], before)
@@ -121,7 +122,7 @@ def test_choices_and_rotations_are_the_same_lifted_over_clients(ranking: Ranking
 
     def choose_and_rotate(gradient: Tensor, rows: Tensor, present: Tensor) -> tuple[Tensor, ...]:
         after = {"w": rows.sum(0)}
-        rotated, counts = RotatedStep().rotate_among({"w": gradient}, after, {"w": rows}, present)
+        rotated, counts = rotate({"w": gradient}, after, References({"w": rows}, present))
         return chosen(ranking, min(2, k), {"w": gradient}, {"w": rows}, present), rotated["w"], *counts.values()
 
     lifted = torch.vmap(choose_and_rotate)(gradients, rows, present)

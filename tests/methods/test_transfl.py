@@ -20,8 +20,8 @@ from vitfleet.fleet.base import Request
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientRoundInput, MethodContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
-from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, head_magnitudes, top_k
-from vitfleet.methods.averaging.transfl import MeasuredStep, TransFL, TransFLParams
+from vitfleet.methods.averaging.layer_sharing import GradientMagnitude, MeasuredStep, head_magnitudes, top_k
+from vitfleet.methods.averaging.transfl import TransFL, TransFLParams
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.randomness import Address, Purpose

@@ -78,6 +78,7 @@ class AddParts:
         return total
 
     def part_gradients(self, view: StepView, chooses: bool) -> Tensors:
+        rows: Tensors
         known = None if chooses or self.choose is None else view.scratch[CHOSEN]
         parts = view.parts(STORED, known)
         rows, present = view.part_grads(cross_entropy, parts), parts.present
