@@ -23,6 +23,11 @@ class Payload:
     tensors: Tensors = field(default_factory=dict)
     numbers: Numbers = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors, without those of a state's parts."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def to(self, device: torch.device) -> Self:
         """Return the payload with its tensors on a device. The parts of a state stay where they are."""
         return replace(self, tensors=to_device(self.tensors, device))

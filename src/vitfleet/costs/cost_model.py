@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class CostModel:
         self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self.counter = FlopCounter(net, train, counted)
+        self._dry_run = partial(dry_run, method, self.net, self.image_size, blank=self.blank)
         self._after_tasks = lru_cache(KNOWN_STATES)(self._state_after)
 
     def dry_run(
@@ -73,18 +74,6 @@ class CostModel:
         """
         kept = None if client_metrics is None else self.kept_state(client_metrics)
         return self._dry_run(labels, round, client, task_index, kept)
-
-    def _dry_run(
-        self,
-        labels: NDArray[np.int64],
-        round: int = 1,
-        client: int = 0,
-        task_index: int = 0,
-        client_state: State | None = None,
-    ) -> DryRun:
-        return dry_run(
-            self.method, self.net, self.image_size, labels, round, client, task_index, client_state, self.blank
-        )
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.dry_run import DryRun, shapes_of
+from vitfleet.costs.dry_run import shapes_of
 from vitfleet.costs.flops import FlopCounter
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
 from vitfleet.data.tasks import class_to_task
+from vitfleet.message import State
 from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
@@ -250,7 +251,8 @@ class _RunWork:
         parameters = net.parts.count_parameters(net.parts.whole)
         weights, moments = FLOAT_BYTES * parameters, moment_bytes(config.server, parameters)
         # The checkpoint before the last has the states that its successor replaced.
-        kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * _state_bytes(late)
+        state_bytes = (late.update.client_state or State()).num_bytes
+        kept = 0 if _remote(config) else (config.fleet.clients + config.fleet.asked) * state_bytes
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
         return cls(
             first.trainings[0],
@@ -307,8 +309,3 @@ def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: N
         current = method.server_work(round(seen), round(fleet.asked * per_client))
         passes += current.samples if current else 0
     return passes * flops * max(1.0, config.rounds / 1000)
-
-
-def _state_bytes(run: DryRun) -> int:
-    state = run.update.client_state
-    return 0 if state is None else sum(tensor.nbytes for tensor in state.tensors.values())

@@ -33,15 +33,11 @@ class StateCache:
     def put(self, client: int, state: State | None) -> None:
         """Replace a client's cached state; ``None`` removes it."""
         replaced = self._states.pop(client, None)
-        self._used_bytes -= 0 if replaced is None else _num_bytes(replaced)
-        if state is None or not 0 < _num_bytes(state) <= self.max_bytes:
+        self._used_bytes -= 0 if replaced is None else replaced.num_bytes
+        if state is None or not 0 < state.num_bytes <= self.max_bytes:
             return
         self._states[client] = state
-        self._used_bytes += _num_bytes(state)
+        self._used_bytes += state.num_bytes
         while self._used_bytes > self.max_bytes:
             _, oldest = self._states.popitem(last=False)
-            self._used_bytes -= _num_bytes(oldest)
-
-
-def _num_bytes(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.tensors.values())
+            self._used_bytes -= oldest.num_bytes

@@ -135,8 +135,12 @@ class RunContext:
     def client_costs(self, client_metrics: Mapping[int, Numbers]) -> ClientCosts:
         """Return the costs of one client, given the numbers in each client's last update."""
         flops = self.cost_model.average(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
+
+        def kept_bytes(numbers: Numbers) -> int:
+            return (self.cost_model.kept_state(numbers) or State()).num_bytes
+
         # Peak memory is that of the client that keeps most.
-        numbers = max(client_metrics.values(), key=self._kept_bytes, default=None)
+        numbers = max(client_metrics.values(), key=kept_bytes, default=None)
         last_task = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
         return ClientCosts(
             params=self.params,
@@ -145,10 +149,6 @@ class RunContext:
             train_gflops=flops.training / 1e9,
             peak_memory_bytes=round_memory(self.net, last_task, self.config.train, self.machine.bf16).total,
         )
-
-    def _kept_bytes(self, client_metrics: Numbers) -> int:
-        state = self.cost_model.kept_state(client_metrics)
-        return 0 if state is None else sum(tensor.nbytes for tensor in state.tensors.values())
 
 
 def load_state(context: RunContext) -> RunState:

@@ -87,20 +87,15 @@ class TaskKnowledge:
 KnownTasks: TypeAlias = Mapping[int, TaskKnowledge]  # by task index
 
 
-def num_kept_weights(num_weights: int, share: float) -> int:
-    """Return how many weights are a share of all: at least one."""
-    return max(1, round_half_up(share * num_weights))
-
-
 def extract_knowledge(weights: Tensors, parameters: Selection, share: float, label: Tensor) -> TaskKnowledge:
-    """Return the share of a model's weights that have the largest absolute values.
+    """Return the share of a model's weights that have the largest absolute values: at least one weight.
 
     They are ranked over all ``parameters`` of the model; of equal values the first in its order are kept. ``label`` is
     a class of the task that it has learned.
     """
     vector = torch.cat([weights[name].detach().flatten() for name in parameters])
     ranking = vector.abs().sort(descending=True, stable=True).indices
-    indices = ranking[: num_kept_weights(len(vector), share)].sort().values
+    indices = ranking[: max(1, round_half_up(share * len(vector)))].sort().values
     return TaskKnowledge(vector[indices], indices.to(torch.int32), label)
 
 
