@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import State, Tensors, add_prefix, with_prefix
-from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.continual.replay import REPLAY, drawn_before
+from vitfleet.methods.base import ClientRoundInput, Work
+from vitfleet.methods.continual.replay import REPLAY, drawn_before, with_draws
 from vitfleet.methods.continual.stored_samples import (
     MemoryMethod,
     StorageParams,
@@ -77,11 +78,6 @@ class DyToxParams(StorageParams):
         description="local: every client keeps its task tokens; shared: the current task's token is averaged over the "
         "clients that learn the task",
     )
-
-    @property
-    def draws(self) -> int:
-        """How many stored samples a step draws per sample of its batch."""
-        return self.replays
 
 
 @dataclass(frozen=True)
@@ -158,6 +154,11 @@ class DyTox(MemoryMethod[DyToxParams]):
     def adapt_model(cls, params: DyToxParams, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Turn the model's last block into the task-attention block, with a token and a head per task."""
         add_task_tokens(vit, class_to_task)
+
+    @classmethod
+    def declared_work(cls, params: DyToxParams, config: Config) -> Work:
+        """Return the work with samples that are stored and drawn."""
+        return with_draws(super().declared_work(params, config), params.replays)
 
     @property
     def trainable(self) -> Selection:

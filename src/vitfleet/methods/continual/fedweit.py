@@ -421,7 +421,8 @@ class FedWeit(Method[FedWeitParams]):
 
     def kept_state(self, reported: Numbers, after_tasks: StateAfterTasks) -> State | None:
         """Return the state with all tasks, and adaptive weights of other clients: of each as many as its own."""
-        latest, past, others, kept = (_count(reported.get(name)) for name in (LATEST_TASK, PAST_TASKS, OTHERS, KEPT))
+        numbers = [reported.get(name) for name in (LATEST_TASK, PAST_TASKS, OTHERS, KEPT)]
+        latest, past, others, kept = (number if isinstance(number, int) else -1 for number in numbers)
         if min(latest, past, others, kept) < 0:
             return after_tasks(())
         state = after_tasks([*range(min(past, latest)), latest])
@@ -439,11 +440,6 @@ class FedWeit(Method[FedWeitParams]):
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _count(number: Number | None) -> int:
-    """Return a reported number; −1 if it is no number of anything."""
-    return number if isinstance(number, int) else -1
 
 
 class AdaptiveStoreUpdate(Aggregator):

@@ -39,7 +39,7 @@ from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Tensors
 from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
 from vitfleet.methods.continual.quadratic_penalty import whole_images
-from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before
+from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before, with_draws
 from vitfleet.methods.continual.stored_samples import (
     MemoryMethod,
     StoredTasks,
@@ -160,7 +160,7 @@ class Lvt(MemoryMethod[LvtParams]):
     @classmethod
     def declared_work(cls, params: LvtParams, config: Config) -> Work:
         """Return the work with the epoch that measures the gradients of the keys."""
-        work = super().declared_work(params, config)
+        work = with_draws(super().declared_work(params, config), params.draws)
         return replace(work, epochs=work.epochs + 1)
 
     @classmethod

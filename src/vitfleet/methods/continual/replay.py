@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.registry import register_method
+from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientRoundInput
+from vitfleet.methods.base import ClientRoundInput, Work
 from vitfleet.methods.continual.stored_samples import MemoryMethod, StorageParams, StoredTasks, merge_tasks
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams
 from vitfleet.training.local_training import LocalTraining, SampleSet
@@ -82,8 +83,18 @@ def drawn_before(stored: StoredTasks, task_index: int, draws: int) -> SampleSet 
     return SampleSet(merged.images[None], merged.labels.long()[None], (len(merged),), draws, stored=logits)
 
 
+def with_draws(work: Work, draws: int) -> Work:
+    """Return the work of steps that draw so many stored samples per sample of their batch."""
+    return replace(work, images_per_step=(1 + draws) * work.images_per_step)
+
+
 class ReplayMethod(MemoryMethod[Params]):
     """Shared body; a step draws stored samples."""
+
+    @classmethod
+    def declared_work(cls, params: Params, config: Config) -> Work:
+        """Return the work with samples that are stored and drawn."""
+        return with_draws(super().declared_work(params, config), params.draws)
 
     @property
     @abstractmethod

@@ -43,11 +43,6 @@ class StorageParams(MethodParams):
         description="most bytes stored per client; all tasks are cut to a common size; null: no limit",
     )
 
-    @property
-    def draws(self) -> int:
-        """How many stored samples a step draws per sample of its batch."""
-        return 0
-
 
 @dataclass(frozen=True)
 class StoredSamples:
@@ -149,10 +144,8 @@ class MemoryMethod(SharedBody[Params]):
 
     @classmethod
     def declared_work(cls, params: Params, config: Config) -> Work:
-        """Return the work with drawn and stored samples."""
-        work = super().declared_work(params, config)
-        images = (1 + params.draws) * work.images_per_step
-        return replace(work, images_per_step=images, stored_share=params.stored_share)
+        """Return the work with stored samples."""
+        return replace(super().declared_work(params, config), stored_share=params.stored_share)
 
     def stored_tasks(self, job: ClientRoundInput) -> StoredTasks:
         """Return the samples that the client has stored so far."""
@@ -192,11 +185,9 @@ class MemoryMethod(SharedBody[Params]):
         learned = {task_index: count for task_index, count in counts if isinstance(count, int) and count > 0}
         state = after_tasks(tuple(learned))
         assert state is not None
-        tensors = dict(state.tensors)
-        for task_index, sample in read_memory(state.tensors).items():
-            most = MAX_TASK_COUNT if limit is None else limit // sample.sample_bytes
-            tensors |= {
-                name: tensor.new_empty(min(learned[task_index], most), *tensor.shape[1:])
-                for name, tensor in memory_tensors({task_index: sample}).items()
-            }
-        return replace(state, tensors=tensors)
+        kept = {}
+        for task_index, samples in read_memory(state.tensors).items():
+            count = min(learned[task_index], MAX_TASK_COUNT if limit is None else limit // samples.sample_bytes)
+            tensors = samples.tensors().items()
+            kept[task_index] = StoredSamples(**{name: t.new_empty(count, *t.shape[1:]) for name, t in tensors})
+        return replace(state, tensors={**state.tensors, **memory_tensors(kept)})
