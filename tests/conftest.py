@@ -184,18 +184,42 @@ def make_trainer(tiny_net: Net) -> MakeTrainer:
     return make
 
 
+def context_of(
+    net: Net,
+    train: Mapping[str, object] | TrainConfig | None = None,
+    num_classes: int = CLASSES,
+    rounds: int = ROUNDS,
+    num_tasks: int = 1,
+    **tables: object,
+) -> MethodContext:
+    """Return the context of a run on the CPU.
+
+    Parameters
+    ----------
+    train
+        The table ``train``.
+    rounds
+        Of the run; with several tasks, as many as divide evenly.
+    num_tasks
+        Tasks of one class each.
+    tables
+        Further tables and keys of the configuration.
+    """
+    config: dict[str, object] = {"train": train or {}, **tables}
+    if num_tasks > 1:
+        tasks = {"count": num_tasks, "classes": 1, "per_client": (1, 1), "rounds_per_task": rounds // num_tasks}
+        config["data"] = {"tasks": tasks}
+    if "data" not in config:
+        config["rounds"] = rounds
+    return MethodContext(Config.model_validate(config), net, num_classes, torch.device("cpu"))
+
+
 @pytest.fixture
 def make_context(tiny_net: Net) -> MakeContext:
-    """Return a function that makes a method's context; its arguments are keys of the table ``train``.
-
-    With several tasks, each has one class, and the task of an image is not known.
-    """
+    """Return a function that makes a method's context: of a number of tasks, and keys of the table ``train``."""
 
     def make(num_tasks: int = 1, **train: object) -> MethodContext:
-        tasks = {"count": num_tasks, "classes": 1, "per_client": [1, 1], "rounds_per_task": ROUNDS}
-        stream = {"data": {"tasks": {**tasks, "incremental": "class"}}} if num_tasks > 1 else {"rounds": ROUNDS}
-        config = Config.model_validate({"train": train, **stream})
-        return MethodContext(config, tiny_net, CLASSES, torch.device("cpu"))
+        return context_of(tiny_net, train, num_tasks=num_tasks)
 
     return make
 
