@@ -90,6 +90,12 @@ def scaled(outputs: Outputs, factor: Tensor) -> Tensor:
     return factor * cross_entropy(outputs)
 
 
+def with_noise(view: StepView, batch: Samples) -> Tensors:
+    """Random numbers are of the size of the weights: not counted."""
+    noise = view.normal("noise", view.weights)
+    return {name: gradient + noise[name] for name, gradient in view.grad(cross_entropy, batch).items()}
+
+
 @dataclass(frozen=True)
 class ComposedHead:
     """The head is the sum of what trains and a constant."""
@@ -128,6 +134,7 @@ STEPS: list[Step] = [
     first_block,
     fewer_blocks,
     of_each_argument,
+    with_noise,
     ComposedHead(),
     OfKinds(),
 ]
@@ -139,7 +146,7 @@ def make_training(net: Net, images: ImageSet, step: Step) -> LocalTraining:
     replay = SampleSet(images.images[None, :9], images.labels[None, :9], (9,), draws=3)
     head = add_prefix(OTHER, parts.head.take(weights))
     sets = {"memory": memory, "replay": replay}
-    return LocalTraining(weights, parts.whole, 2, step, constants=head, sets=sets)
+    return LocalTraining(weights, parts.whole, 2, step, constants=head, sets=sets, random=("noise",))
 
 
 @pytest.mark.parametrize("mask_ratio", [0.0, 0.5])
@@ -190,3 +197,17 @@ def test_what_was_counted_once_is_known(tiny_net: Net, tiny_images: ImageSet) ->
     assert counter.training(head_alone, 20) < 2 * 20 * full
     scored = replace(training, score_samples=True)
     assert counter.training(scored, 20) == 2 * 20 * full + 20 * full_flops(tiny_net).forward
+
+
+def of_every_row(view: StepView, batch: Samples) -> Tensors:
+    for _ in range(view.constants["rows"].shape[-1]):
+        view.forward(batch)
+    return {}
+
+
+def test_a_step_is_counted_again_for_constants_of_another_shape(tiny_net: Net, tiny_images: ImageSet) -> None:
+    counted: dict[Any, Any] = {}
+    training, forward = make_training(tiny_net, tiny_images, of_every_row), full_flops(tiny_net).forward
+    for rows in (1, 3):
+        of_rows = replace(training, constants={"rows": torch.zeros(rows)})
+        assert FlopCounter(tiny_net, TrainConfig(), counted).training(of_rows, 20) == 2 * 20 * rows * forward

@@ -15,6 +15,7 @@ from clients_alone import (
     stored_to_draw,
     train_alone,
 )
+from torch import Tensor
 
 from conftest import CLASSES, MakeShard, MakeTrainer
 from family_configs import tiny_family
@@ -176,6 +177,22 @@ def test_reported_loss_is_the_first_of_the_batch_unless_the_step_says_otherwise(
         torch.testing.assert_close(result.loss, factor * reference.loss, rtol=1e-5, atol=1e-9)
 
 
+def step_that_reports_one(view: StepView, batch: Samples) -> Tensors:
+    """What is reported need not be 0 for a batch of padding."""
+    view.report(view.map(lambda weight: torch.ones_like(weight.sum()), batch.sample_weight))
+    return {}
+
+
+def test_only_the_steps_that_a_client_has_are_reported(
+    captured: list[object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    trainings = [
+        LocalTraining(weights, tiny_net.parts.head, 2, step_that_reports_one) for weights in random_weights(tiny_net)
+    ]
+    for result in check_every_way(make_trainer(batch_size=8), make_group(trainings, make_shard)):
+        assert float(result.loss) == pytest.approx(result.steps / (2 * result.samples))
+
+
 # Random numbers and drawn samples
 
 
@@ -219,6 +236,57 @@ def test_random_numbers_of_a_step_are_those_of_its_address(
             torch.testing.assert_close(result.kept[f"again.{name}"], drawn[name])
             torch.testing.assert_close(result.kept[f"other.{name}"], other[name])
             assert not torch.equal(other[name], drawn[name])
+
+
+def keep_noise_of_constants(view: StepView, batch: Samples) -> Tensors:
+    view.keep(view.normal("noise", view.constants))
+    return {}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_random_numbers_have_the_shapes_of_one_client(
+    shared: bool, captured: list[object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    common = torch.zeros(3, 4)
+    trainings = [
+        LocalTraining(
+            weights,
+            tiny_net.parts.head,
+            1,
+            keep_noise_of_constants,
+            constants={"rows": common if shared else common.clone()},
+            kept={"rows": torch.zeros(3, 4)},
+            random=("noise",),
+        )
+        for weights in random_weights(tiny_net)
+    ]
+    for result in check_every_way(make_trainer(batch_size=8), make_group(trainings, make_shard)):
+        assert len(set(result.kept["rows"].flatten().tolist())) == 12
+
+
+def keep_tasks(view: StepView, batch: Samples) -> Tensors:
+    """The task of each class is the same for all clients; so is the epoch."""
+    assert view.class_to_task is not None
+    view.keep({"task": view.map(sum_of_tasks, view.class_to_task, batch.labels, batch.sample_weight, view.epoch)})
+    return {}
+
+
+def sum_of_tasks(tasks: Tensor, labels: Tensor, weight: Tensor, epoch: Tensor) -> Tensor:
+    return (tasks[labels] * (weight > 0)).sum() + 100 * epoch
+
+
+def test_the_task_of_each_class_is_seen(
+    captured: list[object], tiny_net: Net, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    tasks = torch.tensor([0, 0, 1, 1, 2])
+    trainer = replace(make_trainer(batch_size=64), class_to_task=tasks)
+    kept = {"task": torch.zeros((), dtype=torch.long)}
+    trainings = [
+        LocalTraining(weights, tiny_net.parts.head, 2, keep_tasks, kept=kept) for weights in random_weights(tiny_net)
+    ]
+    group = make_group(trainings, make_shard)
+    for member, result in zip(group, check_every_way(trainer, group), strict=True):
+        assert int(result.kept["task"]) == int(tasks[member.shard.labels].sum()) + 100
 
 
 def keep_drawn(view: StepView, batch: Samples) -> Tensors:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from clients_alone import assert_close, check_every_way, in_double, make_group, random_weights
+from clients_alone import assert_close, check_every_way, in_double, make_group, random_weights, stored_to_draw
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -397,3 +397,49 @@ def test_gradients_of_a_loss_for_each_of_several_arguments(
     shapes = {f"{temperature}.{name}": tiny_net.parts.shapes[name] for temperature in (1, 3) for name in head}
     constants = [{"one": torch.ones(())} for _ in range(4)]
     check_kept(make_trainer(batch_size=BATCH), KeepEach(), expected, make_shard, head, constants, shapes)
+
+
+# Drawn samples
+
+
+def keep_of_drawn(view: StepView, batch: Samples) -> Tensors:
+    """Keep the gradient of the drawn samples, the weighted sum of those of single ones, and the difference of both."""
+    drawn = view.drawn("replay")
+    whole, rows = view.grad(distance, drawn), view.per_sample_grad(distance, drawn)
+    summed = view.map(weighted_sum, rows, drawn.sample_weight)
+    view.keep(whole)
+    view.keep({f"difference.{name}": (summed[name] - gradient).abs() for name, gradient in whole.items()})
+    return {}
+
+
+def distance(outputs: Outputs) -> Tensor:
+    """Return the mean squared distance to the stored logits."""
+    distances = (outputs.logits.double() - outputs.stored["logits"]).square().sum(dim=-1)
+    return torch.dot(distances, outputs.sample_weight.double())
+
+
+def weighted_sum(rows: Tensors, weight: Tensor) -> Tensors:
+    return {name: torch.einsum("s,s...->...", weight.to(row.dtype), row) for name, row in rows.items()}
+
+
+def test_gradients_of_drawn_samples_use_what_is_stored_with_them(
+    captured: list[object], tiny_net: Net, tiny_images: ImageSet, make_trainer: MakeTrainer, make_shard: MakeShard
+) -> None:
+    head, trainer = tiny_net.parts.head, in_double(make_trainer(batch_size=BATCH))
+    zeros = {name: torch.zeros(tiny_net.parts.shapes[name], dtype=torch.float64) for name in head}
+    kept = {**zeros, **add_prefix("difference.", zeros)}
+    trainings = [
+        LocalTraining(weights, head, 1, keep_of_drawn, kept=kept, sets={"replay": stored_to_draw(tiny_images, client)})
+        for client, weights in enumerate(random_weights(tiny_net))
+    ]
+    group = make_group(trainings, make_shard)
+    for client, (member, result) in enumerate(zip(group, check_every_way(trainer, group), strict=True)):
+        hand, stored = last_batch(trainer, member), member.training.sets["replay"]
+        positions = hand.batch.drawn["replay"].image_indices.flatten()
+        assert len(positions) == 4 * len(hand.labels)
+        leaves, images = hand.leaves(head), trainer.preprocess(stored.images[0, positions])
+        logits = tiny_net({**member.training.weights, **leaves}, images)
+        loss = (logits - stored.stored["logits"][0, positions]).square().sum(dim=-1).mean()
+        assert_close({name: result.kept[name] for name in head}, gradients_of(loss, leaves), 1e-6)
+        scale = max(float(result.kept[name].abs().max()) for name in head)
+        assert all(float(result.kept[f"difference.{name}"].max()) < 1e-6 * scale for name in head), client
