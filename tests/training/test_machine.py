@@ -15,7 +15,8 @@ import torch
 
 from vitfleet.config.schema import MachineConfig
 from vitfleet.errors import ConfigError, UserError
-from vitfleet.training import cpu_bf16, machine
+from vitfleet.training.execution import cpu_bf16
+from vitfleet.training.execution import settings as machine
 from vitfleet.training.execution.memory_budget import (
     CAPTURED_FRACTION,
     CONTEXT_BYTES,

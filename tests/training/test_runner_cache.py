@@ -11,7 +11,7 @@ import pytest
 
 from conftest import MakeShard, MakeTrainer
 from vitfleet.models.net import Net
-from vitfleet.training import runner_cache
+from vitfleet.training.capture import cache as runner_cache
 from vitfleet.training.capture.cache import RunnerCache
 from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import LocalTraining
