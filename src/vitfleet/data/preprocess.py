@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class Augmentation(Protocol):
-    """How each image is augmented: see :class:`~vitfleet.data.epoch_draws.EpochDraws`; ``None``: not at all."""
+    """How each image is augmented: see :class:`~vitfleet.data.batches.EpochDraws`; ``None``: not at all."""
 
     @property
     def shift(self) -> Tensor | None:
