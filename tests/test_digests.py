@@ -20,7 +20,9 @@ def test_final_states_and_records_are_unchanged(name: str) -> None:
     digests = next((known["digests"] for known in KNOWN if known["environment"] == environment()), None)
     if digests is None:
         pytest.skip(f"no digests were written on {environment()}")
-    assert compute([name], EXPORT)[name] == digests[name]
+    found, known = compute([name], EXPORT)[name], digests[name]
+    # Of BCN, operations are counted since that were not before: on these machines its records were not written again.
+    assert {part: found[part] for part in known} == known
 
 
 def test_every_method_has_a_digest() -> None:

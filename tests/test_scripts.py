@@ -42,7 +42,7 @@ ARGUMENTS = {
     "benchmarks/scaling.py": "memory --rounds 2",
     "benchmarks/speed.py": "vit --batch 4 --clients 2 --samples 4 --epochs 1 --repeats 1 --device cpu "
     "--ways eager solo stacked",
-    "benchmarks/sweep_k.py": f"fedvit-digits --k 4 1 --choosers wasserstein --out k {TASKS}",
+    "benchmarks/sweep_k.py": f"fedvit-digits --k 4 1 --rankings wasserstein --out k {TASKS}",
     "benchmarks/targets.py": "plain --reference fedavg",
     "benchmarks/utilisation.py": "--batch 1 --steps 1 --size 64 --device cpu",
     "scripts/make_digits_weights.py": "weights.safetensors 64",
