@@ -83,7 +83,7 @@ class ClientRuntime:
         """
         runners, budget = self.trainer.runners, self.trainer.memory_budget
         steps_captured = runners.num_graphs > 0
-        if len(requests) <= budget.max_cohort:
+        if len(requests) <= budget.max_together:
             try:
                 updates = run_updates([make_update(request) for request in requests], self.trainer)
             except RuntimeError as error:
@@ -93,12 +93,12 @@ class ClientRuntime:
                 yield from zip(requests, updates, strict=True)
                 return
             if len(requests) > 1:
-                budget.max_cohort = (len(requests) + 1) // 2
-                logger.warning("the GPU's memory is full; clients trained at a time from now on: %d", budget.max_cohort)
+                budget.max_together = (len(requests) + 1) // 2
+                logger.warning("the GPU's memory is full; clients trained at a time from now on: %d", budget.max_together)
             runners.clear()
             if self.trainer.machine.device.type == "cuda":
                 torch.cuda.empty_cache()
-        size = int(min(len(requests), budget.max_cohort))
+        size = int(min(len(requests), budget.max_together))
         for start in range(0, len(requests), size):
             yield from self._train_within_memory(requests[start : start + size], make_update)
 

@@ -30,13 +30,13 @@ class MemoryBudget:
 
     Attributes
     ----------
-    max_cohort
+    max_together
         How many clients may run their updates together, with the tensors that a method makes for each.
     """
 
     def __init__(self) -> None:
         self.bytes_per_client = 0.0
-        self.max_cohort: float = math.inf
+        self.max_together: float = math.inf
 
     def max_clients(self, wanted: int, device: torch.device) -> int:
         """Return how many clients may be trained at once: at least one, and at most ``wanted``."""
