@@ -94,7 +94,8 @@ class ClientRuntime:
                 return
             if len(requests) > 1:
                 budget.max_together = (len(requests) + 1) // 2
-                logger.warning("the GPU's memory is full; clients trained at a time from now on: %d", budget.max_together)
+                message = "the GPU's memory is full; clients trained at a time from now on: %d"
+                logger.warning(message, budget.max_together)
             runners.clear()
             if self.trainer.machine.device.type == "cuda":
                 torch.cuda.empty_cache()
