@@ -300,7 +300,9 @@ def keep_perturbed(view: StepView, batch: Samples) -> Tensors:
     computed = view.value_and_grad(cross_entropy, batch, perturbation=shift, input_gradient=True)
     assert computed.input_gradient is not None
     of_images = view.input_grad(cross_entropy, batch, perturbation=2 * shift)
-    images = {"images": computed.input_gradient, "images twice": of_images}
+    zeros = {name: torch.zeros_like(weight) for name, weight in view.weights.items()}
+    at_zeros = view.input_grad(cross_entropy, batch, perturbation=shift, at=zeros)  # a head of zeros sees no image
+    images = {"images": computed.input_gradient, "images twice": of_images, "images at zeros": at_zeros}
     view.keep({**computed.gradients, **view.map(pad_rows, images)})
     return {}
 
@@ -318,10 +320,11 @@ def test_gradients_with_a_perturbation_of_the_images(
         by_weights = gradients_of(hand.loss(leaves, hand.inputs + 0.3), leaves)
         by_once = gradients_of(hand.loss({}, hand.inputs + once), {"images": once})
         by_twice = gradients_of(hand.loss({}, hand.inputs + twice), {"images twice": twice})
-        return {**by_weights, **pad_rows({**by_once, **by_twice})}
+        at_zeros = {"images at zeros": torch.zeros_like(by_once["images"])}
+        return {**by_weights, **pad_rows({**by_once, **by_twice, **at_zeros})}
 
     shapes = {name: tiny_net.parts.shapes[name] for name in head}
-    shapes |= {name: torch.Size((BATCH, 1, 8, 8)) for name in ("images", "images twice")}
+    shapes |= {name: torch.Size((BATCH, 1, 8, 8)) for name in ("images", "images twice", "images at zeros")}
     trainer = make_trainer(ALL_AUGMENTATIONS, batch_size=BATCH, mask_ratio=mask_ratio)
     check_kept(trainer, keep_perturbed, expected, make_shard, head, shapes=shapes)
 

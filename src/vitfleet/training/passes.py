@@ -161,10 +161,11 @@ class ClientModels:
         self, loss: Loss, groups: Sequence[Samples], perturbation: Tensor, **options: Unpack[PassOptions]
     ) -> Tensor:
         """Return the gradient with respect to a perturbation of the images alone."""
-        fixed = replace(self, leaves={name: leaf.detach() for name, leaf in self.leaves.items()})
+        at = options.get("at") or {}
+        fixed = {name: at.get(name, leaf).detach() for name, leaf in self.leaves.items()}
         with torch.enable_grad():
             perturbation = perturbation.detach().requires_grad_()
-            outputs = fixed.forward(groups, fixed.leaves, None, perturbation, **options)
+            outputs = self.forward(groups, fixed, None, perturbation, **options)
             losses = self.map(loss, *outputs, *options.get("given", ()))
             return client_gradients(losses, {PERTURBATION: perturbation})[PERTURBATION]
 
