@@ -1,0 +1,54 @@
+"""How a head is solved in closed form, and what it sees: the same keys for the method ``closed-form`` and for a start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vitfleet.config.base import Table
+
+
+class HeadSolver(Table):
+    """The closed form of a linear head, and the features that the head sees.
+
+    A head that sees the class token of the last block, without random features, is the model's own.
+    """
+
+    solver: Literal["ridge", "lda", "means", "means-covariance"] = Field(
+        "ridge",
+        description="ridge regression (AFL); lda: shared covariance (FedCGS); means: cosine to class means (FedNCM); "
+        "means-covariance: the covariance is estimated from the clients' class means (FedCOF)",
+    )
+    features: Literal["class-token", "mean", "both"] = Field(
+        "class-token", description="what the head sees of a block: its class token, the mean of its patch tokens, both"
+    )
+    blocks: int = Field(1, ge=1, le=64, description="how many of the last blocks the head sees")
+    project: int = Field(
+        0, ge=0, le=100_000, description="random ReLU features of these, drawn by the seed and never sent; 0: none"
+    )
+    regularization: float | Literal["auto", "held-out"] = Field(
+        "auto",
+        description="γ per image of ridge, shrinkage of lda and means-covariance; auto: from the sums alone; held-out: "
+        "by held-out images of the clients",
+    )
+    held_out: float = Field(
+        0.1, gt=0, le=0.5, description="share of a client's images that choose, with regularization = held-out"
+    )
+    temperature: float | Literal["auto"] = Field(
+        "auto", description="what logits are divided by; auto: chosen with the regularization"
+    )
+    send: Literal["sums", "features"] = Field(
+        "sums", description="clients send sums of their features, or the features themselves in fp16, with labels"
+    )
+    dtype: Literal["fp64", "fp32", "bf16"] = Field("fp32", description="type of the sums that are sent")
+
+    @model_validator(mode="after")
+    def _check_regularization(self) -> HeadSolver:
+        value, highest = self.regularization, 1.0 if self.solver in ("lda", "means-covariance") else None
+        if isinstance(value, float) and (value < 0 or (highest is not None and value > highest)):
+            limit = "at least 0" if highest is None else "between 0 and 1"
+            raise ValueError(f"regularization = {value}: must be {limit} with solver = {self.solver}")
+        if isinstance(self.temperature, float) and self.temperature <= 0:
+            raise ValueError(f"temperature = {self.temperature}: must be greater than 0")
+        return self
