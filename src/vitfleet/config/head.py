@@ -1,4 +1,4 @@
-"""How a head is solved in closed form, and what it sees: the same keys for the method ``closed-form`` and for a start."""
+"""How a head is solved in closed form, and what it sees."""
 
 from __future__ import annotations
 
