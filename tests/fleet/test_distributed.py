@@ -28,9 +28,15 @@ CASES = {
     "buffered": ["fleet.devices={agx=1,nano=1}", "fleet.schedule.kind=buffered", "fleet.schedule.concurrency=3"],
     "diverging": ["method.name=fedavg", "train.lr=1e30"],
     "stopping": ["rounds=9", "callbacks={early_stopping={patience=1, min_delta=1.0}, best_model={}}"],
+    "solved head": [
+        "head.solve_every=3",
+        "head.solve_last=true",
+        "callbacks.early_stopping={patience=1, min_delta=1.0}",
+    ],
 }
 TASKS = ["data.limit=800", "data.tasks.count=2", "data.tasks.rounds_per_task=2", "train.epochs=2"]
 TASKS += ["model.dim=16", "model.depth=2", "model.patch_size=4"]
+SMALL = ["rounds=3", "data.limit=400", "machine.workers=1"]
 
 # `vitfleet run` on each rank, for several folders in one call of torchrun, which takes seconds to start.
 RUN_ALL = """
@@ -76,6 +82,7 @@ def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path
     script.write_text(RUN_ALL)
     configs = {name: tiny_config(*overrides, "fleet.per_round=3") for name, overrides in CASES.items()}
     configs["tasks"] = load_config("fedvit-digits", TASKS)
+    configs["start"] = load_config("start-eftvit", [*SMALL, "head.start=closed-form", "head.solve_every=2"])
     configs |= {name: load_config("fedvit-digits", [*TASKS, f"method.name={name}"]) for name in ("der++", "joint")}
     two_ranks = {name: create_folder(config, tmp_path / f"{name}-2") for name, config in configs.items()}
     done = torchrun(str(script), *map(str, two_ranks.values()))
@@ -89,6 +96,8 @@ def test_two_ranks_write_the_same_files_as_one(tiny_config: MakeConfig, tmp_path
     assert any("client-" in name for name in written_files(two_ranks["eftvit"]))
     assert [record.round for record in read_records(two_ranks["stopping"])] == [1, 2]
     assert "best.safetensors" in written_files(two_ranks["stopping"])
+    heads = {name: [bool(record.head) for record in read_records(two_ranks[name])] for name in ("start", "solved head")}
+    assert heads == {"start": [True, False, True, False], "solved head": [False, True]}
 
 
 @pytest.mark.long

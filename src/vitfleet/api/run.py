@@ -220,10 +220,14 @@ def _round_row(record: RoundRecord) -> dict[str, Any]:
     del tree["clients"]
     accuracy = tree.pop("accuracy") or {}
     task = tree.pop("task") or {}
+    head = tree.pop("head") or {}
     tree["clients"] = len(record.clients)
     tree["failures"] = sum(client.failure is not None for client in record.clients)
     tree["accuracy"] = {key.rstrip("_"): value for key, value in accuracy.items()}
     tree["task"] = {key: value for key, value in task.items() if not isinstance(value, list | dict)}
+    if head:
+        before = head["accuracy_before"] or {}
+        tree["head"] = {**head["solution"], "accuracy_before": before.get("global_")}
     return flatten(tree)
 
 

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
 
+#: The method that solves heads, by itself or for the table ``[head]``.
+HEAD_METHOD = "closed-form"
+
 
 class HeadSolver(Table):
     """The closed form of a linear head, and the features that the head sees.
@@ -52,3 +55,38 @@ class HeadSolver(Table):
         if isinstance(self.temperature, float) and self.temperature <= 0:
             raise ValueError(f"temperature = {self.temperature}: must be greater than 0")
         return self
+
+
+class HeadConfig(HeadSolver):
+    """Where the head of the model comes from, for every method: what it sees, how it starts, when it is solved again.
+
+    The keys of the solver decide what is solved, at the start and later.
+    """
+
+    start: Literal["random", "closed-form"] = Field(
+        "random", description="the first head: random, or solved from sums of all clients' images before round 1"
+    )
+    solve_every: int | None = Field(
+        None, ge=1, description="rounds after which the head is replaced by one that is solved on the trained body"
+    )
+    solve_last: bool = Field(False, description="whether the head is solved on the trained body after the last round")
+    freeze_rounds: int = Field(0, ge=0, description="first rounds, in which the head is not trained")
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether a head is solved at any time of a run."""
+        return self.start == "closed-form" or self.is_solved_again
+
+    @property
+    def is_solved_again(self) -> bool:
+        """Whether a head is solved after rounds in which it was trained."""
+        return self.solve_every is not None or self.solve_last
+
+    def times_solved(self, rounds: int) -> int:
+        """Return how often the head is solved in a run of so many rounds."""
+        after_rounds = sum(self.solve_due(round, round == rounds) for round in range(1, rounds + 1))
+        return after_rounds + (self.start == "closed-form")
+
+    def solve_due(self, round: int, is_last: bool) -> bool:
+        """Return whether the head is solved after a round."""
+        return (is_last and self.solve_last) or (self.solve_every is not None and round % self.solve_every == 0)

@@ -20,7 +20,8 @@ from vitfleet.config.base import (
     TrackerParams,
 )
 from vitfleet.config.data import AugmentConfig, DataConfig, TasksConfig
-from vitfleet.config.fleet import FleetConfig
+from vitfleet.config.fleet import BufferedSchedule, FleetConfig
+from vitfleet.config.head import HeadConfig
 from vitfleet.config.registry import (
     AGGREGATIONS,
     CALLBACKS,
@@ -54,6 +55,7 @@ class Config(Table):
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = ModelConfig()
     method: Annotated[MethodParams, Parameters(METHODS)] = Field(default_factory=lambda: METHODS.make_params("fedavg"))
+    head: HeadConfig = HeadConfig()
     train: TrainConfig = TrainConfig()
     fleet: FleetConfig = FleetConfig()
     aggregate: Annotated[AggregationParams, Parameters(AGGREGATIONS, default="mean")] = Field(
@@ -137,6 +139,23 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _head_can_be_solved(self) -> Config:
+        """Check the table ``[head]`` against the method, the tasks and the schedule."""
+        head = self.head
+        if not head.is_solved:
+            return self
+        key, value = ("head.start", head.start) if head.start != "random" else ("head.solve_every", head.solve_every)
+        key, value = (key, value) if value is not None else ("head.solve_last", head.solve_last)
+        if not METHODS[self.method.name].target.takes_head(self.method):
+            raise ConfigError(key, value, f"with {self.method.name} as configured the server has no head to be solved")
+        if self.data.tasks is not None:
+            raise ConfigError(key, value, "is for runs without data.tasks")
+        if head.solve_every is not None and isinstance(self.fleet.schedule, BufferedSchedule):
+            remedy = "needs rounds that end for all clients; choose another fleet.schedule.kind, or head.solve_last"
+            raise ConfigError("head.solve_every", head.solve_every, remedy)
+        return self
+
+    @model_validator(mode="after")
     def _server_optimizer_has_effect(self) -> Config:
         """Reject a server optimiser with a method whose server averages no weights."""
         if self.server.takes_aggregate or METHODS[self.method.name].target.averages_weights(self.method):
@@ -158,6 +177,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "FleetConfig",
+    "HeadConfig",
     "MachineConfig",
     "ModelConfig",
     "TasksConfig",

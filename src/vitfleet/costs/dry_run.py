@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
 from vitfleet.models.net import Net
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.wire import encoded_size
@@ -86,7 +86,8 @@ def dry_run(
     pixels = torch.empty(len(targets), len(net.mean), image_size, image_size, dtype=torch.uint8, device="meta")
     shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
     base = method.initial_broadcast(blank).tensors
-    requested = method.client_update(ClientRoundInput(round, client, received, base, client_state, shard, task_index))
+    job = ClientRoundInput(round, client, received, base, client_state, shard, task_index)
+    requested = start_client_update(method, job)
     held_tensors = [
         *received.tensors.values(),
         *base.values(),

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from vitfleet.costs.flops import FlopCounter
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
-from vitfleet.data.tasks import class_to_task
 from vitfleet.message import State
-from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
+from vitfleet.methods import Method, MethodContext, declared_work, make_head_solver, make_method, model_adaptation
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
@@ -114,8 +112,7 @@ def estimate_run(
     size = size or known_size(config.data)
     if size is None:
         return None
-    tasks = class_to_task(config.data.tasks, config.seed, size.num_classes)
-    net = cost_net(config, size, partial(adapt_model, config.method, class_to_task=tasks))
+    net = cost_net(config, size, model_adaptation(config, size.num_classes))
     context = MethodContext(config, net, size.num_classes, torch.device("cpu"))
     method = make_method(config.method, context)
     client_bytes = estimate_client_bytes(net, config.train, declared_work(config).images_per_step)
@@ -257,7 +254,9 @@ class _RunWork:
         return cls(
             first.trainings[0],
             cost_model.average(first).training,
-            config.rounds * per_round + _server_flops(config, size, method, net),
+            config.rounds * per_round
+            + _server_flops(config, size, method, net)
+            + _head_flops(config, size, method, net),
             server_bytes=2 * weights + moments + features,
             # Two checkpoints with the server's weights and moments, the model at the end, and what every client
             # received once.
@@ -291,6 +290,16 @@ def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any], l
     local = config.fleet.asked * size.test_samples / config.fleet.clients
     models = 1 if method.has_global_model else min(config.eval.clients or config.fleet.clients, config.fleet.clients)
     return models * size.test_samples / config.eval.every + local
+
+
+def _head_flops(config: Config, size: DatasetSize, method: Method[Any], net: Net) -> float:
+    """Return the operations of all clients for solving the head."""
+    solver = make_head_solver(method.context)
+    if solver is None or _remote(config):
+        return 0.0
+    cost_model = CostModel(solver, net, solver.context.train, size.image_size)
+    passes = cost_model.dry_run(1, 0, np.arange(size.num_classes))
+    return config.head.times_solved(config.rounds) * float(cost_model.round_flops(passes, size.samples))
 
 
 def _server_flops(config: Config, size: DatasetSize, method: Method[Any], net: Net) -> float:

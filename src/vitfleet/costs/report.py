@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundW
 from vitfleet.costs.memory import TrackedStep, round_memory
 from vitfleet.data.partitions.assign import make_partition
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.data.tasks import class_to_task, make_task_streams
+from vitfleet.data.tasks import make_task_streams
 from vitfleet.errors import UserError
-from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
+from vitfleet.methods import Method, MethodContext, declared_work, make_head_solver, make_method, model_adaptation
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model, weights_without_values
 from vitfleet.progress import NO_PROGRESS, Progress
@@ -56,6 +55,26 @@ class SampleCost:
 
 
 @dataclass(frozen=True)
+class HeadCost:
+    """Costs of solving the head (``[head]``), of a typical client.
+
+    Attributes
+    ----------
+    times
+        How often in a run.
+    gflops, up_bytes
+        Operations and the size of what it sends, each time.
+    peak_memory_bytes
+        Memory that it needs.
+    """
+
+    times: int
+    gflops: float
+    up_bytes: int
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
 class CostReport(SampleCost):
     """Costs of one method for a typical client.
 
@@ -73,6 +92,8 @@ class CostReport(SampleCost):
         with tasks, it is in the last task, with stored samples of all others.
     devices
         For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
+    head
+        What solving the head costs besides the rounds; ``None`` if it is never solved.
     """
 
     batch_size: int
@@ -86,6 +107,7 @@ class CostReport(SampleCost):
     samples: int
     round_gflops: float
     devices: dict[DeviceName, dict[str, Any]]
+    head: HeadCost | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +172,7 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
 
 
 def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
-    tasks = class_to_task(config.data.tasks, config.seed, dataset.num_classes)
-    net = cost_net(config, dataset, partial(adapt_model, config.method, class_to_task=tasks))
+    net = cost_net(config, dataset, model_adaptation(config, dataset.num_classes))
     context = MethodContext(config, net, dataset.num_classes, torch.device("cpu"))
     return make_method(config.method, context), net
 
@@ -205,6 +226,24 @@ def _cost_report(
         samples=samples,
         round_gflops=round_flops / 1e9,
         devices={name: _on_device(config, name, workload, memory.total) for name in HARDWARE_PROFILES},
+        head=_head_cost(config, method, net, dataset, labels[-1]),
+    )
+
+
+def _head_cost(
+    config: Config, method: Method[Any], net: Net, dataset: DatasetSize, labels: NDArray[np.int64]
+) -> HeadCost | None:
+    solver = make_head_solver(method.context)
+    if solver is None:
+        return None
+    train = solver.context.train
+    cost_model = CostModel(solver, net, train, dataset.image_size)
+    passes = cost_model.dry_run(1, 0, labels)
+    return HeadCost(
+        times=config.head.times_solved(config.rounds),
+        gflops=cost_model.round_flops(passes, len(labels)) / 1e9,
+        up_bytes=cost_model.up_bytes(passes),
+        peak_memory_bytes=round_memory(net, passes, train, config.machine.precision == "bf16").total,
     )
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from vitfleet.message import Message, State
+
+#: What a client is asked for: a round of the method, or what the server solves the model's head from (``[head]``).
+RequestKind: TypeAlias = Literal["round", "head"]
+
+
+#: In place of the last round of a client that has the base message, and whose first round is still to come.
+NO_ROUND = 0
 
 
 class ClientTask(NamedTuple):
@@ -18,7 +25,7 @@ class ClientTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Request to one client to train in one round.
+    """Request to one client in one round: to train, or for what the server solves the head from.
 
     Attributes
     ----------
@@ -31,7 +38,9 @@ class Request:
     last_round
         The last round whose reply the server accepted from this client. ``None`` means a new client, which also
         receives the method's base message. A client continues from its state after that round: a round whose reply
-        was late, lost or rejected does not count.
+        was late, lost or rejected does not count. ``NO_ROUND``: it has the base message, and no state yet.
+    kind
+        A request for the ``head`` leaves the client's state as it is.
     """
 
     round: int
@@ -40,6 +49,7 @@ class Request:
     evaluate: bool = False
     task_index: int = 0
     last_round: int | None = None
+    kind: RequestKind = "round"
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from vitfleet.config.schema import Config
-from vitfleet.data.tasks import class_to_task
-from vitfleet.methods import Method, MethodContext, adapt_model, make_method
+from vitfleet.methods import Method, MethodContext, make_head_solver, make_method, model_adaptation
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import ExecutionSettings
@@ -19,17 +17,17 @@ from vitfleet.training.trainer import Trainer, preprocess_for
 
 @dataclass(frozen=True)
 class Components:
-    """A run's model architecture, its method and its trainer."""
+    """A run's model architecture, its method and its trainer, and the method that solves its head, if one does."""
 
     net: Net
     method: Method[Any]
     trainer: Trainer
+    head_solver: Method[Any] | None = None
 
 
 def build_net(config: Config, num_classes: int, channels: int, image_size: int) -> Net:
     """Build a run's model for images of ``image_size`` x ``image_size`` pixels."""
-    tasks = class_to_task(config.data.tasks, config.seed, num_classes)
-    adapt = partial(adapt_model, config.method, class_to_task=tasks)
+    adapt = model_adaptation(config, num_classes)
     return build_model(config.model, num_classes, channels, image_size, config.seed, adapt)
 
 
@@ -52,4 +50,4 @@ def build_components(
     trainer = Trainer(
         net, preprocess, config.train, config.data.augment, config.schedule_rounds, machine, class_to_task
     )
-    return Components(net, make_method(config.method, context), trainer)
+    return Components(net, make_method(config.method, context), trainer, make_head_solver(context))

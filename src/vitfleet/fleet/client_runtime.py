@@ -14,7 +14,7 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply, Request
 from vitfleet.message import State, Tensors, all_finite
-from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
 from vitfleet.training.driver import PendingUpdate, run_updates
 from vitfleet.training.execution.memory_budget import is_out_of_memory
 from vitfleet.training.stacking.inputs import RngContext
@@ -40,12 +40,15 @@ class ClientRuntime:
         The run's seed.
     evaluate_tasks
         Evaluates a model on clients' own test images.
+    head_solver
+        The method whose client side answers requests for the head; ``None``: no head is solved.
     """
 
     method: Method[Any]
     trainer: Trainer
     seed: int
     evaluate_tasks: EvaluateTasks
+    head_solver: Method[Any] | None = None
 
     def pending_update(
         self, request: Request, base_weights: Tensors, client_state: State | None, shard: Shard
@@ -54,9 +57,14 @@ class ClientRuntime:
         job = ClientRoundInput(
             request.round, request.client, request.message, base_weights, client_state, shard, request.task_index
         )
-        return PendingUpdate(
-            self.method.client_update(job), shard, RngContext(self.seed, request.round, request.client)
-        )
+        if request.kind == "head":
+            assert self.head_solver is not None
+            own = self.method.own_body(client_state)
+            job = replace(job, base_weights={**base_weights, **own}, client_state=None)
+            update = self.head_solver.client_update(job)
+        else:
+            update = start_client_update(self.method, job)
+        return PendingUpdate(update, shard, RngContext(self.seed, request.round, request.client))
 
     def train(self, requests: Sequence[Request], make_update: MakeUpdate) -> Iterator[tuple[Reply, ClientUpdate]]:
         """Train clients together, and yield each one's reply with its update.

@@ -25,6 +25,7 @@ from vitfleet.inference.classifier import Classifier
 from vitfleet.message import Tensors
 from vitfleet.methods import Method, adapt_model
 from vitfleet.models.net import Net
+from vitfleet.models.variants.wide_head import HeadFeatures
 from vitfleet.models.zoo import build_model
 from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.output.model_file import DataInfo, model_info, read_base, read_data_info, read_model, server_model
@@ -124,7 +125,8 @@ def load_model_file(path: Path) -> Classifier:
     except ValidationError as error:
         raise UserError(f"{path}: its model cannot be built here ({error.errors()[0]['msg']})") from None
     data = info.data
-    adapt = partial(adapt_model, method, class_to_task=info.class_to_task or ())
+    features = HeadFeatures(**(info.head or {}))
+    adapt = partial(adapt_model, method, class_to_task=info.class_to_task or (), features=features)
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
     return Classifier(net, weights, info)
 

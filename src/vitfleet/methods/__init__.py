@@ -33,8 +33,11 @@ from vitfleet.methods.base import (  # isort: skip
     Work,
     adapt_model,
     declared_work,
+    head_features,
+    make_head_solver,
     make_method,
     method_class,
+    model_adaptation,
 )
 
 __all__ = [
@@ -76,7 +79,10 @@ __all__ = [
     "Work",
     "adapt_model",
     "declared_work",
+    "head_features",
+    "make_head_solver",
     "make_method",
     "method_class",
+    "model_adaptation",
     "reduce_client_metrics",
 ]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from vitfleet.config.base import AggregationParams, MethodParams
+from vitfleet.config.head import HEAD_METHOD, HeadConfig, HeadSolver
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
@@ -34,6 +35,7 @@ from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.net import Net
 from vitfleet.models.parts import ModelParts, Selection
+from vitfleet.models.variants.wide_head import HeadFeatures, widen_head
 from vitfleet.training.local_training import LocalResult, LocalTraining
 
 
@@ -234,6 +236,7 @@ class Aggregator(ABC):
 
 
 Params = TypeVar("Params", bound=MethodParams)
+Outcome = TypeVar("Outcome")
 
 
 class Method(ABC, Generic[Params]):
@@ -309,6 +312,11 @@ class Method(ABC, Generic[Params]):
         return True
 
     @classmethod
+    def takes_head(cls, params: Params) -> bool:
+        """Return whether the server has the head of the model, so that it can be replaced by one that is solved."""
+        return False
+
+    @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
 
@@ -325,8 +333,8 @@ class Method(ABC, Generic[Params]):
 
     @property
     def cost_round(self) -> int:
-        """The round whose costs a report states, where rounds differ: the first by default."""
-        return 1
+        """The round whose costs a report states, where rounds differ: by default the first that trains the head."""
+        return first_round_of_head(self.context.config)
 
     # Server
 
@@ -376,7 +384,15 @@ class Method(ABC, Generic[Params]):
         """
         return None
 
+    def with_head(self, server_state: State, head: Tensors, round: int) -> State:
+        """Return the server's state after a round with another head: see the table ``[head]``."""
+        return replace(server_state, tensors={**server_state.tensors, **head})
+
     # Client
+
+    def own_body(self, client_state: State | None) -> Tensors:
+        """Return the weights that a client has in place of the server's when it computes features: none by default."""
+        return {}
 
     @abstractmethod
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
@@ -421,6 +437,45 @@ def train_metrics(result: LocalResult) -> Numbers:
     return numbers if isfinite(loss) else {**numbers, "diverged_step": int(result.finite_steps) + 1}
 
 
+def first_round_of_head(config: Config) -> int:
+    """Return the first round in which the head is trained."""
+    return min(config.head.freeze_rounds + 1, config.rounds)
+
+
+def start_client_update(method: Method[Any], job: ClientRoundInput) -> ClientGenerator:
+    """Return a method's client update; in the first ``head.freeze_rounds`` rounds, it does not train the head."""
+    update = method.client_update(job)
+    return _without_head(update, method.parts.head) if _head_frozen(method, job.round) else update
+
+
+def start_server_update(method: Method[Any], server_state: State, round: int) -> ServerGenerator:
+    """Return the server's own training, under the same rule."""
+    update = method.server_update(server_state, round)
+    return _without_head(update, method.parts.head) if _head_frozen(method, round) else update
+
+
+def _head_frozen(method: Method[Any], round: int) -> bool:
+    return round <= method.context.config.head.freeze_rounds
+
+
+def _without_head(
+    update: Generator[LocalTraining, LocalResult, Outcome], head: Selection
+) -> Generator[LocalTraining, LocalResult, Outcome]:
+    """Run an update whose trainings do not train the head: their results have it as it was."""
+    result: LocalResult | None = None
+    try:
+        while True:
+            training = next(update) if result is None else update.send(result)
+            frozen = tuple(name for name in training.trainable if name in head)
+            trained = Selection(tuple(name for name in training.trainable if name not in head))
+            result = yield replace(training, trainable=trained)
+            unchanged = {name: training.weights[name] for name in frozen}
+            result = replace(result, weights={**result.weights, **unchanged})
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
+
+
 def method_class(params: MethodParams) -> type[Method[Any]]:
     """Return the class of the method that a parameter table belongs to."""
     target: type[Method[Any]] = METHODS.entry_of(params).target
@@ -429,14 +484,60 @@ def method_class(params: MethodParams) -> type[Method[Any]]:
 
 def declared_work(config: Config) -> Work:
     """Return the most that a configuration's method asks of a client; see :meth:`Method.declared_work`."""
-    return method_class(config.method).declared_work(config.method, config)
+    work = method_class(config.method).declared_work(config.method, config)
+    solver = head_solver_params(config)
+    if solver is None:
+        return work
+    for_head = method_class(solver).declared_work(solver, config)
+    return replace(work, epochs=max(work.epochs, for_head.epochs))
 
 
 def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
     """Return the configured method."""
-    return method_class(params)(params, context)
+    method = method_class(params)(params, context)
+    frozen = context.config.head.freeze_rounds
+    if frozen and set(method.parts.trainable(method.trainable)) <= set(method.parts.head):
+        raise ConfigError("head.freeze_rounds", frozen, f"must be 0: {params.name} trains nothing but the head")
+    return method
 
 
-def adapt_model(params: MethodParams, vit: nn.Module, class_to_task: Sequence[int] = ()) -> None:
-    """Change an architecture as the configured method needs it; see :meth:`Method.adapt_model`."""
+def adapt_model(
+    params: MethodParams, vit: nn.Module, class_to_task: Sequence[int] = (), features: HeadFeatures | None = None
+) -> None:
+    """Change an architecture: by what the method needs (:meth:`Method.adapt_model`), and by what the head sees."""
     method_class(params).adapt_model(params, vit, class_to_task)
+    if features is not None:
+        widen_head(vit, features)
+
+
+def model_adaptation(config: Config, num_classes: int) -> Callable[[nn.Module], None]:
+    """Return the function that changes the architecture of a run's model."""
+    tasks = class_to_task(config.data.tasks, config.seed, num_classes)
+    return partial(adapt_model, config.method, class_to_task=tasks, features=head_features(config.head))
+
+
+def head_features(solver: HeadSolver) -> HeadFeatures:
+    """Return what the head sees, by the table ``[head]`` or by the parameters of the method that solves heads."""
+    return HeadFeatures(solver.features, solver.blocks, solver.project, solver.project_seed)
+
+
+def head_solver_params(config: Config) -> MethodParams | None:
+    """Return the parameters of the method that solves the head of a run; ``None`` if none does."""
+    if not config.head.is_solved:
+        return None
+    keys = {key: getattr(config.head, key) for key in HeadSolver.model_fields}
+    params: MethodParams = METHODS.make_params(HEAD_METHOD, **keys)
+    return params
+
+
+def make_head_solver(context: MethodContext) -> Method[Any] | None:
+    """Return the method that solves the head of a run, from whole images, beside the run's own; ``None`` if none does.
+
+    What the head sees and how it is solved are the keys of the table ``[head]``.
+    """
+    params = head_solver_params(context.config)
+    if params is None:
+        return None
+    whole_images = context.train.model_copy(update={"mask_ratio": 0.0})
+    own = {"method": params, "head": HeadConfig(), "train": whole_images}
+    return make_method(params, replace(context, config=context.config.model_copy(update=own)))

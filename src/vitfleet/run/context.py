@@ -24,6 +24,7 @@ from vitfleet.models.net import Net
 from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.clients import ClientImages, RunPartition
 from vitfleet.run.evaluate.accuracy import FleetEvaluator
+from vitfleet.run.head_exchange import HeadExchange
 from vitfleet.run.records import ClientCosts, read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState
@@ -45,6 +46,8 @@ class RunContext:
         The message that every client gets once, before its first round.
     processes
         The processes that share the run.
+    head
+        How the head is solved; ``None`` where it never is.
     """
 
     config: Config
@@ -58,6 +61,7 @@ class RunContext:
     cost_model: CostModel
     planner: RoundPlanner
     processes: ProcessGroup
+    head: HeadExchange | None = None
 
     @property
     def data(self) -> DataSet:
@@ -155,5 +159,6 @@ def load_state(context: RunContext) -> RunState:
     """Return a run's state after its last checkpoint; before the first checkpoint, its initial state."""
     state = context.checkpoints.load(context.machine.device)
     if state is None:
-        return RunState(context.initial_server_state())
+        awaits_start = context.config.head.start == "closed-form"
+        return RunState(context.initial_server_state(), awaits_start=awaits_start)
     return state.with_history(read_records(context.folder))

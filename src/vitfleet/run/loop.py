@@ -21,7 +21,7 @@ from vitfleet.run.output.model_file import save_server_model
 from vitfleet.run.output.summary import write_summary
 from vitfleet.run.output.trackers import Trackers, scalars_of
 from vitfleet.run.records import LineFile, RoundRecord, read_records
-from vitfleet.run.round import run_round
+from vitfleet.run.round import run_next, with_solved_head
 from vitfleet.run.state import RunState
 
 
@@ -43,7 +43,8 @@ class _RoundLog:
         latest = context.checkpoints.latest
         self._records = LineFile(context.folder / RECORDS_FILE, latest.records_length if latest else 0)
         self._timings = LineFile(context.folder / TIMINGS_FILE, latest.timings_length if latest else 0)
-        self._trackers = Trackers(context.config, context.folder, state.round + 1)
+        next_round = 0 if state.awaits_start else state.round + 1
+        self._trackers = Trackers(context.config, context.folder, next_round)
 
     def __enter__(self) -> _RoundLog:
         return self
@@ -61,12 +62,12 @@ class _RoundLog:
         self._trackers.add(scalars_of(record), record.round)
 
     def replace_last(self, previous: RoundRecord, record: RoundRecord) -> None:
-        """Replace the last round's record by one that has more metrics."""
+        """Replace the last round's record by one that has more metrics, or another head."""
         if record == previous:
             return
         self._records.replace_last(record.line())
         sent = scalars_of(previous)
-        new = {name: value for name, value in scalars_of(record).items() if name not in sent}
+        new = {name: value for name, value in scalars_of(record).items() if sent.get(name) != value}
         self._trackers.add(new, record.round)
 
     def lengths(self) -> tuple[int, int]:
@@ -104,13 +105,13 @@ def run_rounds(
             _start_callbacks(context, state, callbacks)
             while not state.is_finished(context.config.rounds):
                 started = time.perf_counter()
-                state, record = run_round(context, state, state.round + 1, progress)
+                state, record = run_next(context, state, progress)
                 record = with_metrics(context, state, record, state.is_finished(context.config.rounds), progress)
                 log.append(record, time.perf_counter() - started, warmup.pop_seconds())
-                stop_reason = _stop_reason(callbacks, state, record)
-                if stop_reason is not None:
-                    log.replace_last(record, with_metrics(context, state, record, True, progress))
-                state = _after_round(context, state, stop_reason, log)
+                stopped, last = _stop(context, state, record, _stop_reason(callbacks, state, record), progress)
+                if stopped.stop_reason is not None:
+                    log.replace_last(record, with_metrics(context, stopped, last, True, progress))
+                state = _checkpoint_if_due(context, stopped, log)
     finally:
         context.checkpoints.wait()
     return _finish(context, state, callbacks)
@@ -120,16 +121,26 @@ def follow(context: RunContext, state: RunState | None = None) -> RunState:
     """Run the remaining rounds in a process that is not the first of several. Only the first evaluates and writes."""
     state = load_state(context) if state is None else state
     while not state.is_finished(context.config.rounds):
-        state, _ = run_round(context, state, state.round + 1)
-        state = _after_round(context, state, None, None)
+        state, _ = _stop(context, *run_next(context, state), None)
+        state = _checkpoint_if_due(context, state, None)
     return state
 
 
-def _after_round(context: RunContext, state: RunState, stop_reason: str | None, log: _RoundLog | None) -> RunState:
-    """Stop the run if there is a reason, and write a checkpoint if one is due. The first process has the log."""
-    reason = context.processes.broadcast((stop_reason or "").encode()).decode()
-    if reason:
-        state = replace(state, stop_reason=reason)
+def _stop(
+    context: RunContext, state: RunState, record: RoundRecord, reason: str | None, progress: Progress = NO_PROGRESS
+) -> tuple[RunState, RoundRecord]:
+    """Stop the run if the first process has a reason: then this was its last round."""
+    reason = context.processes.broadcast((reason or "").encode()).decode()
+    if not reason:
+        return state, record
+    state = replace(state, stop_reason=reason)
+    if context.config.head.solve_last and record.head is None:
+        return with_solved_head(context, state, record, progress)
+    return state, record
+
+
+def _checkpoint_if_due(context: RunContext, state: RunState, log: _RoundLog | None) -> RunState:
+    """Write a checkpoint if one is due. The first process has the log."""
     return _checkpoint(context, state, log) if _checkpoint_due(context.config, state) else state
 
 
@@ -155,7 +166,7 @@ def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> 
 
 def _start_callbacks(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
-        if state.round:
+        if state.round or context.checkpoints.latest is not None:
             callback.restore(context.folder, read_records(context.folder))
         callback.on_run_start(context, state)
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from vitfleet.errors import UserError
 from vitfleet.files import RECORDS_FILE, TIMINGS_FILE, parse_json
@@ -118,8 +118,27 @@ class TaskRecord:
 
 
 @dataclass(frozen=True)
+class HeadRecord:
+    """How the head was solved (``[head]``): in round 0 at the start, in a later round after its aggregation.
+
+    Attributes
+    ----------
+    clients
+        Every client that was asked, in ascending order.
+    solution
+        What was chosen: regularisation, temperature.
+    accuracy_before
+        With the head before it was solved, in rounds that are evaluated.
+    """
+
+    clients: list[ClientRecord]
+    solution: dict[str, Number] = field(default_factory=dict)
+    accuracy_before: Accuracy | None = None
+
+
+@dataclass(frozen=True)
 class RoundRecord:
-    """One round.
+    """One round; round 0 is a start with a solved head, before any client trains.
 
     Attributes
     ----------
@@ -132,13 +151,15 @@ class RoundRecord:
     clients
         Every client of the round, in ascending order.
     total_up_bytes, total_down_bytes
-        Bytes of all messages since round 1.
+        Bytes of all messages so far.
     task
         In the last round of a task.
     virtual_seconds
         The virtual clock at the end of the round; ``None`` if the fleet has no devices.
     metrics
         The values of the metrics that were measured after the round, by name.
+    head
+        In rounds in which the head was solved. ``accuracy`` is with the new head.
     """
 
     round: int
@@ -151,6 +172,12 @@ class RoundRecord:
     task: TaskRecord | None = None
     virtual_seconds: float | None = None
     metrics: Mapping[str, MetricValues] = field(default_factory=dict)
+    head: HeadRecord | None = None
+
+    @property
+    def asked_clients(self) -> list[ClientRecord]:
+        """The clients of the round, and then those that were asked for what the head is solved from."""
+        return [*self.clients, *(self.head.clients if self.head else [])]
 
     @property
     def local_accuracies(self) -> dict[int, float]:
@@ -159,21 +186,35 @@ class RoundRecord:
 
     def line(self) -> str:
         """Return the record as one line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+        tree = asdict(self)
+        if self.head is None:
+            del tree["head"]
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def parse(cls, line: str) -> RoundRecord:
         """Return the record that a line holds."""
         tree = parse_json(line)
-        accuracy = tree.pop("accuracy")
+        accuracy = _accuracy(tree.pop("accuracy"))
         clients = [ClientRecord(**client) for client in tree.pop("clients")]
-        task = tree.pop("task", None)
+        task, head = tree.pop("task", None), tree.pop("head", None)
         return cls(
             **tree,
-            accuracy=Accuracy(**accuracy) if accuracy else None,
+            accuracy=accuracy,
             clients=clients,
             task=TaskRecord(**task) if task else None,
+            head=_head_record(**head) if head else None,
         )
+
+
+def _accuracy(tree: dict[str, Any] | None) -> Accuracy | None:
+    return Accuracy(**tree) if tree else None
+
+
+def _head_record(clients: list[dict[str, Any]], accuracy_before: dict[str, Any] | None, **others: Any) -> HeadRecord:
+    return HeadRecord(
+        [ClientRecord(**client) for client in clients], accuracy_before=_accuracy(accuracy_before), **others
+    )
 
 
 def metric_scalars(metrics: Mapping[str, MetricValues]) -> dict[str, float]:

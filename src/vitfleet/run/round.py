@@ -15,11 +15,12 @@ from vitfleet.errors import printable
 from vitfleet.fleet.base import Reply, Request, in_request_order
 from vitfleet.message import State
 from vitfleet.methods.aggregation.server_optimizers import apply_server_optimizer
-from vitfleet.methods.base import Aggregator, Method
+from vitfleet.methods.base import Aggregator, Method, start_server_update
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
 from vitfleet.run.evaluate import continual
+from vitfleet.run.head_exchange import solve_head
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
 from vitfleet.run.state import RunState
@@ -29,6 +30,14 @@ from vitfleet.training.stacking.inputs import SERVER_CLIENT, RngContext
 from vitfleet.wire import encode
 
 Known = TypeVar("Known")
+
+
+def run_next(context: RunContext, state: RunState, progress: Progress = NO_PROGRESS) -> tuple[RunState, RoundRecord]:
+    """Run the next round: round 0, which solves the head that the run starts with, or one in which clients train."""
+    if not state.awaits_start:
+        return run_round(context, state, state.round + 1, progress)
+    state = replace(state, awaits_start=False)
+    return with_solved_head(context, state, RoundRecord(0, 0.0, None, None, [], 0, 0), progress)
 
 
 def run_round(
@@ -74,7 +83,29 @@ def run_round(
         task,
         in_flight.now if context.planner.virtual is not None else None,
     )
+    if config.head.solve_due(round, state.is_finished(config.rounds)):
+        return with_solved_head(context, state, record, progress)
     return (state if task is None else replace(state, task_records=(*state.task_records, task))), record
+
+
+def with_solved_head(
+    context: RunContext, state: RunState, record: RoundRecord, progress: Progress = NO_PROGRESS
+) -> tuple[RunState, RoundRecord]:
+    """Solve the head after a round, and return the run's state and the round's record with it."""
+    state, head = solve_head(context, state, record.accuracy, progress)
+    is_evaluated = record.accuracy is not None or state.round == 0 or state.is_finished(context.config.rounds)
+    accuracy = None
+    if is_evaluated and context.processes.is_first:
+        accuracy = _evaluate(context, state, record.clients, progress)
+    return state, replace(
+        record,
+        accuracy=accuracy,
+        total_up_bytes=state.total_up_bytes,
+        total_down_bytes=state.total_down_bytes,
+        virtual_seconds=state.in_flight.now if context.planner.virtual is not None else None,
+        metrics={},  # those that were measured are of the head before
+        head=head,
+    )
 
 
 def _without(known: Mapping[int, Known], lost: Sequence[int]) -> dict[int, Known]:
@@ -183,7 +214,7 @@ def _update_server(context: RunContext, server: State, round: int) -> State:
         assert updated is not None
         return replace(server, tensors=updated.tensors, numbers=updated.numbers)
     no_images = Shard(context.data.train, torch.empty(0, dtype=torch.long, device=device))
-    generator = context.method.server_update(server, round)
+    generator = start_server_update(context.method, server, round)
     updated = run_update(generator, context.trainer, no_images, RngContext(context.config.seed, round, SERVER_CLIENT))
     if processes.size > 1:
         processes.broadcast(encode(updated))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -34,6 +35,7 @@ from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.clients import ClientImages, VirtualFleet, empty_partition, held_out_clients, open_partition
 from vitfleet.run.context import RunContext
 from vitfleet.run.evaluate.accuracy import FleetEvaluator
+from vitfleet.run.head_exchange import HeadExchange
 from vitfleet.run.output.model_file import write_base, write_data_info
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.training.execution.memory_budget import estimate_client_bytes
@@ -72,6 +74,9 @@ def open_run(
     if (config.fleet.kind == "simulation") != (make_fleet is None):
         remedy = "is started with `vitfleet server`; in one process it is simulation"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
+    if config.head.start == "closed-form" and config.model.weights is None:
+        remedy = "needs a pretrained body, whose features tell classes apart; set model.weights"
+        raise ConfigError("head.start", config.head.start, remedy)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_dataset(config.data, progress) if data is None else _checked(config, data)
     net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
@@ -99,8 +104,9 @@ def open_run(
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
+    head = _make_head_exchange(images, components, virtual)
     return RunContext(
-        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
+        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes, head
     )
 
 
@@ -157,6 +163,23 @@ def _make_cost_model(config: Config, components: Components, data: DataSet) -> C
     return CostModel(make_method(config.method, on_host), components.net, config.train, data.train.image_size)
 
 
+def _make_head_exchange(
+    images: ClientImages, components: Components, virtual: VirtualFleet | None
+) -> HeadExchange | None:
+    """Return how the head is solved: the devices need less memory for it than for a round."""
+    solver = components.head_solver
+    if solver is None:
+        return None
+    on_host = replace(solver.context, device=torch.device("cpu"))
+    train = solver.context.train
+    cost_model = CostModel(make_method(solver.params, on_host), components.net, train, images.data.train.image_size)
+    if virtual is not None:
+        passes = cost_model.dry_run(1, 0, np.concatenate(images.labels_by_task()))
+        memory = round_memory(components.net, passes, train, components.trainer.machine.bf16).total
+        virtual = replace(virtual, memory_bytes=memory, cost_model=cost_model)
+    return HeadExchange(solver, cost_model, virtual)
+
+
 def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:
     config = images.config
     last_round = cost_model.late_round(images.labels_by_task())
@@ -176,6 +199,12 @@ def _make_local_fleet(
     """Return a fleet whose clients run in this process, or in several processes that share the run."""
     # Each of several processes would cache the states of all clients, not only of those that it trains.
     memory = gpu_memory_bytes(components.trainer.machine.device) if processes.size == 1 else 0
-    runtime = ClientRuntime(components.method, components.trainer, images.config.seed, evaluator.evaluate_clients)
+    runtime = ClientRuntime(
+        components.method,
+        components.trainer,
+        images.config.seed,
+        evaluator.evaluate_clients,
+        components.head_solver,
+    )
     fleet = SimulatedFleet(runtime, images.shard, base.tensors, checkpoints.client, memory // STATE_CACHE_SHARE)
     return fleet if processes.size == 1 else DistributedFleet(fleet, processes)

@@ -87,6 +87,8 @@ class RunState:
         What the server optimiser keeps. Methods do not see it, so no message has it.
     stop_reason
         Why the run was stopped early; ``None`` if it was not.
+    awaits_start
+        Whether the run begins with a head that is still to be solved (``head.start``).
     """
 
     server: State
@@ -100,6 +102,7 @@ class RunState:
     update_sizes: tuple[float, ...] = ()
     moments: State = field(default_factory=State)
     stop_reason: str | None = None
+    awaits_start: bool = False
 
     def is_finished(self, rounds: int) -> bool:
         """Whether a run of so many rounds has none left, or was stopped early."""

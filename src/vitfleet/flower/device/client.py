@@ -18,7 +18,7 @@ from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.errors import UserError
 from vitfleet.files import MODEL_FILE, link_atomically, parse_json
-from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.fleet.base import NO_ROUND, EvalReply, Reply
 from vitfleet.flower.device.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
 from vitfleet.flower.device.setup import ClientSetup, set_up_client
@@ -96,8 +96,10 @@ class FlowerClient:
         )
         on_device = replace(request, message=request.message.to(setup.device))
         ((reply, update),) = setup.runtime.train([on_device], make_update)
-        if reply.message is not None:
+        if reply.message is not None and request.kind == "round":
             self._save(storage, setup, payload, update)
+        if reply.message is not None and request.kind == "head" and request.last_round is None:
+            storage.save_state(NO_ROUND, None, None)  # from now on it has the base message
         return reply
 
     def _save(self, storage: ClientStorage, setup: ClientSetup, payload: TrainPayload, update: ClientUpdate) -> None:

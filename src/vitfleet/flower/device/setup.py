@@ -94,5 +94,5 @@ def set_up_client(
     def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
         return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
 
-    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks)
+    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks, components.head_solver)
     return ClientSetup(config, runtime, tasks)

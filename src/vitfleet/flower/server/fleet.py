@@ -77,7 +77,12 @@ class FlowerFleet:
         self.nodes = NodeDirectory(grid, config, self.clock)
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Send the requests, then yield replies until all have arrived or the deadline has passed."""
+        """Send the requests, then yield replies until all have arrived or the deadline has passed.
+
+        A round ends with its number of usable replies; for the head, every client's reply is waited for.
+        """
+        requests = list(requests)
+        is_round = all(request.kind == "round" for request in requests)
         payloads = (
             (request.client, TrainPayload(request, self.run_spec, self._base_for(request.last_round)))
             for request in requests
@@ -91,7 +96,7 @@ class FlowerFleet:
         exchange = Exchange(
             self.grid, self.nodes, self.config, self.clock, MessageType.TRAIN, pack_train_request, replies
         )
-        yield from exchange.run(payloads, self.config.per_round)
+        yield from exchange.run(payloads, self.config.per_round if is_round else None)
 
     def commit(self, accepted: Collection[int]) -> None:
         """Do nothing: every request names the round that its client continues from."""

@@ -68,7 +68,7 @@ def follow(
         If the run fails.
     """
     mirror = ProgressMirror(progress)
-    shown = max((record.round for record in read_records(folder)), default=0)
+    shown = max((record.round for record in read_records(folder)), default=-1)
     seconds, last_query = read_seconds(folder), time.monotonic()
     while not (folder / SUMMARY_FILE).exists():
         shown, seconds = _show_new_rounds(folder, show_round, shown, seconds)

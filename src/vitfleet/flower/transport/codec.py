@@ -10,6 +10,7 @@ The meaning of tensors and numbers is checked where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 from flwr.app import ConfigRecord, RecordDict
@@ -31,6 +32,7 @@ def pack_train_request(payload: TrainPayload) -> RecordDict:
         "client": request.client,
         "evaluate": request.evaluate,
         "task_index": request.task_index,
+        "kind": request.kind,
     }
     return _pack(header, request.last_round, payload.run_spec, {"message": request.message, "base": payload.base})
 
@@ -45,6 +47,7 @@ def unpack_train_request(content: RecordDict) -> TrainPayload:
         evaluate=bool(header["evaluate"]),
         task_index=_integer(header, "task_index"),
         last_round=_last_round(header),
+        kind="head" if header["kind"] == "head" else "round",
     )
     return TrainPayload(request, _run_spec(header), _pop_base(content))
 
@@ -128,7 +131,10 @@ def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
 
 
 def _pack(
-    header: dict[str, int | bool], last_round: int | None, run_spec: RunSpec, messages: dict[str, Message | None]
+    header: Mapping[str, int | bool | str],
+    last_round: int | None,
+    run_spec: RunSpec,
+    messages: dict[str, Message | None],
 ) -> RecordDict:
     spec = {field.name: getattr(run_spec, field.name) for field in fields(RunSpec)}
     record = ConfigRecord({**header, "last_round": -1 if last_round is None else last_round, **spec})

@@ -26,6 +26,11 @@ class WeightAveraging(Method[Params]):
     All other weights keep their initial values. A client receives them once.
     """
 
+    @classmethod
+    def takes_head(cls, params: Params) -> bool:
+        """Return that the server has the head."""
+        return True
+
     @property
     def trainable(self) -> Selection:
         """The whole model."""

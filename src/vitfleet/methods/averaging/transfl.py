@@ -59,6 +59,11 @@ class TransFL(Method[TransFLParams]):
         super().check_config(params, config)
         check_layers("k", params.k, config.model.depth)
 
+    @classmethod
+    def takes_head(cls, params: TransFLParams) -> bool:
+        """Return whether every client receives the server's head in every round."""
+        return "head" in params.always_send
+
     def __init__(self, params: TransFLParams, context: MethodContext) -> None:
         super().__init__(params, context)
         check_layers("k", params.k, self.parts.depth)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 
 from vitfleet.config.base import MethodParams
-from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.message import Message, Numbers, State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
@@ -33,6 +33,9 @@ from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalResult, LocalTraining
 
 Params = TypeVar("Params", bound=MethodParams)
+SOLVED = "solved/"  # prefix of a head in the server's state that local heads go on from
+SOLVED_ROUND = "solved_round"  # number in the server's state: after which round
+TRAINED_ROUND = "round"  # number in a client's state: the round in which it trained its head
 
 
 class HeadsParams(MethodParams):
@@ -98,6 +101,11 @@ class SharedBody(Method[Params]):
         """The whole model, in parts or at once."""
         return self.parts.whole
 
+    @classmethod
+    def takes_head(cls, params: Params) -> bool:
+        """Return that clients with local heads can be given one to go on from."""
+        return True
+
     @abstractmethod
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train a client's model, yielding each training.
@@ -119,8 +127,24 @@ class SharedBody(Method[Params]):
         return State(self.shared.take(initial_weights))
 
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the shared weights."""
-        return Message(server_state.tensors)
+        """Return the shared weights, and a solved head that the client does not have yet."""
+        shared, solved = server_state.tensors, with_prefix(server_state.tensors, SOLVED)
+        if not solved:
+            return Message(shared)
+        is_known = last_round is not None and last_round > self._solved_round(server_state)
+        return Message({**self.shared.take(shared), **({} if is_known else solved)})
+
+    def _solved_round(self, server_state: State) -> int:
+        round = server_state.numbers[SOLVED_ROUND]
+        assert isinstance(round, int)
+        return round
+
+    def with_head(self, server_state: State, head: Tensors, round: int) -> State:
+        """Return the server's state with a head; local heads are replaced by it when their clients take part again."""
+        if self.shares_heads:
+            return super().with_head(server_state, head, round)
+        tensors = {**server_state.tensors, **add_prefix(SOLVED, head)}
+        return replace(server_state, tensors=tensors, numbers={**server_state.numbers, SOLVED_ROUND: round})
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the shared weights, or the configured aggregation rule."""
@@ -135,14 +159,23 @@ class SharedBody(Method[Params]):
         selection = self.shared if local.sent is None else local.sent
         sent = {**selection.take(local.weights), **local.also_sent} if local.result.samples else {}
         message = Message(sent, {**train_metrics(local.result), **local.numbers})
-        return ClientUpdate(message, local.weights, State({**local.weights, **local.extra_state}))
+        # Where heads are solved again, the client's model depends on whether that was after its last round.
+        numbers: Numbers = {TRAINED_ROUND: job.round} if self.context.config.head.is_solved_again else {}
+        return ClientUpdate(message, local.weights, State({**local.weights, **local.extra_state}, numbers))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
         """Return the model that the client trained last, or the server's shared weights with the client's head.
 
-        Before its first round, a client has the server's weights.
+        Before its first round, a client has the server's weights. Its head is one that was solved since it trained its
+        own.
         """
+        solved = with_prefix(server_state.tensors, SOLVED)
         if client_state is None:
-            return {**base_weights, **server_state.tensors}
+            return {**base_weights, **self.shared.take(server_state.tensors), **solved}
         own = self.parts.whole.take(client_state.tensors)
-        return {**own, **server_state.tensors} if self.context.config.eval.body == "aggregated" else own
+        trained = client_state.numbers.get(TRAINED_ROUND)
+        if isinstance(trained, int) and solved and trained <= self._solved_round(server_state):
+            own = {**own, **solved}
+        return (
+            {**own, **self.shared.take(server_state.tensors)} if self.context.config.eval.body == "aggregated" else own
+        )

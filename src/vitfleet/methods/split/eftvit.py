@@ -135,6 +135,11 @@ class EftVit(Method[EftVitParams]):
             raise ConfigError("method.train_head", params.train_head, remedy)
 
     @classmethod
+    def takes_head(cls, params: EftVitParams) -> bool:
+        """Return that the server has the head."""
+        return True
+
+    @classmethod
     def averages_weights(cls, params: EftVitParams) -> bool:
         """Return whether local modules are averaged."""
         return params.average_local is not None
@@ -249,7 +254,16 @@ class EftVit(Method[EftVitParams]):
         average = {name: torch.lerp(tensor, previous[name], decay) for name, tensor in trained.items()}
         return {**average, **{LAST + name: tensor for name, tensor in trained.items()}}
 
+    def with_head(self, server_state: State, head: Tensors, round: int) -> State:
+        """Return the server's state with another head, also where its training goes on."""
+        last = {LAST + name: weight for name, weight in head.items() if LAST + name in server_state.tensors}
+        return super().with_head(server_state, {**head, **last}, round)
+
     # Client
+
+    def own_body(self, client_state: State | None) -> Tensors:
+        """Return the client's local module, where the server has none."""
+        return {} if self.has_global_model or client_state is None else client_state.tensors
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Train the local module and the head through the frozen global module; send features (Algorithm 1)."""

@@ -122,6 +122,11 @@ class FedBfpt(Method[FedBfptParams]):
         check_params(params, config.model.depth, config.rounds)
 
     @classmethod
+    def takes_head(cls, params: FedBfptParams) -> bool:
+        """Return that the server has the head."""
+        return True
+
+    @classmethod
     def declared_work(cls, params: FedBfptParams, config: Config) -> Work:
         """Return the work with the epochs that measure the features' mean, before and after the training."""
         work = super().declared_work(params, config)
@@ -154,8 +159,8 @@ class FedBfpt(Method[FedBfptParams]):
 
     @property
     def cost_round(self) -> int:
-        """The first round that trains a layer."""
-        return self.params.head_rounds + 1
+        """The first round that trains a layer, and the head with it."""
+        return max(self.params.head_rounds + 1, super().cost_round)
 
     # Server
 

@@ -52,7 +52,7 @@ def print_costs(
     if len(reports) > 1 and len(devices) <= MAX_DEVICE_COLUMNS:
         console.print(round_times_table(reports, devices))
         console.print()
-    for line in remedy_lines(reports, remedies):
+    for line in [*head_lines(reports), *remedy_lines(reports, remedies)]:
         console.print(line, highlight=False, markup=False)
 
 
@@ -87,6 +87,17 @@ def round_times_table(reports: Sequence[CostReport], devices: Sequence[DeviceNam
         cells = [format_seconds(cost["round_seconds"]) if cost["fits_memory"] else TOO_LARGE for cost in costs]
         table.add_row(report.method, *cells)
     return table
+
+
+def head_lines(reports: Sequence[CostReport]) -> Iterator[str]:
+    """Yield what solving the head costs a client, for each method with which it is solved."""
+    for report in reports:
+        if (head := report.head) is not None:
+            yield (
+                f"{report.method}: the head is solved {head.times} times in a run; for it every client computes "
+                f"{head.gflops:,.3g} GFLOPs in {format_bytes(head.peak_memory_bytes)} of memory and sends "
+                f"{format_bytes(head.up_bytes)} each time"
+            )
 
 
 def remedy_lines(reports: Sequence[CostReport], remedies: Sequence[Remedy]) -> Iterator[str]:

@@ -151,7 +151,7 @@ class RoundDisplay(Callback):
         """Show a finished round."""
         self.recent = [*self.recent, (record, seconds)][-LIVE_ROUNDS:]
         self.rounds_bar.update(self.rounds_task, completed=record.round)
-        for client in record.clients:
+        for client in record.asked_clients:
             # Clients that miss a simulated deadline are expected; they are in the records only.
             if client.failure is not None and not client.failure.startswith(TOO_LATE):
                 self._print(f"round {record.round}: client {client.client} left out, {client.failure}")
@@ -207,6 +207,6 @@ def _cells(record: RoundRecord) -> list[str]:
         format_fraction(record.task.average_accuracy if record.task else accuracy.global_ if accuracy else None),
         format_fraction(accuracy.local if accuracy else None),
         UNKNOWN if record.loss is None else f"{record.loss:.3f}",
-        format_bytes(sum(client.up_bytes for client in record.clients)),
-        format_bytes(sum(client.down_bytes for client in record.clients)),
+        format_bytes(sum(client.up_bytes for client in record.asked_clients)),
+        format_bytes(sum(client.down_bytes for client in record.asked_clients)),
     ]

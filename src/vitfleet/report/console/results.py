@@ -49,6 +49,11 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         rows["peak training memory of a client"] = format_bytes(client["peak_memory_bytes"])
     if total.get("virtual_seconds") is not None:
         rows["virtual time on the simulated devices"] = format_seconds(total["virtual_seconds"])
+    if head := summary.get("head"):
+        rows["head solved"] = (
+            f"{head['times']} times, {head['gflops']:,.3g} GFLOPs, {format_bytes(head['up_bytes'])} up, "
+            f"{format_bytes(head['down_bytes'])} down"
+        )
     if total["failures"]:
         rows["unused client updates"] = f"{total['failures']} of {total['participations']}"
     if (execution := summary.get("execution")) and execution["clients"] != "none":

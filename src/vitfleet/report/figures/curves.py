@@ -65,7 +65,7 @@ def _metric_chart(metric: str, key: str) -> _Chart:
 
 def _sent(field: str) -> SeriesReader:
     """Return a reader of the MiB that a round's clients sent or received."""
-    return _each(lambda record: sum(getattr(client, field) for client in record.clients) / MEBIBYTE)
+    return _each(lambda record: sum(getattr(client, field) for client in record.asked_clients) / MEBIBYTE)
 
 
 def _charts(split: str) -> list[_Chart]:

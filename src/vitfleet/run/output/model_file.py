@@ -26,7 +26,7 @@ from vitfleet.data.tasks import assign_classes_to_tasks
 from vitfleet.errors import UserError
 from vitfleet.files import BASE_FILE, DATA_FILE, MODEL_FILE, parse_json, read_json, write_atomically
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Method
+from vitfleet.methods import Method, head_features
 from vitfleet.models.net import Net
 from vitfleet.wire import read_payload, safetensors_chunks, safetensors_size, write_payload
 
@@ -90,6 +90,9 @@ class ModelInfo:
         Of how many clients the parts that the server does not have are the mean; 0: the server has a whole model.
     class_to_task
         The task of each class, −1 for none; ``None`` without tasks.
+    head
+        What the head sees, the fields of :class:`~vitfleet.models.variants.wide_head.HeadFeatures`; ``None``: what
+        every head sees.
     """
 
     model: Mapping[str, Any]
@@ -102,6 +105,7 @@ class ModelInfo:
     client: int | None = None
     averaged_clients: int = 0
     class_to_task: tuple[int, ...] | None = None
+    head: Mapping[str, Any] | None = None
 
 
 def write_data_info(data: DataSet, eval_split: EvalSplit, folder: Path) -> None:
@@ -139,7 +143,7 @@ def model_info(
     config: Config, data: DataInfo, net: Net, rounds: int, client: int | None = None, averaged_clients: int = 0
 ) -> ModelInfo:
     """Return the description of a run's model."""
-    tasks, class_to_task = config.data.tasks, None
+    tasks, class_to_task, features = config.data.tasks, None, head_features(config.head)
     if tasks is not None:
         class_to_task = tuple(assign_classes_to_tasks(tasks, config.seed, len(data.classes)).tolist())
     return ModelInfo(
@@ -153,6 +157,7 @@ def model_info(
         client=client,
         averaged_clients=averaged_clients,
         class_to_task=class_to_task,
+        head=None if features.is_default else asdict(features),
     )
 
 
@@ -168,7 +173,8 @@ def model_size(net: Net, weights: Tensors, info: ModelInfo) -> int:
 
 def _contents(net: Net, weights: Tensors, info: ModelInfo) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a model file."""
-    return {name: weights[name] for name in net.parts.shapes}, {METADATA_KEY: json.dumps(asdict(info))}
+    described = {key: value for key, value in asdict(info).items() if key != "head" or value is not None}
+    return {name: weights[name] for name in net.parts.shapes}, {METADATA_KEY: json.dumps(described)}
 
 
 def read_model(path: Path) -> tuple[ModelInfo, Tensors]:

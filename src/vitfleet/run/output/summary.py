@@ -19,6 +19,7 @@ from vitfleet.methods import method_class, reduce_client_metrics
 from vitfleet.run.records import (
     Accuracy,
     ClientCosts,
+    HeadRecord,
     MetricValues,
     RoundRecord,
     TaskRecord,
@@ -27,6 +28,23 @@ from vitfleet.run.records import (
 )
 
 _NO_ROUND = RoundRecord(0, 0.0, None, None, [], 0, 0)
+
+
+@dataclass
+class _HeadTotals:
+    """How often the head was solved, and what that took all clients together: the table ``head`` of a summary."""
+
+    times: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    gflops: float = 0.0
+
+    def add(self, record: HeadRecord) -> None:
+        """Add one time."""
+        self.times += 1
+        self.up_bytes += sum(client.up_bytes for client in record.clients)
+        self.down_bytes += sum(client.down_bytes for client in record.clients)
+        self.gflops += sum(client.gflops or 0.0 for client in record.clients)
 
 
 @dataclass
@@ -51,6 +69,8 @@ class _Totals:
         The last task that was learned.
     metrics
         The last values of each metric.
+    head
+        What solving the head took.
     """
 
     last: RoundRecord = _NO_ROUND
@@ -63,6 +83,7 @@ class _Totals:
     local_accuracy: dict[int, float] = field(default_factory=dict)
     task: TaskRecord | None = None
     metrics: dict[str, MetricValues] = field(default_factory=dict)
+    head: _HeadTotals = field(default_factory=_HeadTotals)
 
     @classmethod
     def of(cls, records: Iterable[RoundRecord]) -> _Totals:
@@ -77,9 +98,11 @@ class _Totals:
         failures = [client.failure for client in record.clients if client.failure is not None]
         self.last = record
         self.participations += len(record.clients)
+        if record.head is not None:
+            self.head.add(record.head)
         self.failures += len(failures)
         self.last_failure = failures[0] if failures else self.last_failure
-        self.train_gflops += sum(client.gflops or 0.0 for client in record.clients)
+        self.train_gflops += sum(client.gflops or 0.0 for client in record.asked_clients)
         self.local_accuracy |= record.local_accuracies
         self.task = record.task or self.task
         self.metrics |= record.metrics
@@ -99,9 +122,12 @@ class _Totals:
         }
 
     def message(self) -> dict[str, float]:
-        """Return the table ``message``: bytes per client and round."""
+        """Return the table ``message``: bytes per client and round, without those of solving the head."""
         count = max(1, self.participations)
-        return {"up_bytes": self.last.total_up_bytes / count, "down_bytes": self.last.total_down_bytes / count}
+        return {
+            "up_bytes": (self.last.total_up_bytes - self.head.up_bytes) / count,
+            "down_bytes": (self.last.total_down_bytes - self.head.down_bytes) / count,
+        }
 
 
 def write_summary(
@@ -140,6 +166,7 @@ def write_summary(
         "client": asdict(costs),
         "client_metrics": reduce_client_metrics(method_class(config.method).client_metrics, reported),
         "metrics": totals.metrics,
+        **({"head": asdict(totals.head)} if totals.head.times else {}),
         **(more or {}),
     }
     write_atomically(folder / SUMMARY_FILE, json.dumps(summary, indent=2).encode())

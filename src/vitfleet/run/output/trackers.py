@@ -38,10 +38,10 @@ def scalars_of(record: RoundRecord) -> dict[str, float]:
     scalars: dict[str, float | None] = {
         "train/loss": record.loss,
         "train/lr": record.lr,
-        "train/gflops": sum(entry.gflops or 0.0 for entry in record.clients),
+        "train/gflops": sum(entry.gflops or 0.0 for entry in record.asked_clients),
         "bytes/up_total": record.total_up_bytes,
         "bytes/down_total": record.total_down_bytes,
-        "clients/failed": sum(entry.failure is not None for entry in record.clients),
+        "clients/failed": sum(entry.failure is not None for entry in record.asked_clients),
         "virtual_seconds": record.virtual_seconds,
     }
     if record.accuracy is not None:

@@ -1,0 +1,219 @@
+"""The exchange in which the server solves the head from what all clients send once (the table ``[head]``).
+
+Every client that may train, not only some as in a round, passes its images through the model without training. What it
+sends, and how a head is solved from it, is the method ``closed-form``: its client side runs beside the run's own
+method, on the body that clients of this method have. A client's state stays as it is. A new client receives the base
+message with the request and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitfleet.costs.cost_model import CostModel
+from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.virtual_clock import close_round
+from vitfleet.errors import printable
+from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order
+from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.methods.base import Aggregator, Method
+from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
+from vitfleet.progress import Progress
+from vitfleet.run.clients import VirtualFleet, training_clients
+from vitfleet.run.records import Accuracy, ClientRecord, HeadRecord
+from vitfleet.run.round_plan import TOO_LATE
+from vitfleet.run.state import RunState
+from vitfleet.wire import encode
+
+if TYPE_CHECKING:
+    from vitfleet.run.context import RunContext
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """How a run's head is solved.
+
+    Attributes
+    ----------
+    solver
+        The method ``closed-form``, with the keys of the table ``[head]``.
+    cost_model
+        The costs of its client side.
+    virtual
+        The clients' devices; ``None`` if the fleet has none.
+    """
+
+    solver: Method[Any]
+    cost_model: CostModel
+    virtual: VirtualFleet | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One client's part in the exchange: its request and the record of it, as far as they are known before."""
+
+    request: Request
+    entry: ClientRecord
+
+
+def solve_head(
+    context: RunContext, state: RunState, accuracy_before: Accuracy | None, progress: Progress
+) -> tuple[RunState, HeadRecord]:
+    """Ask all clients for what the head is solved from, solve it, and return the run's state with it."""
+    exchange = context.head
+    assert exchange is not None
+    body = context.method.model_weights(state.server, context.base.tensors, None)
+    solver_state = exchange.solver.initial_state(body)
+    plans, now = _plan(context, exchange, state, solver_state, body)
+    aggregator = exchange.solver.aggregator(solver_state, state.round)
+    entries, accepted, lost_state = _collect(context, exchange, plans, aggregator, progress)
+    server, solution = state.server, State()
+    minimum = context.config.fleet.min_replies
+    if len(accepted) >= minimum:
+        solution = _solve(context, aggregator)
+        server = context.method.with_head(server, solution.tensors, state.round)
+        entries = [_reject(entry, aggregator.rejected.get(entry.client)) for entry in entries]
+    else:
+        reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
+        entries = [_reject(entry, reason) for entry in entries]
+    known = {client: NO_ROUND for client in accepted if client not in state.last_seen}
+    state = replace(
+        state,
+        server=server,
+        total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
+        total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
+        last_seen={client: last for client, last in {**known, **state.last_seen}.items() if client not in lost_state},
+        client_metrics={client: told for client, told in state.client_metrics.items() if client not in lost_state},
+        in_flight=replace(state.in_flight, now=now),
+    )
+    return state, HeadRecord(entries, dict(solution.numbers), accuracy_before)
+
+
+def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
+    """Return what a client needs of the body besides the base message: the weights that are not in it as they are."""
+    return Message({name: body[name] for name in method.parts.body if not _same(base.get(name), body[name])})
+
+
+def _same(known: Tensor | None, weight: Tensor) -> bool:
+    return known is weight or (known is not None and (weight.is_meta or torch.equal(known, weight)))
+
+
+def _plan(
+    context: RunContext, exchange: HeadExchange, state: RunState, solver_state: State, body: Tensors
+) -> tuple[list[_Plan], float]:
+    """Return each client's part, and the time on the virtual clock at which the last one has replied."""
+    round, base_bytes = state.round, message_size(context.base)
+    shared = body_message(context.method, body, context.base.tensors).tensors
+    requests = []
+    for client in training_clients(context.config):
+        asked = exchange.solver.message_to_client(solver_state, round, client, None)
+        message = Message({**shared, **asked.tensors}, asked.numbers)
+        last_round = state.last_seen.get(client)
+        requests.append(Request(round, client, message, last_round=last_round, kind="head"))
+    sizes = {
+        request.client: message_size(request.message) + (base_bytes if request.last_round is None else 0)
+        for request in requests
+    }
+    plans = [_Plan(request, ClientRecord(request.client, sizes[request.client], 0)) for request in requests]
+    if exchange.virtual is None:
+        return plans, state.in_flight.now
+    return _timed(exchange.virtual, context, plans, round, state.in_flight.now)
+
+
+def _timed(
+    virtual: VirtualFleet, context: RunContext, plans: Sequence[_Plan], round: int, now: float
+) -> tuple[list[_Plan], float]:
+    """Return the plans with the times of the virtual clock; of devices that are too slow or too small, as failures."""
+    failures = {plan.entry.client: virtual.failure_reason(plan.entry.client) for plan in plans}
+    seconds = {
+        plan.entry.client: virtual.seconds(round, plan.entry.client, plan.entry.down_bytes, None)
+        for plan in plans
+        if failures[plan.entry.client] is None
+    }
+    arrivals, end = close_round(context.config.fleet.schedule, len(seconds), now, seconds)
+    by_client = {arrival.client: arrival for arrival in arrivals}
+    timed = []
+    for plan in plans:
+        client = plan.entry.client
+        if client not in by_client:
+            timed.append(replace(plan, entry=replace(plan.entry, down_bytes=0, failure=failures[client])))
+            continue
+        arrival = by_client[client]
+        failure = (
+            None if arrival.counts else f"{TOO_LATE}: computing features takes {seconds[client]:.3g} virtual seconds"
+        )
+        timed.append(
+            replace(plan, entry=replace(plan.entry, began=arrival.began, ended=arrival.ended, failure=failure))
+        )
+    return timed, end
+
+
+def _collect(
+    context: RunContext, exchange: HeadExchange, plans: Sequence[_Plan], aggregator: Aggregator, progress: Progress
+) -> tuple[list[ClientRecord], list[int], list[int]]:
+    """Return every client's record, the clients whose update counts, and those that have lost their state."""
+    asked = {plan.request.client: plan for plan in plans if plan.entry.failure is None}
+    entries = {plan.entry.client: plan.entry for plan in plans}
+    accepted, lost_state = [], []
+    with progress.task("the head: clients", len(asked)) as advance:
+        replies = context.fleet.train(plan.request for plan in asked.values())
+        for reply in in_request_order(replies, asked):
+            advance(1)
+            entries[reply.client] = entry = _take_reply(context, exchange, entries[reply.client], reply, aggregator)
+            if entry.failure is None:
+                accepted.append(reply.client)
+            if reply.state_lost:
+                lost_state.append(reply.client)
+            del reply
+    context.fleet.commit(())  # no client's state changes
+    return list(entries.values()), accepted, lost_state
+
+
+def _take_reply(
+    context: RunContext, exchange: HeadExchange, entry: ClientRecord, reply: Reply, aggregator: Aggregator
+) -> ClientRecord:
+    if reply.message is None:
+        down_bytes = entry.down_bytes if reply.sent else 0
+        return replace(entry, down_bytes=down_bytes, failure=reply.failure or "no reply")
+    entry = replace(entry, up_bytes=message_size(reply.message))
+    try:
+        numbers = parse_numbers(reply.message.numbers, exchange.solver)
+        aggregator.add(entry.client, reply.message)
+    except RejectedUpdateError as error:
+        return replace(entry, failure=printable(str(error)))
+    return replace(entry, numbers=numbers, gflops=_gflops(context, exchange, entry.client, numbers))
+
+
+def _gflops(context: RunContext, exchange: HeadExchange, client: int, numbers: Numbers) -> float | None:
+    """Return the operations of a client's passes, in billions; ``None`` if its samples are unknown."""
+    samples = numbers.get("samples")
+    if not isinstance(samples, int):
+        return None
+    dry_run_result = exchange.cost_model.dry_run(1, client, context.labels(client, 0))
+    return exchange.cost_model.round_flops(dry_run_result, samples) / 1e9
+
+
+def _solve(context: RunContext, aggregator: Aggregator) -> State:
+    """Return the solved head, and what was chosen. Of several processes the first solves and sends the result."""
+    processes = context.processes
+    if not processes.is_first:
+        received = processes.broadcast_payload(State, None, context.machine.device)
+        assert received is not None
+        return received
+    state = aggregator.finish()
+    solution = State(context.method.parts.head.take(state.tensors), state.numbers)
+    if processes.size > 1:
+        processes.broadcast(encode(solution))
+    return solution
+
+
+def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:
+    """Return a client's record as a failure, if what it sent was rejected."""
+    if reason is None or entry.failure is not None:
+        return entry
+    return replace(entry, numbers={}, gflops=None, failure=reason)
