@@ -166,8 +166,8 @@ class SharedBody(Method[Params]):
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
         """Return the model that the client trained last, or the server's shared weights with the client's head.
 
-        Before its first round, a client has the server's weights. Its head is one that was solved since it trained its
-        own.
+        Before its first round, a client has the server's weights. Where a head was solved since it trained its
+        own, it has that one, and the body on which it was solved.
         """
         solved = with_prefix(server_state.tensors, SOLVED)
         if client_state is None:
@@ -175,7 +175,7 @@ class SharedBody(Method[Params]):
         own = self.parts.whole.take(client_state.tensors)
         trained = client_state.numbers.get(TRAINED_ROUND)
         if isinstance(trained, int) and solved and trained <= self._solved_round(server_state):
-            own = {**own, **solved}
+            return {**own, **self.shared.take(server_state.tensors), **solved}
         return (
             {**own, **self.shared.take(server_state.tensors)} if self.context.config.eval.body == "aggregated" else own
         )
