@@ -47,6 +47,7 @@ FAMILIES = {
     "tuning": {"aggregation", "averaging"},
     "split": {"aggregation"},
     "personal": {"aggregation", "averaging"},
+    "closed_form": {"aggregation"},
     "continual": {"aggregation", "averaging", "personal"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))

@@ -39,6 +39,8 @@ class Purpose(StrEnum):
     HARDWARE_PROFILES = "devices"
     HELD_OUT_CLIENTS = "unseen-clients"  # the text is part of the address: another one would draw other clients
     METRIC_CLIENTS = "metric-clients"
+    HEAD_PROJECTION = "head-projection"
+    HELD_OUT_IMAGES = "held-out-images"
 
 
 def own_purpose(name: str) -> str:

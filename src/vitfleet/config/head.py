@@ -16,8 +16,8 @@ class HeadSolver(Table):
     """
 
     solver: Literal["ridge", "lda", "means", "means-covariance"] = Field(
-        "ridge",
-        description="ridge regression (AFL); lda: shared covariance (FedCGS); means: cosine to class means (FedNCM); "
+        "lda",
+        description="ridge: regression (AFL); lda: shared covariance (FedCGS); means: cosine to class means (FedNCM); "
         "means-covariance: the covariance is estimated from the clients' class means (FedCOF)",
     )
     features: Literal["class-token", "mean", "both"] = Field(
@@ -27,10 +27,11 @@ class HeadSolver(Table):
     project: int = Field(
         0, ge=0, le=100_000, description="random ReLU features of these, drawn by the seed and never sent; 0: none"
     )
+    project_seed: int = Field(0, ge=0, description="seed of the random features: that of the run has no effect on them")
     regularization: float | Literal["auto", "held-out"] = Field(
         "auto",
-        description="γ per image of ridge, shrinkage of lda and means-covariance; auto: from the sums alone; held-out: "
-        "by held-out images of the clients",
+        description="γ per image of ridge, shrinkage of lda, γ over the mean variance of means-covariance; auto: from "
+        "the sums alone; held-out: by held-out images of the clients",
     )
     held_out: float = Field(
         0.1, gt=0, le=0.5, description="share of a client's images that choose, with regularization = held-out"
@@ -45,7 +46,7 @@ class HeadSolver(Table):
 
     @model_validator(mode="after")
     def _check_regularization(self) -> HeadSolver:
-        value, highest = self.regularization, 1.0 if self.solver in ("lda", "means-covariance") else None
+        value, highest = self.regularization, 1.0 if self.solver == "lda" else None
         if isinstance(value, float) and (value < 0 or (highest is not None and value > highest)):
             limit = "at least 0" if highest is None else "between 0 and 1"
             raise ValueError(f"regularization = {value}: must be {limit} with solver = {self.solver}")

@@ -318,8 +318,8 @@ class CountedModels(ClientModels):
         self._add(groups, Flops(flops.forward, flops.forward))
         return tuple(self.outputs_of_one(group, computed, leaves) for group in groups)
 
-    def features(self, samples: Samples, split: int) -> Outputs:
-        """Count a forward pass up to the split."""
+    def features(self, samples: Samples, split: int | None) -> Outputs:
+        """Count a forward pass up to the split, or to the head."""
         options: PassOptions = {"split": split}
         flops, computed = self._pass_of_one(samples, (), False, options, features_only=True)
         self._add([samples], flops)
@@ -382,7 +382,6 @@ class CountedModels(ClientModels):
         of_input = torch.empty(*samples.labels.shape, len(net.mean), size, size, device="meta", requires_grad=to_input)
         with torch.enable_grad(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             if features_only:
-                assert split is not None
                 computed = ModelOutputs(samples.labels.new_empty(*samples.labels.shape, 0, dtype=torch.float32))
                 computed = computed._replace(features=self.engine.features(weights, samples, split))
             else:

@@ -9,6 +9,7 @@ from vitfleet.methods.averaging.transfl import TransFL  # isort: skip
 from vitfleet.methods.tuning.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
 from vitfleet.methods.tuning.fedbfpt import FedBfpt  # isort: skip
 from vitfleet.methods.split.eftvit import EftVit  # isort: skip
+from vitfleet.methods.closed_form.closed_form import ClosedForm  # isort: skip
 from vitfleet.methods.personal.fedper import FedPer  # isort: skip
 from vitfleet.methods.personal.fedrep import FedRep  # isort: skip
 from vitfleet.methods.continual.gem import AGem, Gem  # isort: skip
@@ -46,6 +47,7 @@ __all__ = [
     "ClientMetric",
     "ClientRoundInput",
     "ClientUpdate",
+    "ClosedForm",
     "DerPlusPlus",
     "DyTox",
     "EftVit",

@@ -193,6 +193,38 @@ class Net:
             raise UserError(f"a representation is known of plain ViTs only, not of a {family}; choose model.name = vit")
         return self.functional.with_representation(weights, images, keep, depth)
 
+    def representation(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the input of the head alone, ``[…, batch, width]``; the head's own weights are not needed.
+
+        A family without a forward pass of ours returns it as the logits of a head that is the identity.
+        """
+        if self.functional is not None:
+            return self.functional.representation(weights, images, keep)
+        (weight, bias), width = self.linear_head, self.head_width
+        identity = torch.eye(width, device=images.device), torch.zeros(width, device=images.device)
+        return self.outputs({**weights, weight: identity[0], bias: identity[1]}, images, keep)
+
+    @property
+    def linear_head(self) -> tuple[str, str]:
+        """The names of the weight and the bias of a head that is one linear layer.
+
+        Raises
+        ------
+        UserError
+            The head is something else: two layers in distilled models, or one after a batch norm.
+        """
+        trained = [name for name in self.parts.head if name in self.parts.parameters]
+        names = [name for kind in ("weight", "bias") for name in trained if name.split(".")[-1] == kind]
+        if len(trained) != 2 or len(names) != 2:
+            family = type(self.module.vit).__name__
+            raise UserError(f"model.name: the head of a {family} is not one linear layer; choose another model, as vit")
+        return names[0], names[1]
+
+    @property
+    def head_width(self) -> int:
+        """Length of the input of a head that is one linear layer."""
+        return self.parts.shapes[self.linear_head[0]][1]
+
     def split_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits among the model's outputs, and the other outputs; ``None`` if there are no others."""
         num_classes = None if self.functional is None else self.functional.num_classes

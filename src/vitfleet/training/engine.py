@@ -129,10 +129,17 @@ class StepEngine:
                 outputs = net.outputs(weights, inputs, samples.keep, depth, statistics)
         return ModelOutputs(*net.split_outputs(outputs), features=features)
 
-    def features(self, weights: Tensors, samples: Samples, split: int) -> Tensor:
-        """Return the tokens that enter the block ``split``, of stored images; the blocks after it are not computed."""
+    def features(self, weights: Tensors, samples: Samples, split: int | None) -> Tensor:
+        """Return the tokens that enter the block ``split``, or the input of the head, of stored images.
+
+        What comes after it is not computed.
+        """
+        net = self._training_net
         with self.machine.autocast():
-            return self._training_net.forward_to(weights, self._inputs(samples, None), samples.keep, split)
+            inputs = self._inputs(samples, None)
+            if split is None:
+                return net.representation(weights, inputs, samples.keep)
+            return net.forward_to(weights, inputs, samples.keep, split)
 
     def _inputs(self, samples: Samples, perturbation: Tensor | None) -> Tensor:
         """Return the model's input of stored images, augmented as the samples say."""

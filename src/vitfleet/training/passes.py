@@ -255,8 +255,8 @@ class ClientModels:
             for group, start, size in zip(groups, starts, sizes, strict=True)
         )
 
-    def features(self, samples: Samples, split: int) -> Outputs:
-        """Return the tokens that enter block ``split``; the blocks after it are not computed, and logits are empty."""
+    def features(self, samples: Samples, split: int | None) -> Outputs:
+        """Return the tokens that enter a block, or the input of the head; what comes after it is not computed."""
         features = self.engine.features(self.weights.tensors, samples, split)
         empty = features.new_empty(*samples.labels.shape, 0)
         return self.outputs(samples, ModelOutputs(empty, features=features), {})

@@ -253,8 +253,12 @@ class StepView:
             groups, {name: at.get(name, leaf) for name, leaf in self.weights.items()}, None, **options
         )
 
-    def features(self, samples: Samples, split: int) -> Outputs:
-        """Return the tokens that enter block ``split``; the blocks after it are not computed, and logits are empty."""
+    def features(self, samples: Samples, split: int | None = None) -> Outputs:
+        """Return the tokens that enter block ``split``, or without a block the input of the head, as ``features``.
+
+        What comes after it is not computed, so logits are empty. The input of the head is known of any model with one
+        linear head.
+        """
         return self._models.features(samples, split)
 
     def zero_perturbation(self, samples: Samples) -> Tensor:

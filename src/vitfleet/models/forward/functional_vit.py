@@ -8,8 +8,9 @@ could stack the module itself, but fused attention has no batching rule and fall
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,13 @@ from vitfleet.models.parts import LORA_PREFIX, PROMPTS_NAME
 FORWARD_PASS = "forward_pass"
 
 
+class BlockOutput(NamedTuple):
+    """The tokens after a block, and how many prompts are among them."""
+
+    tokens: Tensor
+    num_prompts: int
+
+
 class FunctionalViT:
     """The forward pass of one plain ViT.
 
@@ -47,6 +55,9 @@ class FunctionalViT:
     short_attention
         Whether to use vitfleet's Triton kernel for attention over few tokens in bfloat16; it needs a GPU.
     """
+
+    #: How many of the last blocks the head sees.
+    head_blocks = 1
 
     def __init__(
         self, vit: Any, compile_blocks: bool = False, fused_attention: bool = True, short_attention: bool = False
@@ -102,24 +113,29 @@ class FunctionalViT:
         depth
             Number of blocks to use, if not all of them; the last ones are skipped.
         """
-        tokens, num_prompts = self._run(weights, inputs, keep, start, stop, depth)
-        return tokens if stop is not None else self.head(weights, self._final_tokens(weights, tokens, num_prompts))
+        outputs = self._run(weights, inputs, keep, start, stop, depth)
+        return outputs[-1].tokens if stop is not None else self.head(weights, self._final_tokens(weights, outputs))
 
     def with_representation(
         self, weights: Tensors, images: Tensor, keep: Tensor | None, depth: int | None
     ) -> tuple[Tensor, Tensor]:
         """Return logits, and the pooled tokens of which they are computed."""
-        tokens = self._final_tokens(weights, *self._run(weights, images, keep, 0, None, depth))
+        tokens = self._final_tokens(weights, self._run(weights, images, keep, 0, None, depth))
         return self.head(weights, tokens), self.pool(weights, tokens)
+
+    def representation(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the pooled tokens of which logits are computed; the head's weights are not needed."""
+        return self.pool(weights, self._final_tokens(weights, self._run(weights, images, keep, 0, None, None)))
 
     def _run(
         self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None
-    ) -> tuple[Tensor, int]:
-        """Run blocks; return their output, and how many prompts are among its tokens."""
+    ) -> list[BlockOutput]:
+        """Run blocks; return what the last ``head_blocks`` of them return, or what entered where none is run."""
         vit = self.vit
         last = len(vit.blocks) if depth is None else depth
         tokens = inputs if start else self._norm(weights, "norm_pre", vit.norm_pre, self.embed(weights, inputs, keep))
         num_prompts = 0
+        outputs = [BlockOutput(tokens, num_prompts)]
         for index in range(start, last if stop is None else stop):
             if self.has_prompts:
                 # [blocks, prompts, width], after the axis of clients if they have their own
@@ -128,11 +144,15 @@ class FunctionalViT:
                     tokens = insert_prompts(tokens, prompts[index], vit.num_prefix_tokens, num_replaced=num_prompts)
                     num_prompts = prompts[index].shape[-2]
             tokens = self.block(weights, index, tokens)
-        return tokens, num_prompts
+            outputs = [*outputs, BlockOutput(tokens, num_prompts)][-self.head_blocks :]
+        return outputs
 
-    def _final_tokens(self, weights: Tensors, tokens: Tensor, num_prompts: int) -> Tensor:
+    def _final_tokens(self, weights: Tensors, outputs: Sequence[BlockOutput]) -> Tensor:
         """Return the normalised tokens that the head sees: those of the last block without prompts."""
-        tokens = self._norm(weights, "norm", self.vit.norm, tokens)
+        tokens, num_prompts = outputs[-1]
+        return self._without_prompts(self._norm(weights, "norm", self.vit.norm, tokens), num_prompts)
+
+    def _without_prompts(self, tokens: Tensor, num_prompts: int) -> Tensor:
         if not num_prompts:
             return tokens
         prefix = self.vit.num_prefix_tokens
