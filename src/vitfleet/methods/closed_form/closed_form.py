@@ -34,12 +34,13 @@ from vitfleet.methods.base import (
     Method,
     MethodContext,
     Work,
+    head_features,
 )
 from vitfleet.methods.closed_form.solvers import ClientMeans, Head, solve, temperature
 from vitfleet.methods.closed_form.sums import FEATURES, LABELS, Sums, received_sums, sums_of_received_features
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.parts import Selection
-from vitfleet.models.variants.wide_head import SCALE, SHIFT, HeadFeatures, widen_head
+from vitfleet.models.variants.wide_head import SCALE, SHIFT, widen_head
 from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.step import StepView
@@ -51,11 +52,6 @@ ROWS_MULTIPLE = 32  # rows of recorded features are rounded up to a multiple, so
 
 class ClosedFormParams(HeadSolver, MethodParams):
     """A head in closed form on the pretrained body, from sums over clients: one round (AFL, FedCGS, FedNCM, FedCOF)."""
-
-
-def head_features(solver: HeadSolver) -> HeadFeatures:
-    """Return what the head sees."""
-    return HeadFeatures(solver.features, solver.blocks, solver.project, solver.project_seed)
 
 
 @register_method("closed-form", ClosedFormParams, title="Closed form")
@@ -162,7 +158,8 @@ class ClosedForm(Method[ClosedFormParams]):
         features = torch.zeros(rows, self.width, device=self.context.device)
         weights = {**body, **self._no_standardisation()}
         step = RecordingStep(self.width)
-        return LocalTraining(weights, self.trainable, 1, step, kept={FEATURES: features}, augment=False)
+        kept, train = {FEATURES: features}, self.context.train
+        return LocalTraining(weights, self.trainable, 1, step, kept=kept, train=train, augment=False)
 
     def _no_standardisation(self) -> dict[str, Tensor]:
         """Return the shift and the scale with which a wide head sees features as they are."""
