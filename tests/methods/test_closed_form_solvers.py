@@ -97,6 +97,14 @@ def test_any_partition_and_order_gives_the_head_of_all_images(
     assert_equal_heads(joined.head.folded(), central.head, features)
 
 
+@pytest.mark.parametrize("dtype", PRECISION)
+def test_one_image_has_no_scatter_but_rounding(dtype: str) -> None:
+    features, labels = make_features(width=200)
+    for image in range(10):
+        received = sent_sums(features[[image]], labels[[image]], dtype)
+        torch.testing.assert_close(received.gram, torch.outer(*features[[image, image]].double()), rtol=1e-6, atol=1e-6)
+
+
 def test_subtracted_sums_are_as_if_they_had_never_been_added() -> None:
     features, labels = make_features()
     parts = torch.arange(IMAGES).chunk(3)
