@@ -36,11 +36,11 @@ def every_key(table: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
         path = f"{prefix}{name}"
         mark = parameters_of(field)
         inner = [member for member in _members(field.annotation) if _is_table(member)]
-        if mark is not None and mark.registry.part_paths == "by name":
+        if mark is not None and mark.registry.layout == "by name":
             for entry in mark.registry:
                 yield Key(f"{path}.{entry.name}", "", "table", "", entry.summary)
                 yield from every_key(entry.params, f"{path}.{entry.name}.")
-        elif mark is not None and mark.registry.part_paths == "tagged":
+        elif mark is not None and mark.registry.layout == "tagged":
             default = str(getattr(field.get_default(call_default_factory=True), mark.registry.tag))
             yield from _tagged_keys(mark.registry, default)
         elif inner:

@@ -30,7 +30,7 @@ Registered = TypeVar("Registered")
 PACKAGE = "vitfleet"
 #: Where a component's parameters stand: in the table that names it (``[method]``), in a table under its name
 #: (``[metrics.NAME]``), or in a table ``params`` beside the key that names it (``model.name``, ``[model.params]``).
-PartPaths: TypeAlias = Literal["tagged", "by name", "beside"]
+Layout: TypeAlias = Literal["tagged", "by name", "beside"]
 
 
 class NoParams(Table):
@@ -114,10 +114,10 @@ class Registry(Generic[T]):
         Where a component's parameters stand.
     """
 
-    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: PartPaths = "tagged") -> None:
+    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: Layout = "tagged") -> None:
         self.kind = kind
         self.key = key
-        self.part_paths = layout
+        self.layout = layout
         self.table, _, self.tag = key.rpartition(".")
         self._builtin = builtin
         self._loading = False
@@ -145,7 +145,7 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} ({origin.file or origin.module}): the name is taken by "
                     f"{known.origin.file or known.origin.module}; choose another name"
                 )
-            table = _tagged(params, self.tag, name) if self.part_paths == "tagged" else params
+            table = _tagged(params, self.tag, name) if self.layout == "tagged" else params
             self._entries[name] = Entry(name, title or name, target, params, table, origin)  # type: ignore[arg-type]
             return target
 
@@ -202,26 +202,24 @@ class Registry(Generic[T]):
             raise self._explain(error.errors()[0], name, params) from None
 
     def _params_of(self, name: str) -> type[Table]:
-        if self.part_paths == "beside":  # a name may also be that of the user's own images, or of a model of timm
+        if self.layout == "beside":  # a name may also be that of the user's own images, or of a model of timm
             entry = self.get(name)
             return NoParams if entry is None else entry.params
-        if self.part_paths == "by name" and name not in self:
+        if self.layout == "by name" and name not in self:
             raise UserError(f"{self.key}.{name}: no such key; {suggest(str(name), self.names(), self.key)}")
         return self[name].params
 
     def _explain(self, error: ErrorDetails, name: str, params: type[Table]) -> UserError:
         """Explain what is wrong with the parameters of a component."""
-        where = {"tagged": self.table, "by name": f"{self.key}.{name}", "beside": f"{self.table}.params"}[
-            self.part_paths
-        ]
+        where = {"tagged": self.table, "by name": f"{self.key}.{name}", "beside": f"{self.table}.params"}[self.layout]
         if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
             key = str(error["loc"][0])
-            if self.part_paths == "beside":
+            if self.layout == "beside":
                 known = ", ".join(params.model_fields)
                 allowed = f"has the parameters {known}" if known else "has no parameters"
                 return ConfigError(f"{where}.{key}", error["input"], f"no such key; {name!r} {allowed}")
             owners = [entry.name for entry in self if key in entry.params.model_fields]
-            if self.part_paths == "tagged" and owners:
+            if self.layout == "tagged" and owners:
                 owned = f"it belongs to {self.key} = {' or '.join(owners)}, and {self.key} is {name}"
                 return UserError(f"{where}.{key}: no such key; {owned}")
         return explain(error, params, where)
@@ -270,11 +268,11 @@ class Parameters:
 
     def _validate(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         registry = self.registry
-        if registry.part_paths == "tagged" and isinstance(value, dict | Table):
+        if registry.layout == "tagged" and isinstance(value, dict | Table):
             return self._validate_tagged(value)
         if not isinstance(value, dict):
             raise PydanticKnownError("dict_type")
-        if registry.part_paths == "by name":
+        if registry.layout == "by name":
             return {name: registry.validate(name, values) for name, values in value.items()}
         if registry.tag in (info.data or {}):  # else the name is wrong, and reported
             registry.validate(info.data[registry.tag], value)
