@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,35 @@ def load_pretrained(vit: nn.Module, weights: str, name: str) -> None:
     channels summed or repeated to its number of channels. A head for another number of classes keeps its initial
     weights. Any other weight that is missing or has another shape is an error.
     """
-    if weights in SHIPPED_WEIGHTS:
-        with as_file(files("vitfleet") / "weights" / f"{weights}.safetensors") as path:
-            _load(vit, path, name, weights)
-    else:
-        _load(vit, Path(weights), name, weights)
-
-
-def _load(vit: nn.Module, path: Path, name: str, given: str) -> None:
-    weights = _read_file(path, name)
+    shipped = files("vitfleet") / "weights" / f"{weights}.safetensors"
+    with as_file(shipped) if weights in SHIPPED_WEIGHTS else nullcontext(Path(weights)) as path:
+        given = _read_file(path, name)
     try:
-        weights = _resize(weights, vit)
+        given = _resize(given, vit)
     except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise ConfigError("model.weights", given, f"does not fit model.name = {name!r} ({error})") from error
-    expected = {key: tensor for key, tensor in vit.state_dict().items() if tensor.is_floating_point()}
+        raise ConfigError("model.weights", weights, f"does not fit model.name = {name!r} ({error})") from error
+    state = vit.state_dict()
+    expected = {key: tensor for key, tensor in state.items() if tensor.is_floating_point()}
     head = {key for key in expected if key.startswith(HEAD_PREFIXES)}
-    if any(key in weights and weights[key].shape != expected[key].shape for key in head):
-        weights = {key: tensor for key, tensor in weights.items() if key not in head}
-    _check_fit(weights, vit, expected, head, given, name)
-    vit.load_state_dict({key: tensor for key, tensor in weights.items() if key in expected}, strict=False)
+    if any(key in given and given[key].shape != expected[key].shape for key in head):
+        given = {key: tensor for key, tensor in given.items() if key not in head}
+    wrong = [
+        key
+        for key, tensor in expected.items()
+        if key not in head and (key not in given or given[key].shape != tensor.shape)
+    ]
+    if wrong:
+        remedy = f"{len(wrong)} weights are missing or of another shape, the first is {wrong[0]}"
+        raise ConfigError("model.weights", weights, f"does not fit model.name = {name!r}: {remedy}")
+    surplus = [key for key in given if key not in state and not key.startswith(OPTIONAL_PREFIXES)]
+    if surplus:
+        raise ConfigError(
+            "model.weights",
+            weights,
+            f"has {len(surplus)} weights that model.name = {name!r} with these sizes does not have, "
+            f"the first is {surplus[0]}; leave out model.depth and other sizes",
+        )
+    vit.load_state_dict({key: tensor for key, tensor in given.items() if key in expected}, strict=False)
 
 
 def _read_file(path: Path, name: str) -> dict[str, Tensor]:
@@ -79,34 +90,3 @@ def _fits(weights: dict[str, Tensor], vit: nn.Module) -> bool:
         for tensors in (vit.state_dict(), weights)
     )
     return own == given
-
-
-def _check_fit(
-    weights: dict[str, Tensor],
-    vit: nn.Module,
-    expected: dict[str, Tensor],
-    head: set[str],
-    given: str,
-    name: str,
-) -> None:
-    wrong = [
-        key
-        for key, tensor in expected.items()
-        if key not in head and (key not in weights or weights[key].shape != tensor.shape)
-    ]
-    if wrong:
-        raise ConfigError(
-            "model.weights",
-            given,
-            f"does not fit model.name = {name!r}: {len(wrong)} weights are missing or of another shape, "
-            f"the first is {wrong[0]}",
-        )
-    state = vit.state_dict()
-    surplus = [key for key in weights if key not in state and not key.startswith(OPTIONAL_PREFIXES)]
-    if surplus:
-        raise ConfigError(
-            "model.weights",
-            given,
-            f"has {len(surplus)} weights that model.name = {name!r} with these sizes does not have, "
-            f"the first is {surplus[0]}; leave out model.depth and other sizes",
-        )

@@ -62,14 +62,7 @@ def timm_family(
 ) -> Callable[[Arguments], Arguments]:
     """Return a decorator that registers a family under the name of the function with its arguments.
 
-    Parameters
-    ----------
-    params
-        The table ``model.params``.
-    timm_class
-        timm's class, by its qualified name.
-    small, standard
-        The sizes for small images, and those that are others for larger images.
+    ``standard`` holds the sizes for larger images that differ from those for small ones.
     """
     package, _, class_name = timm_class.rpartition(".")
 

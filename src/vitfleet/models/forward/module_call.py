@@ -22,16 +22,10 @@ from vitfleet.models.forward.stacked_ops import attention, linear
 def call_module(
     module: nn.Module, weights: Mapping[str, Tensor], stacked: frozenset[str], images: Tensor, keep: Tensor | None
 ) -> Tensor:
-    """Return a module's logits of images.
+    """Return a module's logits of images; of several clients, with a leading axis of clients.
 
-    Parameters
-    ----------
-    weights
-        Weights and buffers by their names in the module.
-    stacked
-        Names of those that have a leading axis of clients.
-    images, keep
-        Images, and the positions of the kept patches; of several clients, with a leading axis of clients.
+    Weights have their names in the module; those that are ``stacked`` have that axis too. ``keep`` holds the positions
+    of the kept patches.
     """
 
     def call(weights: Mapping[str, Tensor], images: Tensor, keep: Tensor | None) -> Tensor:
