@@ -124,16 +124,8 @@ def read_config(path: Path) -> Config:
 def validate(tree: Tree, load_plugins: bool = True) -> Config:
     """Turn a tree of plain values into a configuration.
 
-    Parameters
-    ----------
-    load_plugins
-        Whether the plug-ins that the tree names are loaded. False for a tree that came from another machine: then only
-        what is installed or loaded here already can be used.
-
-    Raises
-    ------
-    UserError
-        Describes the first wrong key.
+    ``load_plugins`` is false for a tree that came from another machine: then only what is installed or loaded here
+    already can be used.
     """
     check_tree([tree])
     if load_plugins:

@@ -31,32 +31,16 @@ _entry_points_loaded = False
 
 @dataclass(frozen=True)
 class UsedComponent:
-    """A component that a configuration uses and that is not part of vitfleet.
+    """A component that a configuration uses and that is not part of vitfleet."""
 
-    Attributes
-    ----------
-    kind, name
-        What it is (``method``, …) and the name it is registered under.
-    origin
-        Its file, or its module where it has none.
-    sha256
-        Hash of the file; empty where it has none.
-    """
-
-    kind: str
-    name: str
-    origin: str
-    sha256: str
+    kind: str  # what it is: `method`, …
+    name: str  # under which it is registered
+    origin: str  # its file, or its module where it has none
+    sha256: str  # of the file; empty where it has none
 
 
 def load_plugins(paths: Iterable[str | Path]) -> None:
-    """Load plug-in files, and those of installed packages; one that is loaded already is not run again.
-
-    Raises
-    ------
-    UserError
-        A file is missing, or its import fails; names the file and the line.
-    """
+    """Load plug-in files, and those of installed packages; one that is loaded already is not run again."""
     load_installed()
     for path in paths:
         load_file(Path(path))
@@ -151,13 +135,7 @@ def _named_by(config: Config) -> Iterator[tuple[Registry[Any], Entry[Any]]]:
 
 
 def check_unchanged(config: Config, recorded: Iterable[UsedComponent], where: str) -> None:
-    """Check that a configuration's plug-ins are the ones that a run began with.
-
-    Raises
-    ------
-    UserError
-        A plug-in's code has changed, or another one provides the component.
-    """
+    """Check that a configuration's plug-ins are the ones that a run began with."""
     now = {(used.kind, used.name): used for used in used_components(config)}
     for before in recorded:
         found = now.get((before.kind, before.name))

@@ -39,21 +39,11 @@ class NoParams(Table):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a component was defined.
+    """Where a component was defined."""
 
-    Attributes
-    ----------
-    module
-        Name of the module that registered it.
-    file
-        The module's file; empty for code that was typed into an interpreter or a notebook.
-    sha256
-        Hash of the file's content when it was registered.
-    """
-
-    module: str
-    file: str = ""
-    sha256: str = ""
+    module: str  # name of the module that registered it
+    file: str = ""  # empty for code that was typed into an interpreter or a notebook
+    sha256: str = ""  # of the file's content when it was registered
 
     @property
     def built_in(self) -> bool:
@@ -71,25 +61,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered component.
-
-    Attributes
-    ----------
-    title
-        What it is called in tables and figures.
-    target
-        The registered class or function.
-    declared_params
-        Its parameter table, as it was registered.
-    params
-        The table with the component's name fixed in its tag, if the registry has one.
-    """
+    """One registered component."""
 
     name: str
-    title: str
-    target: T
-    declared_params: type[Table]
-    params: type[Table]
+    title: str  # what it is called in tables and figures
+    target: T  # the registered class or function
+    declared_params: type[Table]  # its parameter table, as it was registered
+    params: type[Table]  # the table with the component's name fixed in its tag, if the registry has one
     origin: Origin
 
     @property
@@ -100,26 +78,14 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Components of one kind, by name.
-
-    Parameters
-    ----------
-    kind
-        What a component is, for messages: ``method``, ``partition``, …
-    key
-        The configuration key that names a component: ``method.name``.
-    builtin
-        Modules whose import registers the built-in components.
-    layout
-        Where a component's parameters stand.
-    """
+    """Components of one kind, by name."""
 
     def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: Layout = "tagged") -> None:
-        self.kind = kind
-        self.key = key
+        self.kind = kind  # what a component is, for messages: method, partition, …
+        self.key = key  # the configuration key that names a component: method.name
         self.layout = layout
         self.table, _, self.tag = key.rpartition(".")
-        self._builtin = builtin
+        self._builtin = builtin  # modules whose import registers the built-in components
         self._loading = False
         self._entries: dict[str, Entry[T]] = {}
         ALL.append(self)
@@ -188,13 +154,7 @@ class Registry(Generic[T]):
         return self.validate(name, values)
 
     def validate(self, name: str, values: Any) -> Table:
-        """Return the parameter table of a component, from the values of its keys.
-
-        Raises
-        ------
-        UserError
-            Names the key, its value and the remedy.
-        """
+        """Return the parameter table of a component, from the values of its keys."""
         params = self._params_of(name)
         try:
             return params.model_validate(values)
@@ -250,11 +210,7 @@ class Parameters:
 
     The value is a parameter table, or for parameters under their components' names a dictionary of them. Parameters
     beside the name stay as they were given: what is saved holds no defaults of theirs.
-
-    Parameters
-    ----------
-    default
-        The component that is meant where the tag is left out; ``None``: leaving it out is an error.
+    Where the tag is left out, the component ``default`` is meant; without one that is an error.
     """
 
     def __init__(self, registry: Registry[Any], default: str | None = None) -> None:

@@ -21,21 +21,11 @@ GROWTH = 1.25  # capacity of a new block of features over what it has to hold
 
 @dataclass(frozen=True)
 class Features:
-    """The patch features of one client with their labels.
+    """The patch features of one client with their labels."""
 
-    Attributes
-    ----------
-    values
-        ``[samples, tokens, width]`` in float32, bfloat16, float16 or int8.
-    labels
-        ``[samples]``.
-    scales
-        For int8: the quantisation scale of each token, ``[samples, tokens]``.
-    """
-
-    values: Tensor
-    labels: Tensor
-    scales: Tensor | None = None
+    values: Tensor  # `[samples, tokens, width]` in float32, bfloat16, float16 or int8
+    labels: Tensor  # `[samples]`
+    scales: Tensor | None = None  # for int8: the quantisation scale of each token, `[samples, tokens]`
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -76,25 +66,12 @@ class Features:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """The features of several clients as one training set.
+    """The features of several clients as one training set."""
 
-    Attributes
-    ----------
-    parts
-        One entry per client.
-    on_device
-        Whether all parts are on the training device. If not, they are on the host or memory-mapped from a disk.
-    equal_clients
-        Whether every client has the same total weight, whatever its number of samples; otherwise every sample has
-        the same weight.
-    token_dropout
-        The fraction of a sample's patch tokens that is dropped at every step.
-    """
-
-    parts: Sequence[Features]
-    on_device: bool = False
-    equal_clients: bool = False
-    token_dropout: float = 0.0
+    parts: Sequence[Features]  # one per client
+    on_device: bool = False  # all parts are on the training device; if not, on the host or memory-mapped from a disk
+    equal_clients: bool = False  # every client has the same total weight, not every sample
+    token_dropout: float = 0.0  # the fraction of a sample's patch tokens that is dropped at every step
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -191,10 +168,7 @@ def _same_form(block: Features, part: Features) -> bool:
 class FeatureLoader:
     """Completes batches with the features, labels and weights of their samples.
 
-    Parameters
-    ----------
-    block
-        Keeps copies of features that are on the training device, from one training to the next.
+    The block keeps copies of features that are on the training device, from one training to the next.
     """
 
     def __init__(self, features: FeatureSet, device: torch.device, block: FeatureBlock) -> None:

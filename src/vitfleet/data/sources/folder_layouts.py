@@ -75,13 +75,7 @@ def _read_session_objects(root: Path) -> RawDataset:
 
 
 def read_miniimagenet(root: Path) -> RawDataset | None:
-    """Read MiniImageNet with the classes of all splits; ``None`` if the layout is another one.
-
-    Raises
-    ------
-    DataError
-        If a list has other columns, or names a file that is not there.
-    """
+    """Read MiniImageNet with the classes of all splits; ``None`` if the layout is another one."""
     train = FEW_SHOT_SPLITS[0]
     if (root / f"{train}.csv").is_file() and (root / FEW_SHOT_IMAGES).is_dir():
         return list_dataset(root, [image for split in FEW_SHOT_SPLITS for image in _read_csv(root, split)])
@@ -116,13 +110,7 @@ def has_domain_lists(root: Path) -> bool:
 
 
 def read_domain_lists(root: Path) -> RawDataset:
-    """Read the images that the lists of all domains name.
-
-    Raises
-    ------
-    DataError
-        If a line is not a path and a number, or names a file that is not there.
-    """
+    """Read the images that the lists of all domains name."""
     domains = _domains(root)
     train, test = (
         [image for domain in domains for image in _read_domain(root, domain, split)] for split in ("train", "test")

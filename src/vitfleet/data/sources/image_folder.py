@@ -34,13 +34,7 @@ class ImageFile:
 
 
 def read_image_folder(root: Path) -> RawDataset:
-    """Read ``root/<class>/*``, ``root/<source>/<class>/*``, or either of them in ``root/train`` and ``root/test``.
-
-    Raises
-    ------
-    DataError
-        If there is no image, or if the test split has a class that the training split does not have.
-    """
+    """Read ``root/<class>/*``, ``root/<source>/<class>/*``, or either of them in ``root/train`` and ``root/test``."""
     root = _enter_wrapper_folders(root)
     test_folders = [root / name for name in TEST_SPLITS if (root / name).is_dir()]
     has_splits = (root / TRAIN_SPLIT).is_dir()
@@ -109,13 +103,7 @@ def encode_labels(
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder.
-
-    Raises
-    ------
-    DataError
-        It cannot be read, or a name in it is not text.
-    """
+    """Return what is in a folder, or say that it cannot be read, or that a name in it is not text."""
     try:
         entries = list(folder.iterdir())
     except PermissionError:
