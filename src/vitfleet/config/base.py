@@ -50,11 +50,8 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
     """Yield the numbers of a value: of a table's own, in lists and in tables of values."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _numbers_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _numbers_in(item)
 
 

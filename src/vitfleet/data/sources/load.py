@@ -13,7 +13,7 @@ from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import DecodeOptions, RawDataset, decode_dataset
 from vitfleet.data.image_cache import read_shared, write_shared
 from vitfleet.data.images import DataSet
-from vitfleet.data.sources.folder_layouts import has_domain_lists, read_domain_lists
+from vitfleet.data.sources.folder_layouts import read_domain_lists
 from vitfleet.data.sources.hub import read_hub
 from vitfleet.data.sources.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.sources.tables import DEFAULT_COLUMNS, ColumnNames, has_parquet, read_parquet
@@ -170,6 +170,4 @@ def _read_path(root: Path, info: DatasetInfo, columns: ColumnNames) -> RawDatase
         return read_parquet(root, columns)
     if root.is_file():
         raise DataError(f"{root} is neither a parquet file nor a folder of images")
-    if has_domain_lists(root):
-        return read_domain_lists(root)
-    return read_image_folder(root)
+    return read_domain_lists(root) or read_image_folder(root)

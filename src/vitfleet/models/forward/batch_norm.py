@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 MASK_NAME = "sample_mask"
-STATISTIC_NAMES = ("running_mean", "running_var")
 DEFAULT_MOMENTUM = 0.1
 
 
@@ -96,8 +95,7 @@ def replace_batch_norms(vit: nn.Module) -> tuple[str, ...]:
 
 def statistics_names(path: str) -> tuple[str, str]:
     """Return the names of the running statistics of a batch norm."""
-    mean, variance = STATISTIC_NAMES
-    return f"{path}.{mean}", f"{path}.{variance}"
+    return f"{path}.running_mean", f"{path}.running_var"
 
 
 def trained_batch_norms(paths: Collection[str], selected: Collection[str]) -> tuple[str, ...]:

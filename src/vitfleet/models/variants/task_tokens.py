@@ -139,12 +139,8 @@ class TaskTokenViT(FunctionalViT):
         own = {name: weights[f"blocks.{last}.{name}"] for name in self.block_weight_dims}
         task_tokens = _with_new(weights, TOKEN)
         task_tokens = task_tokens.expand(*patches.shape[:-3], *task_tokens.shape[-2:])
-        attended = self._task_attention(
-            own,
-            block.attn,
-            self._norm(own, "norm1", block.norm1, task_tokens),
-            self._norm(own, "norm1", block.norm1, patches),
-        )
+        normed, normed_patches = (self._norm(own, "norm1", block.norm1, part) for part in (task_tokens, patches))
+        attended = self._task_attention(own, block.attn, normed, normed_patches)
         tokens = task_tokens.unsqueeze(-3) + layer_scale(own, "ls1", attended)
         hidden = block.mlp.act(self._linear(own, "mlp.fc1", self._norm(own, "norm2", block.norm2, tokens)))
         hidden = self._norm(own, "mlp.norm", block.mlp.norm, hidden)
