@@ -60,15 +60,9 @@ def _check_number(number: int | float, has_upper: bool, has_lower: bool) -> None
     most = MAX_INTEGER if isinstance(number, int) else MAX_FLOAT
     if (not has_upper and number > most) or number < -most:
         sign = "-" if number < 0 else ""
-        raise PydanticCustomError(
-            "number_limit",
-            f"Input should be {'at least' if sign else 'at most'} {sign}{most:g}",
-        )
+        raise PydanticCustomError("number_limit", f"Input should be {'at least' if sign else 'at most'} {sign}{most:g}")
     if isinstance(number, float) and not has_lower and 0 < abs(number) < MIN_FLOAT:
-        raise PydanticCustomError(
-            "number_limit",
-            f"Input should be 0 or at least {MIN_FLOAT:g} in absolute value",
-        )
+        raise PydanticCustomError("number_limit", f"Input should be 0 or at least {MIN_FLOAT:g} in absolute value")
 
 
 class MethodParams(Table):

@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfleet.config.registry import ALL, Entry, Registry
+from vitfleet.config.registry import ALL, Registry
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -116,22 +117,15 @@ def resolve(reference: str, registry: Registry[Any]) -> tuple[str, str]:
 
 def used_components(config: Config) -> list[UsedComponent]:
     """Return the components of a configuration that come from plug-ins, notebooks or installed packages."""
-    return [
-        UsedComponent(registry.kind, entry.name, entry.origin.file or entry.origin.module, entry.origin.sha256)
-        for registry, entry in _named_by(config)
-        if not entry.origin.built_in
-    ]
-
-
-def _named_by(config: Config) -> Iterator[tuple[Registry[Any], Entry[Any]]]:
+    used = []
     for registry in ALL:
-        value: Any = config
-        for part in registry.key.split("."):
-            value = getattr(value, part)
+        value = attrgetter(registry.key)(config)
         for name in value if isinstance(value, dict) else [value]:
             entry = registry.get(str(name))
-            if entry is not None:
-                yield registry, entry
+            if entry is not None and not entry.origin.built_in:
+                origin = entry.origin
+                used.append(UsedComponent(registry.kind, entry.name, origin.file or origin.module, origin.sha256))
+    return used
 
 
 def check_unchanged(config: Config, recorded: Iterable[UsedComponent], where: str) -> None:

@@ -129,36 +129,31 @@ class FeatureBlock:
     def load(self, parts: Sequence[Features]) -> tuple[Features, Tensor]:
         """Return the block, and the row of each sample in the order of the parts (on the host)."""
         held = {id(slot.part.values): slot for slot in self._slots}
-        slots = {id(part.values): held[id(part.values)] for part in parts if id(part.values) in held}
-        free = [slot for slot in self._slots if id(slot.part.values) not in slots]
+        wanted = {id(part.values): part for part in parts}
+        free = [slot for key, slot in held.items() if key not in wanted]
         used = max((slot.start + slot.capacity for slot in self._slots), default=0)
-        new = []
-        for part in parts:
-            if id(part.values) in slots:
+        new: dict[int, _Slot] = {}
+        for key, part in wanted.items():
+            if key in held:
                 continue
             fitting = [slot for slot in free if slot.capacity >= len(part)]
             if fitting:
                 taken = min(fitting, key=lambda slot: slot.capacity)
                 free.remove(taken)
-                slots[id(part.values)] = _Slot(part, taken.start, taken.capacity)
+                new[key] = _Slot(part, taken.start, taken.capacity)
             else:
-                slots[id(part.values)] = _Slot(part, used, len(part))
+                new[key] = _Slot(part, used, len(part))
                 used += len(part)
-            new.append(slots[id(part.values)])
         if self._block is None or used > len(self._block) or not _same_form(self._block, parts[0]):
-            new = self._reallocate(parts)
-            slots = {id(slot.part.values): slot for slot in new}
-        assert self._block is not None
-        for slot in new:
+            self._block = parts[0].empty(int(GROWTH * sum(map(len, parts))) + 1)
+            starts = torch.tensor([0, *map(len, wanted.values())]).cumsum(0).tolist()
+            new = {key: _Slot(part, starts[i], len(part)) for i, (key, part) in enumerate(wanted.items())}
+        for slot in new.values():
             self._block.write(slice(slot.start, slot.start + len(slot.part)), slot.part)
-        self._slots = [slots[id(part.values)] for part in parts]
-        return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in self._slots])
-
-    def _reallocate(self, parts: Sequence[Features]) -> list[_Slot]:
-        """Make a larger block and return a slot for each part."""
-        self._block = parts[0].empty(int(GROWTH * sum(map(len, parts))) + 1)
-        starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
-        return [_Slot(part, start, len(part)) for part, start in zip(parts, starts, strict=False)]
+        slots = held | new
+        self._slots = [slots[key] for key in wanted]
+        ranges = (slots[id(part.values)] for part in parts)
+        return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in ranges])
 
 
 def _same_form(block: Features, part: Features) -> bool:

@@ -122,15 +122,11 @@ def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
         if split is None:
             continue
         if split.shape != labels.shape:
-            raise ConfigError(
-                "data.partition.kind",
-                kind,
-                f"returned {split.shape} clients for {len(labels)} images; return one for each",
-            )
+            problem = f"returned {split.shape} clients for {len(labels)} images; return one for each"
+            raise ConfigError("data.partition.kind", kind, problem)
         if len(split) and not (lowest <= split.min() and split.max() < data.clients):
-            raise ConfigError(
-                "data.partition.kind", kind, f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
-            )
+            problem = f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
+            raise ConfigError("data.partition.kind", kind, problem)
 
 
 def partition_dataset(params: PartitionParams, clients: int, seed: int, data: DataSet) -> Partition:
