@@ -28,14 +28,9 @@ ONE_LABEL: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 class CostModel:
     """Computes the costs of clients' rounds; the operations of each distinct step are counted once.
 
-    Parameters
-    ----------
-    method
-        A method whose tensors are on the CPU; nothing is computed with them.
-    image_size
-        Height and width of the clients' images in pixels; by default, the model's input size.
-    counted
-        Operations that were counted before, for models of the same shapes; new counts are added.
+    The tensors of the method must be on the CPU; nothing is computed with them. Without ``image_size``, the clients'
+    images have the model's input size. ``counted`` are operations that were counted before, for models of the same
+    shapes; new counts are added.
     """
 
     def __init__(
@@ -65,12 +60,8 @@ class CostModel:
     ) -> DryRun:
         """Execute a client's round on meta tensors.
 
-        Parameters
-        ----------
-        task_index
-            Number of tasks before this one.
-        client_metrics
-            The numbers of the client's last message; ``None``: first round of the client.
+        ``task_index`` is the number of tasks before this one; ``client_metrics`` are the numbers of the client's last
+        message, ``None`` in its first round.
         """
         kept = None if client_metrics is None else self.kept_state(client_metrics)
         return self._dry_run(labels, round, client, task_index, kept)
@@ -78,10 +69,7 @@ class CostModel:
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
 
-        Parameters
-        ----------
-        labels
-            Labels of the client's images in each task.
+        ``labels`` are those of the client's images in each task.
         """
         client_state: State | None = None
         for position in range(len(labels) + 1):

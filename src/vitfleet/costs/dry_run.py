@@ -29,20 +29,11 @@ NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run of a client's round.
+    """Result of a dry run of a client's round."""
 
-    Attributes
-    ----------
-    trainings
-        The trainings that the client would run.
-    update
-        The message it would send and the state it would keep.
-    held_tensors
-        Tensors held during the whole round: received tensors, and state kept from earlier rounds.
-    """
-
-    trainings: list[LocalTraining]
-    update: ClientUpdate
+    trainings: list[LocalTraining]  # the trainings that the client would run
+    update: ClientUpdate  # the message it would send and the state it would keep
+    # Tensors held during the whole round: received tensors, and state kept from earlier rounds
     held_tensors: list[Tensor]
 
     def kept_state(self) -> State | None:
@@ -67,18 +58,8 @@ def dry_run(
 ) -> DryRun:
     """Execute a client's round on meta tensors, which have shapes but no values.
 
-    Parameters
-    ----------
-    image_size
-        Height and width of the client's images, in pixels.
-    labels
-        Labels of the client's images in this task.
-    task_index
-        Number of tasks before this one.
-    client_state
-        State kept from earlier rounds, as meta tensors; ``None``: first round of the client.
-    blank
-        The model's weights as meta tensors; created if not given.
+    The client has images of ``image_size`` pixels with these labels, ``task_index`` tasks before this one, and the
+    state of earlier rounds, as meta tensors. ``blank`` are the model's weights as meta tensors; created if not given.
     """
     blank = shapes_of(net) if blank is None else blank
     received = method.message_to_client(method.initial_state(blank), round, client, None)

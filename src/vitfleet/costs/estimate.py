@@ -101,15 +101,9 @@ def estimate_run(
 ) -> RunEstimate | None:
     """Estimate a run on this machine in about a second; ``None`` if the sizes of its data set are not known.
 
-    Where clients are on machines of their own, it is an estimate of the server alone.
-
-    Parameters
-    ----------
-    size
-        The sizes of the data set, ``DatasetSize.of(data)`` for a loaded one; by default those of
-        :func:`~vitfleet.costs.dataset_size.known_size`.
-    speed
-        Returns the operations per second of the training; measured by default.
+    Where clients are on machines of their own, it is an estimate of the server alone. ``size`` is
+    ``DatasetSize.of(data)`` for a loaded data set, by default :func:`~vitfleet.costs.dataset_size.known_size`.
+    ``speed`` returns the operations per second of the training; measured by default.
     """
     size = size or known_size(config.data)
     if size is None:
@@ -222,19 +216,13 @@ def _file_cache(stat: Path) -> int:
 
 @dataclass(frozen=True)
 class _RunWork:
-    """Operations and bytes of a whole run.
+    """Operations and bytes of a whole run."""
 
-    Attributes
-    ----------
-    training, flops_per_sample
-        A typical training of a client, and its operations per sample.
-    server_bytes, stored_bytes
-        Memory of the server's state, and bytes of the checkpoints and models in the run's folder.
-    """
-
+    # A typical training of a client, and its operations per sample
     training: LocalTraining
     flops_per_sample: int
     total_flops: float
+    # Memory of the server's state, and bytes of the checkpoints and models in the run's folder
     server_bytes: int
     stored_bytes: int
 

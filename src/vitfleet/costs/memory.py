@@ -35,24 +35,13 @@ from vitfleet.training.trainer import Trainer, preprocess_for
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the peak of a training step.
+    """Bytes at the peak of a training step."""
 
-    Attributes
-    ----------
-    weights
-        The received model, the state kept from earlier rounds, stored samples, and a copy of the trainable weights.
-    gradients
-        Gradients of the trainable weights.
-    optimizer
-        Optimiser state: two values per trainable weight for AdamW, one for SGD with momentum.
-    activations
-        Everything else at the peak: saved activations, reference gradients, and intermediate results.
-    """
-
+    # The received model, the state kept from earlier rounds, stored samples, and a copy of the trainable weights
     weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    gradients: int  # of the trainable weights
+    optimizer: int  # two values per trainable weight for AdamW, one for SGD with momentum
+    activations: int  # everything else at the peak: saved activations, reference gradients, and intermediate results
 
     @property
     def total(self) -> int:
@@ -107,17 +96,11 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """What the allocations of a training step depend on, and the tracked bytes.
+    """What the allocations of a training step depend on, and the tracked bytes."""
 
-    Attributes
-    ----------
-    conditions
-        The model's and the training's shapes, the step and the settings, compared by value.
-    copied, ready, peak
-        Bytes after the inputs were copied, before the first step, and at the peak.
-    """
-
+    # The model's and the training's shapes, the step and the settings, compared by value
     conditions: tuple[object, ...]
+    # Bytes after the inputs were copied, before the first step, and at the peak
     copied: int
     ready: int
     peak: int
@@ -148,18 +131,11 @@ def training_memory(
     parts_at_once: int = 1,
     known_steps: list[TrackedStep] | None = None,
 ) -> MemoryUsage:
-    """Return the bytes at the peak of a training.
+    """Return the bytes at the peak of a training; the values of the model's weights are not used.
 
-    Parameters
-    ----------
-    net
-        The architecture; the values of its weights are not used.
-    held_tensors
-        Tensors that the client holds in addition: received tensors, and state kept from earlier rounds.
-    parts_at_once
-        Number of parts of a set whose gradients are computed together; 1 needs the least memory.
-    known_steps
-        Steps that were tracked before; one of the same conditions is not tracked again, a new one is added.
+    The client holds ``held_tensors`` in addition: received tensors, and state kept from earlier rounds. The gradients
+    of ``parts_at_once`` parts of a set are computed together; 1 needs the least memory. A step of the same conditions
+    as one of ``known_steps`` is not tracked again; a new one is added.
     """
     train = training.train or train
     received = _total_bytes([*held_tensors, *_tensors(training)])

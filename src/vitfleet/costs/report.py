@@ -90,15 +90,9 @@ class CostReport(SampleCost):
 
 @dataclass(frozen=True)
 class _SharedCounts:
-    """What was counted for one method and is the same for others, which train the same weights of the same model.
+    """What was counted for one method and is the same for others, which train the same weights of the same model."""
 
-    Attributes
-    ----------
-    full_flops
-        Operations of full training on an unmasked image.
-    """
-
-    full_flops: int
+    full_flops: int  # of full training on an unmasked image
     flops: dict[Hashable, Any] = field(default_factory=dict)
     steps: list[TrackedStep] = field(default_factory=list)
 
@@ -106,12 +100,8 @@ class _SharedCounts:
 def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
     """Yield the cost report of the configured method first, then those of other methods.
 
-    The other methods use their default parameters and their usual mask ratio.
-
-    Parameters
-    ----------
-    methods
-        Methods to report instead; by default, the configured one and all others that support the model.
+    The other methods use their default parameters and their usual mask ratio. Without ``methods`` they are all that
+    support the model.
     """
     if unknown := [name for name in methods if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")

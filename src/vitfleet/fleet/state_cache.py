@@ -11,11 +11,6 @@ class StateCache:
     """Least-recently-used cache of client states, limited in bytes. Reading a state from disk takes longer.
 
     A state is never modified, only replaced. A cached state equals the one in the last checkpoint.
-
-    Parameters
-    ----------
-    max_bytes
-        Largest total size of the cached states.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -87,14 +87,9 @@ class Certs:
 
 
 def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str]) -> Certs:
-    """Create the missing certificates and keys of a fleet.
+    """Create the missing certificates and keys of a fleet, for these names of clients.
 
-    Parameters
-    ----------
-    hosts
-        Host names and addresses under which clients reach the server. This machine's loopback is added.
-    names
-        The clients' names.
+    ``hosts`` are names and addresses under which clients reach the server; this machine's loopback is added.
     """
     for name in names:
         check_client_name(name)
@@ -194,19 +189,9 @@ def _write_secret(path: Path, data: bytes) -> None:
 
 
 def check_authority(address: str, ca: Path) -> None:
-    """Check that a server's certificate is one of this fleet's authority. A server that does not answer is not checked.
+    """Check that the certificate of the server at ``HOST:PORT`` is of this fleet's authority, and for this host.
 
-    Parameters
-    ----------
-    address
-        ``HOST:PORT``.
-    ca
-        The certificate of the authority.
-
-    Raises
-    ------
-    UserError
-        The server has another authority's certificate, or one for another host; or the file is no certificate.
+    A server that does not answer is not checked.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -87,17 +87,12 @@ def empty_partition(config: Config) -> Partition:
 
 @dataclass(frozen=True)
 class ClientImages:
-    """The training images of each client of a simulation.
-
-    Attributes
-    ----------
-    accumulates_tasks
-        Whether a client trains on the images of all its tasks so far: see ``Method.accumulates_tasks``.
-    """
+    """The training images of each client of a simulation."""
 
     config: Config
     data: DataSet
     partition: RunPartition
+    # Whether a client trains on the images of all its tasks so far: see ``Method.accumulates_tasks``
     accumulates_tasks: bool
 
     def shard(self, client: int, task_index: int) -> Shard:
@@ -120,29 +115,18 @@ class ClientImages:
 
 @dataclass(frozen=True)
 class VirtualFleet:
-    """The devices that the clients of a simulation have: how long a round takes on each, and whether it has the memory.
-
-    Attributes
-    ----------
-    devices
-        The device of each client.
-    memory_bytes
-        Memory that a client needs to train.
-    """
+    """The devices of simulated clients: how long a round takes on each, and whether it has the memory."""
 
     config: FleetConfig
-    devices: Sequence[DeviceName]
-    memory_bytes: int
+    devices: Sequence[DeviceName]  # of each client
+    memory_bytes: int  # that a client needs to train
     cost_model: CostModel
     images: ClientImages
 
     def seconds(self, round: int, client: int, down_bytes: int, client_metrics: Numbers | None) -> float:
         """Return how long a client takes to receive, train and send, computed from costs alone.
 
-        Parameters
-        ----------
-        client_metrics
-            The numbers in the client's last update; ``None`` if it has not sent one yet.
+        ``client_metrics`` are the numbers in its last update; ``None`` if it has not sent one yet.
         """
         labels, task_index = self.images.labels(client, round), self.images.config.task_index(round)
         dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, client_metrics)

@@ -120,10 +120,7 @@ class RunContext:
     ) -> float | None:
         """Return the operations of a client's training in a round, in billions; ``None`` if its samples are unknown.
 
-        Parameters
-        ----------
-        numbers, previous_numbers
-            The numbers in the client's update of this round, and in the one before.
+        ``numbers`` are those in the client's update of this round, ``previous_numbers`` those in the one before.
         """
         samples = numbers.get("samples")
         if not isinstance(samples, int):

@@ -80,19 +80,11 @@ def run_rounds(
     callbacks: Sequence[Callback] = (),
     progress: Progress = NO_PROGRESS,
 ) -> RunResult:
-    """Run the remaining rounds and return the run's last state and its summary.
+    """Run the remaining rounds, by default after the last checkpoint; return the run's last state and its summary.
 
-    A run that was killed, at any moment, resumes from its last checkpoint and ends like one that was never
-    interrupted.
-
-    Parameters
-    ----------
-    state
-        Where to start. ``None``: after the last checkpoint.
-    callbacks
-        Called in addition to those of the configuration.
-    progress
-        Shows the progress within each round.
+    A run that was killed, at any moment, resumes from its last checkpoint and ends like one that was never interrupted.
+    ``callbacks`` are called in addition to those of the configuration; ``progress`` shows what happens within each
+    round.
     """
     state = load_state(context) if state is None else state
     callbacks = [*make_callbacks(context.config), *callbacks]

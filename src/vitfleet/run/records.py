@@ -240,10 +240,7 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
 def read_seconds(folder: Path, which: str = "seconds") -> float:
     """Return the duration of all rounds of a run in seconds, over all sessions.
 
-    Parameters
-    ----------
-    which
-        ``seconds``, or ``warm_up_seconds``: the part in which steps were compiled or captured.
+    ``warm_up_seconds`` are the part in which steps were compiled or captured.
     """
     path = folder / TIMINGS_FILE
     if not path.exists():

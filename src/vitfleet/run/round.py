@@ -84,21 +84,11 @@ def _without(known: Mapping[int, Known], lost: Sequence[int]) -> dict[int, Known
 
 @dataclass(frozen=True)
 class _Collected:
-    """What a round's clients sent.
+    """What a round's clients sent."""
 
-    Attributes
-    ----------
-    entries
-        The record of every client.
-    accepted
-        Clients whose updates the aggregator took.
-    lost_state
-        Clients that no longer have their state.
-    """
-
-    entries: list[ClientRecord] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    lost_state: list[int] = field(default_factory=list)
+    entries: list[ClientRecord] = field(default_factory=list)  # the record of every client
+    accepted: list[int] = field(default_factory=list)  # clients whose updates the aggregator took
+    lost_state: list[int] = field(default_factory=list)  # clients that no longer have their state
 
 
 def _collect_updates(

@@ -25,32 +25,17 @@ TOO_LATE = "too late"
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """One client's part in a round, before it trains.
-
-    Attributes
-    ----------
-    message
-        What the server sends.
-    down_bytes
-        Size of the message and, for a new client, of the base message.
-    last_round
-        The last round whose update the server used; ``None`` for a new client.
-    began, ended
-        Start and end on the virtual clock, where there is one.
-    failure
-        Why the client does not train, or why its update is not waited for.
-    staleness
-        Age of the server state that the message was made from, in versions.
-    """
+    """One client's part in a round, before it trains."""
 
     client: int
     message: Message
-    down_bytes: int
-    last_round: int | None
+    down_bytes: int  # size of the message and, for a new client, of the base message
+    last_round: int | None  # the last round whose update the server used; ``None`` for a new client
+    # Start and end on the virtual clock, where there is one
     began: float | None = None
     ended: float | None = None
-    failure: str | None = None
-    staleness: int = 0
+    failure: str | None = None  # why the client does not train, or why its update is not waited for
+    staleness: int = 0  # age of the server state that the message was made from, in versions
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,8 @@ def open_run(
 ) -> RunContext:
     """Open a run in its folder: a new one, or one to resume.
 
-    Parameters
-    ----------
-    make_fleet
-        Makes a fleet of remote clients, which have their own images. ``None``: the clients run in this process.
-    processes
-        The processes that share the run.
-    data
-        The data set, where it is passed from Python instead of being loaded.
+    With ``make_fleet`` clients are remote and have their own images; otherwise they run in this process, or in the
+    ``processes`` that share the run. ``data`` is passed from Python, or loaded.
     """
     if (config.fleet.kind == "simulation") != (make_fleet is None):
         remedy = "is started with `vitfleet server`; in one process it is simulation"

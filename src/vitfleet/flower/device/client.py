@@ -41,26 +41,13 @@ class _CachedSetup(NamedTuple):
 
 @dataclass
 class FlowerClient:
-    """A client of a Flower fleet. Its setup is reused from one payload to the next of the same run.
+    """A client of a Flower fleet. Its setup is reused from one payload to the next of the same run."""
 
-    Attributes
-    ----------
-    load_images
-        Returns the client's images in the form that a run requires.
-    root
-        Folder of the client's files.
-    machine
-        Hardware settings. The client's operator chooses them, not the run.
-    limits
-        What a server may ask for.
-    activity
-        Receives a line about each run, for the client's owner; ``None``: nobody reads it.
-    """
-
-    load_images: LoadImages
-    root: Path
-    machine: MachineConfig
-    limits: ClientLimits = field(default_factory=ClientLimits)
+    load_images: LoadImages  # returns the client's images in the form that a run requires
+    root: Path  # folder of the client's files
+    machine: MachineConfig  # Hardware settings. The client's operator chooses them, not the run.
+    limits: ClientLimits = field(default_factory=ClientLimits)  # what a server may ask for
+    # Receives a line about each run, for the client's owner; ``None``: nobody reads it
     activity: ActivityLog | None = None
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
@@ -153,13 +140,7 @@ class FlowerClient:
 
 
 def _read_config(run_spec: RunSpec) -> Config:
-    """Read a run's configuration with what is installed here: a server cannot make a client load code.
-
-    Raises
-    ------
-    UserError
-        The run needs a plug-in that the client's owner has not installed, or another version of it.
-    """
+    """Read a run's configuration with what is installed here: a server cannot make a client load code."""
     try:
         check_text("the server's configuration", len(run_spec.config), MAX_SAVED_TEXT)
         tree = parse_json(run_spec.config)

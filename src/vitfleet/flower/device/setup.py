@@ -22,21 +22,12 @@ from vitfleet.training.execution.settings import set_up_execution
 
 @dataclass(frozen=True)
 class LocalTasks:
-    """A client's images on its training device, selected by task.
-
-    Attributes
-    ----------
-    class_to_task
-        The task of each class, ``[classes]``; ``None`` without tasks.
-    task_order
-        The tasks in the order in which the client learns them.
-    accumulate
-        Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``.
-    """
+    """A client's images on its training device, selected by task."""
 
     data: DataSet
-    class_to_task: Tensor | None
-    task_order: Sequence[int]
+    class_to_task: Tensor | None  # the task of each class, ``[classes]``; ``None`` without tasks
+    task_order: Sequence[int]  # the tasks in the order in which the client learns them
+    # Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``
     accumulate: bool
 
     def train_shard(self, task_index: int) -> Shard:

@@ -23,17 +23,7 @@ CLIENT_COMMANDS = ("flower-supernode", "flwr-clientapp")
 
 
 def trim_torch(package: Path) -> int:
-    """Remove the unused files of an installed torch.
-
-    Parameters
-    ----------
-    package
-        The folder of the package ``torch``.
-
-    Returns
-    -------
-    Bytes that were freed.
-    """
+    """Remove the unused files of an installed torch from the package's folder; return the bytes that were freed."""
     before = size_of(package)
     for name, used in UNUSED_FOLDERS.items():
         folder = package / name

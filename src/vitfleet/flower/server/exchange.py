@@ -50,23 +50,13 @@ class ReplyFactory(Generic[AnyReply]):
 
 @dataclass
 class _Pending(Generic[AnyPayload]):
-    """A request without a reply.
-
-    Attributes
-    ----------
-    node
-        To which the request was sent last.
-    message_ids
-        Of the request's copies that may still be answered.
-    failure
-        Why a copy was not answered, unless its client was away.
-    """
+    """A request without a reply."""
 
     payload: AnyPayload
-    node: Node
-    message_ids: list[str]
+    node: Node  # to which the request was sent last
+    message_ids: list[str]  # of the request's copies that may still be answered
     times_sent: int = 1
-    failure: str | None = None
+    failure: str | None = None  # why a copy was not answered, unless its client was away
 
 
 @dataclass

@@ -31,35 +31,19 @@ class DamagedManifestError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint."""
 
-    Attributes
-    ----------
-    round
-        The last finished round.
-    server
-        File of the server state.
-    records_length, timings_length
-        Length in bytes of the records and timings up to this checkpoint.
-    total_up_bytes, total_down_bytes, last_seen, update_sizes, stop_reason
-        See :class:`vitfleet.run.state.RunState`.
-    virtual_seconds
-        The virtual clock.
-    clients
-        File of each client's state.
-    parts
-        File of each part of the server state that is stored separately.
-    """
-
-    round: int
-    server: str
+    round: int  # the last finished round
+    server: str  # file of the server state
+    # Length in bytes of the records and timings up to this checkpoint
     records_length: int
     timings_length: int
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     virtual_seconds: float = 0.0
     stop_reason: str | None = None
-    clients: dict[int, str] = field(default_factory=dict)
+    clients: dict[int, str] = field(default_factory=dict)  # file of each client's state
+    # File of each part of the server state that is stored separately
     parts: dict[str, str] = field(default_factory=dict)
     last_seen: dict[int, int] = field(default_factory=dict)
     update_sizes: list[float] = field(default_factory=list)
@@ -79,10 +63,7 @@ class StoredManifest:
     def damage(self, folders: tuple[Path, ...]) -> str | None:
         """Return what is wrong with the first file that is missing or changed; ``None`` if all are sound.
 
-        Parameters
-        ----------
-        folders
-            Where a file may be, in the order in which it is looked for.
+        Files are looked for in the folders one after the other.
         """
         for name in sorted(self.manifest.files()):
             path = find_file(name, folders)
@@ -110,12 +91,7 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> StoredManifest | None:
     """Return the manifest in a checkpoint folder; ``None`` before the first checkpoint.
 
-    Raises
-    ------
-    DamagedManifestError
-        It cannot be read.
-    UserError
-        It was written by another version.
+    A ``DamagedManifestError`` says that it cannot be read, another ``UserError`` that another version wrote it.
     """
     path = folder / MANIFEST
     if not path.exists():

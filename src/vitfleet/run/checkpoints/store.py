@@ -54,13 +54,7 @@ MAX_PINNED_BYTES = 1 << 30  # per checkpoint: torch does not return pinned memor
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The states in a checkpoint, for reading: nothing in its folder is changed.
-
-    Attributes
-    ----------
-    folder
-        The checkpoint's folder.
-    """
+    """The states in a checkpoint, for reading: nothing in its folder is changed."""
 
     folder: Path
     manifest: Manifest
@@ -97,17 +91,8 @@ class StoredStates:
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    Parameters
-    ----------
-    verify
-        Whether to check the files of the last checkpoint: by one of several processes.
-    keep_every
-        Rounds of a task, if the states at the end of each are kept; ``None``: they are not.
-
-    Attributes
-    ----------
-    latest
-        The last complete checkpoint, or ``None`` before the first.
+    Of several processes one verifies the files. With ``keep_every`` rounds of a task, the states at the end of each
+    task are kept.
     """
 
     def __init__(self, folder: Path, verify: bool = True, keep_every: int | None = None) -> None:
@@ -204,12 +189,8 @@ class Checkpoints:
     def commit(self, state: RunState, changed_clients: Mapping[int, State | None], lengths: tuple[int, int]) -> None:
         """Start to write a checkpoint, which then replaces the previous one.
 
-        Parameters
-        ----------
-        changed_clients
-            States of the clients that changed since the last commit; ``None`` for a client that has none any more.
-        lengths
-            Bytes of the records and of the timings.
+        ``changed_clients`` has ``None`` for a client that has no state any more; ``lengths`` are the bytes of the
+        records and of the timings.
         """
         self.wait()
         files: dict[str, State] = {}
@@ -357,18 +338,10 @@ def _hashing_writer(name: str, checksums: dict[str, str]) -> Callable[[Path, Dat
 
 @dataclass(frozen=True)
 class _HostCopy:
-    """A copy of states from a GPU to the host, while the GPU continues with the next round.
+    """A copy of states from a GPU to the host, while the GPU continues with the next round."""
 
-    Attributes
-    ----------
-    stream
-        The CUDA stream of the copy.
-    pinned
-        Whether the copy goes to pinned memory, which takes a tenth of the time.
-    """
-
-    stream: torch.cuda.Stream
-    pinned: bool
+    stream: torch.cuda.Stream  # the CUDA stream of the copy
+    pinned: bool  # whether the copy goes to pinned memory, which takes a tenth of the time
 
     @classmethod
     def begin(cls, states: Iterable[State]) -> _HostCopy | None:

@@ -140,13 +140,7 @@ def _total(results: Sequence[EvalResult]) -> EvalResult:
 def with_metrics(
     run: RunContext, state: RunState, record: RoundRecord, is_last: bool, progress: Progress = NO_PROGRESS
 ) -> RoundRecord:
-    """Return a round's record with the metrics that are due after it and not measured yet.
-
-    Parameters
-    ----------
-    is_last
-        Whether the run ends with this round.
-    """
+    """Return a round's record with the metrics that are due after it and not measured yet."""
     due = {
         name: params
         for name, params in run.config.metrics.items()
@@ -170,13 +164,7 @@ def _measure(name: str, params: Any, context: MetricContext) -> dict[str, Metric
 
 
 def plain_value(value: object, label: str) -> MetricValue:
-    """Return a value as JSON can hold it; a number that is not finite becomes ``None``.
-
-    Parameters
-    ----------
-    label
-        Name of the metric and its value, for messages.
-    """
+    """Return a value as JSON can hold it; a number that is not finite becomes ``None``. Messages name the label."""
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         value = value.tolist()
     if isinstance(value, float):

@@ -84,10 +84,7 @@ class Trackers:
 def make_tracker(name: str, params: TrackerParams, config: Config, folder: Path, next_round: int) -> Tracker | None:
     """Start a tracker; ``None`` for one that is on by default and not installed.
 
-    Raises
-    ------
-    ConfigError
-        The tracker's package is not installed, or it does not start (no login, no connection).
+    A ``ConfigError`` says that its package is missing, or that it does not start (no login, no connection).
     """
     entry = TRACKERS[name]
     try:
