@@ -1,6 +1,6 @@
 """What a run will take on this machine, before it starts: time, memory, disk.
 
-Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.dry_run`. How many operations per
+Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.cost_model`. How many operations per
 second this machine manages is measured with a few training steps of the model, or with a matrix product where a step
 would take too long. An estimate is made to see whether a run takes seconds, hours or days; expect it to be right
 within a factor of two. Once a run has finished a round, its own time per round is better.
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.dry_run import shapes_of
-from vitfleet.costs.flops import FlopCounter
+from vitfleet.costs.flops import FlopCounter, shapes_of
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet

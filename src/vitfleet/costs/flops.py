@@ -107,8 +107,7 @@ class FlopCounter:
     @cached_property
     def evaluation(self) -> int:
         """The operations of the forward pass of a whole image."""
-        weights = {name: torch.empty(shape, device="meta") for name, shape in self.net.parts.shapes.items()}
-        return self.step(LocalTraining(weights, self.net.parts.whole, 1), masked=False).per_sample.forward
+        return self.step(LocalTraining(shapes_of(self.net), self.net.parts.whole, 1), masked=False).per_sample.forward
 
     def _count_step(self, training: LocalTraining, train: TrainConfig, kind: Hashable) -> StepPasses:
         stack, batch = meta_stack(self.net, training, train, size=1)
@@ -118,10 +117,14 @@ class FlopCounter:
         return view.models.passes(training.sets)
 
 
+def shapes_of(net: Net) -> dict[str, Tensor]:
+    """Return a model's weights as meta tensors."""
+    return {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
+
+
 def full_flops(net: Net) -> Flops:
     """Count the operations of full training on an unmasked image, the reference for comparisons."""
-    weights = {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
-    return FlopCounter(net, TrainConfig()).step(LocalTraining(weights, net.parts.whole, 1)).per_sample
+    return FlopCounter(net, TrainConfig()).step(LocalTraining(shapes_of(net), net.parts.whole, 1)).per_sample
 
 
 def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int) -> tuple[ClientStack, Batch]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.dry_run import DryRun
+from vitfleet.costs.cost_model import DryRun
 from vitfleet.costs.flops import empty_batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors

@@ -18,7 +18,6 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.dry_run import typical_client
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
@@ -230,3 +229,9 @@ def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int6
         return [labels[::clients]]
     partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.num_classes, None, None)
     return [labels[partition.train.for_client(typical_client(partition.class_counts.sum(axis=1).tolist()))]]
+
+
+def typical_client(sizes: Sequence[int]) -> int:
+    """Return the client with the median number of samples among those with at least one; 0 if there is none."""
+    order = sorted((size, client) for client, size in enumerate(sizes) if size)
+    return order[(len(order) - 1) // 2][1] if order else 0

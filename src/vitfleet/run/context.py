@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import Fleet

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from vitfleet.config.fleet import BufferedSchedule
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.data.images import Shard
 from vitfleet.errors import printable
 from vitfleet.fleet.base import Reply, Request, in_request_order

@@ -11,7 +11,7 @@ import numpy as np
 
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.costs.virtual_clock import ClientInFlight, close_round, collect_replies
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
