@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.flops import FlopCounter, shapes_of
-from vitfleet.costs.report import cost_net, typical_labels
+from vitfleet.costs.report import cost_method, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
-from vitfleet.data.tasks import class_to_task
 from vitfleet.message import State
-from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
+from vitfleet.methods import Method, declared_work
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
@@ -107,10 +105,7 @@ def estimate_run(
     size = size or known_size(config.data)
     if size is None:
         return None
-    tasks = class_to_task(config.data.tasks, config.seed, size.num_classes)
-    net = cost_net(config, size, partial(adapt_model, config.method, class_to_task=tasks))
-    context = MethodContext(config, net, size.num_classes, torch.device("cpu"))
-    method = make_method(config.method, context)
+    method, net = cost_method(config, size)
     client_bytes = estimate_client_bytes(net, config.train, declared_work(config).images_per_step)
     work = _RunWork.of(config, size, method, net)
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets

@@ -9,8 +9,9 @@ task that needs a reference gradient adds one gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,16 +83,13 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         size = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, self._make_release_callback(key, size))
+        self._storages[key] = weakref.ref(storage, partial(self._release, key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _make_release_callback(self, key: int, size: int) -> Callable[[Any], None]:
-        def release(_: Any) -> None:
-            self._storages.pop(key, None)
-            self.live -= size
-
-        return release
+    def _release(self, key: int, size: int, _: Any) -> None:
+        self._storages.pop(key, None)
+        self.live -= size
 
 
 @dataclass(frozen=True)

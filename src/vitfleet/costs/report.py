@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -138,7 +138,8 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
         return build_model(model, dataset.num_classes, dataset.channels, dataset.image_size, config.seed, adaptation)
 
 
-def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
+def cost_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
+    """Return a configuration's method and its model, whose weights have no values."""
     tasks = class_to_task(config.data.tasks, config.seed, dataset.num_classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_to_task=tasks))
     context = MethodContext(config, net, dataset.num_classes, torch.device("cpu"))
@@ -148,7 +149,7 @@ def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net
 def training_bytes(config: Config) -> int:
     """Return the peak memory of a typical client's training, without its other costs."""
     dataset = _dataset_size(config, NO_PROGRESS)
-    method, net = _make_method(config, dataset)
+    method, net = cost_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size)
     late_round = cost_model.late_round(typical_labels(config, dataset))
     return round_memory(net, late_round, config.train, config.machine.precision == "bf16").total
@@ -157,7 +158,7 @@ def training_bytes(config: Config) -> int:
 def _cost_report(
     config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
 ) -> CostReport:
-    method, net = _make_method(config, dataset)
+    method, net = cost_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
@@ -180,12 +181,7 @@ def _cost_report(
         train_ratio_to_full=shared.full_flops / flops.training,
         batch_size=config.train.batch_size,
         peak_memory_bytes=memory.total,
-        memory={
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-        },
+        memory=asdict(memory),
         epochs=work.epochs,
         images_per_step=work.images_per_step,
         up_bytes=up_bytes,

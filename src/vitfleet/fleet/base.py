@@ -76,23 +76,18 @@ class Fleet(Protocol):
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send requests to clients and yield their replies as they arrive."""
-        ...
 
     def commit(self, accepted: Collection[int]) -> None:
         """Make the last round final for the clients whose replies the server accepted, and undo it for all others."""
-        ...
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Evaluate clients' models on their tasks and yield the replies as they arrive."""
-        ...
 
     def client_state(self, client: int) -> State | None:
         """Return a client's state; ``None`` if it has none, or if the fleet has no access to it."""
-        ...
 
     def changed_states(self) -> Mapping[int, State | None]:
         """Return the client states that changed since the last call. A checkpoint must write them."""
-        ...
 
 
 Inner = TypeVar("Inner", bound=Fleet)

@@ -120,9 +120,10 @@ class DistributedFleet(FleetWrapper[SimulatedFleet]):
 
     def _share_reply(self, client: int, owner: int, reply: Reply | None) -> Reply:
         """Return a client's reply on every rank and stage its new state there; only the owner passes the reply."""
-        header = (
-            "" if reply is None else json.dumps({"failure": reply.failure, "evaluation": _counts(reply.evaluation)})
-        )
+        header = ""
+        if reply is not None:
+            evaluation = reply.evaluation and asdict(reply.evaluation)
+            header = json.dumps({"failure": reply.failure, "evaluation": evaluation})
         received = json.loads(self.processes.broadcast(header.encode(), owner))
         if received["failure"] is not None:
             return Reply(client, None, failure=received["failure"])
@@ -132,12 +133,8 @@ class DistributedFleet(FleetWrapper[SimulatedFleet]):
         client_state = self.processes.broadcast_payload(State, staged, device, owner)
         if reply is None:
             self.inner.stage_state(client, client_state)
-        evaluation = None if received["evaluation"] is None else EvalResult(**received["evaluation"])
-        return Reply(client, message, evaluation)
-
-
-def _counts(evaluation: EvalResult | None) -> dict[str, int] | None:
-    return None if evaluation is None else asdict(evaluation)
+        counts = received["evaluation"]
+        return Reply(client, message, None if counts is None else EvalResult(**counts))
 
 
 def assign_ranks(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
@@ -12,7 +12,6 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
 from vitfleet.fleet.client_runtime import ClientRuntime
-from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
@@ -152,6 +151,37 @@ class SimulatedFleet:
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
+
+
+class StateCache:
+    """Least-recently-used cache of client states, limited in bytes. Reading a state from disk takes longer.
+
+    A state is never modified, only replaced. A cached state equals the one in the last checkpoint.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._used_bytes = 0
+        self._states: OrderedDict[int, State] = OrderedDict()
+
+    def get(self, client: int) -> State | None:
+        """Return a client's state if it is cached."""
+        state = self._states.get(client)
+        if state is not None:
+            self._states.move_to_end(client)
+        return state
+
+    def put(self, client: int, state: State | None) -> None:
+        """Replace a client's cached state; ``None`` removes it."""
+        replaced = self._states.pop(client, None)
+        self._used_bytes -= 0 if replaced is None else replaced.num_bytes
+        if state is None or not 0 < state.num_bytes <= self.max_bytes:
+            return
+        self._states[client] = state
+        self._used_bytes += state.num_bytes
+        while self._used_bytes > self.max_bytes:
+            _, oldest = self._states.popitem(last=False)
+            self._used_bytes -= oldest.num_bytes
 
 
 def batched(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitfleet.config.fleet import DeviceName
-from vitfleet.config.schema import Config, FleetConfig, TasksConfig
+from vitfleet.config.schema import Config, FleetConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.data.images import DataSet, Shard
@@ -52,31 +52,19 @@ def open_partition(config: Config, data: DataSet, folder: Path) -> RunPartition:
 
     They are saved in the run's folder: a resumed run has the ones it started with.
     """
-    tasks = config.data.tasks
-    return _open_task_streams(tasks, config, data, folder) if tasks else _open_partition(config, data, folder)
-
-
-def _open_partition(config: Config, data: DataSet, folder: Path) -> Partition:
+    labels = data.train.labels.cpu().numpy(), data.test.labels.cpu().numpy()
+    if (tasks := config.data.tasks) is not None:
+        if (folder / TASKS_FILE).exists():
+            return load_task_streams(folder, *labels)
+        streams = make_task_streams(tasks, config.fleet.clients, config.seed, *labels, len(data.classes))
+        save_task_streams(streams, tasks, *labels, folder)
+        return streams
     is_saved = (folder / PARTITION_FILE).exists()
     kind = FilePartition(path=str(folder)) if is_saved else config.data.partition
     partition = partition_dataset(kind, config.fleet.clients, config.seed, data)
     if not is_saved:
-        save_partition(partition, config.data.partition, *_labels(data), data.classes, folder)
+        save_partition(partition, config.data.partition, *labels, data.classes, folder)
     return partition
-
-
-def _open_task_streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) -> TaskStreams:
-    labels = _labels(data)
-    if (folder / TASKS_FILE).exists():
-        return load_task_streams(folder, *labels)
-    streams = make_task_streams(tasks, config.fleet.clients, config.seed, *labels, len(data.classes))
-    save_task_streams(streams, tasks, *labels, folder)
-    return streams
-
-
-def _labels(data: DataSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the labels of all training and of all test images."""
-    return data.train.labels.cpu().numpy(), data.test.labels.cpu().numpy()
 
 
 def empty_partition(config: Config) -> Partition:

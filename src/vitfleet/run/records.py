@@ -251,24 +251,3 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
         return sum(float(parse_json(line).get(which, 0.0)) for line in lines)
     except (ValueError, TypeError, AttributeError):
         raise UserError(f"{path}: is damaged; restore it from a copy, or remove it") from None
-
-
-@dataclass(frozen=True)
-class ClientCosts:
-    """Costs of one client.
-
-    Attributes
-    ----------
-    params, trainable_params
-        Number of parameters of its model, and of those that it trains.
-    forward_gflops, train_gflops
-        Operations per sample in billions, of the forward pass and of a training step.
-    peak_memory_bytes
-        Memory that its training needs.
-    """
-
-    params: int
-    trainable_params: int
-    forward_gflops: float
-    train_gflops: float
-    peak_memory_bytes: int | None = None

@@ -83,7 +83,9 @@ def open_run(
         write_base(base, folder)
     images = ClientImages(config, data, partition, components.method.accumulates_tasks)
     evaluator = _make_evaluator(images, components, has_local_clients=make_fleet is None)
-    cost_model = _make_cost_model(config, components, data)
+    on_host = replace(components.method.context, device=torch.device("cpu"))
+    cost_method = make_method(config.method, on_host)
+    cost_model = CostModel(cost_method, components.net, config.train, data.train.image_size)
     virtual: VirtualFleet | None = None
     if make_fleet is not None:  # remote clients have real clocks
         fleet = make_fleet(config, data, folder, base)
@@ -93,8 +95,9 @@ def open_run(
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
+    parts = components.net, components.method, components.trainer
     return RunContext(
-        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
+        config, folder, images, *parts, base, fleet, evaluator, checkpoints, cost_model, planner, processes
     )
 
 
@@ -144,11 +147,6 @@ def _make_evaluator(images: ClientImages, components: Components, has_local_clie
         trainer.class_to_task,
         held_out_clients(config),
     )
-
-
-def _make_cost_model(config: Config, components: Components, data: DataSet) -> CostModel:
-    on_host = replace(components.method.context, device=torch.device("cpu"))
-    return CostModel(make_method(config.method, on_host), components.net, config.train, data.train.image_size)
 
 
 def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:

@@ -159,14 +159,11 @@ class Exchange(Generic[AnyPayload, AnyReply]):
             return None
         if pending.failure is not None:
             return self.replies.failed(client, pending.failure)
-        if not self._may_return(client, pending):
+        if pending.times_sent == MAX_SENT or not self.nodes.may_return(client):
             return self.replies.failed(
                 client, f"disconnected, and not back after fleet.rejoin_s = {self.config.rejoin_s:g}"
             )
         return None
-
-    def _may_return(self, client: int, pending: _Pending[AnyPayload]) -> bool:
-        return pending.times_sent < MAX_SENT and self.nodes.may_return(client)
 
     @property
     def _too_late(self) -> str:

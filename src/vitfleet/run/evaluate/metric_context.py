@@ -115,7 +115,9 @@ class MetricContext:
         with self._progress.task(f"round {self.round}: local accuracy", len(clients)) as advance:
             for reply in self._run.fleet.evaluate(EvalRequest(self._state.server, num_tasks, last_rounds)):
                 advance(1)
-                results[reply.client] = None if reply.failure is not None else _total(reply.evaluations)
+                correct = sum(result.correct for result in reply.evaluations)
+                tested = sum(result.tested for result in reply.evaluations)
+                results[reply.client] = EvalResult(correct, tested) if reply.failure is None else None
         return results
 
     def client_weights(self, client: int) -> Tensors:
@@ -131,10 +133,6 @@ class MetricContext:
         seen = client in self._state.last_seen
         client_state = self._run.fleet.client_state(client) if seen else None
         return self._run.method.model_weights(self._state.server, self._run.base.tensors, client_state)
-
-
-def _total(results: Sequence[EvalResult]) -> EvalResult:
-    return EvalResult(sum(result.correct for result in results), sum(result.tested for result in results))
 
 
 def with_metrics(

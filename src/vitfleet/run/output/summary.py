@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from vitfleet.files import SUMMARY_FILE, read_json, write_atomically
 from vitfleet.methods import method_class, reduce_client_metrics
 from vitfleet.run.records import (
     Accuracy,
-    ClientCosts,
     MetricValues,
     RoundRecord,
     TaskRecord,
@@ -86,7 +85,7 @@ class _Totals:
 
 
 def write_summary(
-    folder: Path, config: Config, costs: ClientCosts, more: Mapping[str, Any] | None = None
+    folder: Path, config: Config, costs: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Summarise a run from its records, with more entries; write ``summary.json`` and return it."""
     totals = _Totals.of(read_records(folder))
@@ -112,7 +111,7 @@ def write_summary(
             "failures": totals.failures,
             "failure": totals.last_failure,
         },
-        "client": asdict(costs),
+        "client": dict(costs),
         "client_metrics": reduce_client_metrics(method_class(config.method).client_metrics, reported),
         "metrics": totals.metrics,
         **(more or {}),

@@ -26,11 +26,9 @@ class Tracker(Protocol):
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Take a round's scalars."""
-        ...
 
     def close(self) -> None:
         """Write what is buffered and close."""
-        ...
 
 
 def scalars_of(record: RoundRecord) -> dict[str, float]:
