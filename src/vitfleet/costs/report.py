@@ -34,32 +34,15 @@ SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class SampleCost:
-    """Cost of training on one sample.
-
-    Attributes
-    ----------
-    forward_gmac, train_gflops
-        Multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
-    train_ratio_to_full
-        Operations of full training on an unmasked image, divided by those of this method.
-    """
-
-    method: str
-    mask_ratio: float
-    params: int
-    trainable_params: int
-    forward_gmac: float
-    train_gflops: float
-    train_ratio_to_full: float
-
-
-@dataclass(frozen=True)
-class CostReport(SampleCost):
+class CostReport:
     """Costs of one method for a typical client.
 
     Attributes
     ----------
+    forward_gmac, train_gflops
+        Of one sample: multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
+    train_ratio_to_full
+        Operations of full training on an unmasked image, divided by those of this method.
     batch_size, peak_memory_bytes, memory
         Images of a training batch, the peak memory of a step, and its parts.
     epochs, images_per_step
@@ -74,6 +57,13 @@ class CostReport(SampleCost):
         For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
     """
 
+    method: str
+    mask_ratio: float
+    params: int
+    trainable_params: int
+    forward_gmac: float
+    train_gflops: float
+    train_ratio_to_full: float
     batch_size: int
     peak_memory_bytes: int
     memory: dict[str, int]

@@ -100,7 +100,8 @@ def run_rounds(
                 state, record = run_round(context, state, state.round + 1, progress)
                 record = with_metrics(context, state, record, state.is_finished(context.config.rounds), progress)
                 log.append(record, time.perf_counter() - started, warmup.pop_seconds())
-                stop_reason = _stop_reason(callbacks, state, record)
+                answers = [callback.on_round_end(state, record) for callback in callbacks]
+                stop_reason = next((answer.reason for answer in answers if answer is not None), None)
                 if stop_reason is not None:
                     log.replace_last(record, with_metrics(context, state, record, True, progress))
                 state = _after_round(context, state, stop_reason, log)
@@ -142,12 +143,6 @@ def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> 
     if context.method.state_on_disk:  # free the memory of the parts
         state = replace(state, server=context.checkpoints.map_parts(state.server))
     return state
-
-
-def _stop_reason(callbacks: Sequence[Callback], state: RunState, record: RoundRecord) -> str | None:
-    """Call every callback and return the first reason to stop the run."""
-    answers = [callback.on_round_end(state, record) for callback in callbacks]
-    return next((answer.reason for answer in answers if answer is not None), None)
 
 
 def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> RunResult:

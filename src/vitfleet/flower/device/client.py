@@ -1,35 +1,87 @@
-"""One client on its own machine: trains and evaluates as the server's payloads request."""
+"""One client on its own machine: trains and evaluates as the server's payloads request.
+
+Its images by task, the model, the method and the trainer are set up once for all rounds of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from vitfleet.config.limits import MAX_SAVED_TEXT, check_text
 from vitfleet.config.load import validate
 from vitfleet.config.plugins import load_installed
 from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.data.images import DataSet
+from vitfleet.data.images import DataSet, ImageSet, Shard
+from vitfleet.data.tasks import assign_classes_to_tasks, draw_task_order
 from vitfleet.errors import UserError
 from vitfleet.files import MODEL_FILE, link_atomically, parse_json
-from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply
+from vitfleet.fleet.build import build_components, build_net
+from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.device.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
-from vitfleet.flower.device.setup import ClientSetup, set_up_client
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import State, to_device
+from vitfleet.message import State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
+from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.execution.settings import set_up_execution
 from vitfleet.wire import encoded_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
+
+
+@dataclass(frozen=True)
+class LocalTasks:
+    """A client's images on its training device, selected by task."""
+
+    data: DataSet
+    class_to_task: Tensor | None  # the task of each class, ``[classes]``; ``None`` without tasks
+    task_order: Sequence[int]  # the tasks in the order in which the client learns them
+    # Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``
+    accumulate: bool
+
+    def train_shard(self, task_index: int) -> Shard:
+        """Return the images to train on in a task."""
+        first = 0 if self.accumulate else task_index
+        indices = [self._indices(self.data.train, index) for index in range(first, task_index + 1)]
+        return Shard(self.data.train, torch.cat(indices))
+
+    def evaluate(self, evaluator: Evaluator, weights: Tensors, task_index: int) -> EvalResult:
+        """Evaluate a model on the test images of a task, of which there may be none."""
+        indices = self._indices(self.data.test, task_index)
+        if not len(indices):
+            return EvalResult(0, 0)
+        scores = evaluator.evaluate(weights, self.data.test, indices)
+        return EvalResult(int(scores.correct.sum()), len(indices))
+
+    def _indices(self, images: ImageSet, task_index: int) -> Tensor:
+        if self.class_to_task is None:
+            return torch.arange(len(images), device=images.labels.device)
+        return torch.nonzero(self.class_to_task[images.labels] == self.task_order[task_index]).flatten()
+
+
+@dataclass(frozen=True)
+class ClientSetup:
+    """What a client needs to train and evaluate in a run."""
+
+    config: Config
+    runtime: ClientRuntime
+    tasks: LocalTasks
+
+    @property
+    def device(self) -> torch.device:
+        """The training device."""
+        return self.runtime.trainer.machine.device
 
 
 class _CachedSetup(NamedTuple):
@@ -134,9 +186,34 @@ class FlowerClient:
         cached = self._cached
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
             cached = self._cached = None  # free its memory before the next one is built
-            setup = set_up_client(config, run_spec, client, data, self.machine)
+            setup = _set_up_client(config, run_spec, client, data, self.machine)
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
+
+
+def _set_up_client(
+    config: Config, run_spec: RunSpec, client: int, data: DataSet, machine_config: MachineConfig
+) -> ClientSetup:
+    """Build a client's model, method and trainer, and move its images to the training device."""
+    classes = len(run_spec.classes)
+    net = build_net(config, classes, run_spec.channels, run_spec.image_size)
+    machine = set_up_execution(machine_config, net.embed_dim)
+    class_to_task, task_order = None, list[int]()
+    if config.data.tasks is not None:  # server and clients derive the same tasks from the seed
+        class_to_task = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, classes))
+        class_to_task = class_to_task.to(machine.device)
+        task_order = draw_task_order(config.data.tasks, config.seed, client).tolist()
+    known = class_to_task if config.task_known else None
+    components = build_components(config, net, classes, machine, known)
+    net.drop_weights()  # the server sends all weights that a client uses
+    evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
+    tasks = LocalTasks(data.to(machine.device), class_to_task, task_order, components.method.accumulates_tasks)
+
+    def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
+
+    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks)
+    return ClientSetup(config, runtime, tasks)
 
 
 def _read_config(run_spec: RunSpec) -> Config:

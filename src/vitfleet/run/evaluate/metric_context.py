@@ -43,6 +43,12 @@ class MetricContext:
 
     Attributes
     ----------
+    round
+        The round, from 1.
+    seed
+        The run's seed, for draws with :class:`~vitfleet.randomness.Address`.
+    class_names
+        Name of each class; a label is an index into them.
     record
         The round's record, without metrics.
     training_clients
@@ -56,24 +62,12 @@ class MetricContext:
         self._state = state
         self._progress = progress
         self._results: dict[int, EvalResult | None] = {}
+        self.round = state.round
+        self.seed = run.config.seed
+        self.class_names = run.data.classes
         self.record = record
         self.training_clients = training_clients(run.config)
         self.held_out_clients = held_out_clients(run.config)
-
-    @property
-    def round(self) -> int:
-        """The round, from 1."""
-        return self._state.round
-
-    @property
-    def seed(self) -> int:
-        """The run's seed, for draws with :class:`~vitfleet.randomness.Address`."""
-        return self._run.config.seed
-
-    @property
-    def class_names(self) -> Sequence[str]:
-        """Name of each class; a label is an index into them."""
-        return self._run.data.classes
 
     @cached_property
     def global_weights(self) -> Tensors:
