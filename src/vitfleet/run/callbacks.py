@@ -67,13 +67,7 @@ def make_callbacks(config: Config) -> list[Callback]:
 
 
 def monitored_value(record: RoundRecord, name: str) -> float | None:
-    """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round.
-
-    Raises
-    ------
-    UserError
-        No record has a number of this name.
-    """
+    """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round."""
     value: Any = record
     for part in name.split("."):
         value = _child(value, part, name)
