@@ -136,7 +136,8 @@ def training_memory(
     as one of ``known_steps`` is not tracked again; a new one is added.
     """
     train = training.train or train
-    received = _total_bytes([*held_tensors, *_tensors(training)])
+    given = {id(tensor): tensor for tensor in [*held_tensors, *_tensors(training)]}  # each tensor counts once
+    received = sum(tensor.nbytes for tensor in given.values())
     # Weights of two models may be the same tensor before the training. Their gradients are not.
     trained = sum(training.weights[name].nbytes for name in trained_tensors(net, training.trainable))
     known = [] if known_steps is None else known_steps
@@ -211,9 +212,3 @@ def _with_empty_tensors(training: LocalTraining) -> LocalTraining:
     groups = training.tensor_groups()
     empty = {name: tensors if name == "scratch" else empty_like(tensors) for name, tensors in groups.items()}
     return training.with_tensor_groups(empty)
-
-
-def _total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors; each tensor counts once."""
-    distinct = {id(tensor): tensor for tensor in tensors}.values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct)

@@ -111,11 +111,10 @@ class DistributedFleet(FleetWrapper[SimulatedFleet]):
         all_requests = list(requests)
         sizes = [len(self.inner.shard(request.client, request.task_index)) for request in all_requests]
         owners = assign_ranks(sizes, self.processes.size)
-        assigned = [
-            request for request, owner in zip(all_requests, owners, strict=True) if owner == self.processes.rank
-        ]
+        owned = list(zip(all_requests, owners, strict=True))
+        assigned = [request for request, owner in owned if owner == self.processes.rank]
         replies = {reply.client: reply for reply in self.inner.train(assigned)}
-        for request, owner in zip(all_requests, owners, strict=True):
+        for request, owner in owned:
             yield self._share_reply(request.client, owner, replies.pop(request.client, None))
 
     def _share_reply(self, client: int, owner: int, reply: Reply | None) -> Reply:

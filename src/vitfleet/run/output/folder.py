@@ -40,18 +40,15 @@ class RunFolder:
         self.path = path
         self._lock: IO[str] = (path / ".lock").open("w")
         end = time.monotonic() + lock_seconds
-        while not self._try_lock():
-            if time.monotonic() >= end:
-                raise UserError(f"{path}: another process is running this run")
+        while True:
+            try:
+                # The system releases the lock when the process ends, however it ends.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise UserError(f"{path}: another process is running this run") from None
             time.sleep(0.2)
-
-    def _try_lock(self) -> bool:
-        try:
-            # The system releases the lock when the process ends, however it ends.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def config(self) -> Config:
         """Return the run's resolved configuration."""
