@@ -19,7 +19,7 @@ from vitfleet.config.load import validate
 from vitfleet.files import CONFIG_FILE, DEVICES_FILE, PARTITION_FILE, RECORDS_FILE
 from vitfleet.report.html.write import write_report
 from vitfleet.run.output.summary import write_summary
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
+from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 
 METHODS = (
     "standalone",
@@ -67,7 +67,8 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
                 round, 1e-3, 1 / round, accuracy, clients, traffic, traffic, virtual_seconds=600.0 * round
             )
             file.write(record.line() + "\n")
-    write_summary(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
+    costs = {"params": 10**6, "trainable_params": 10**6, "forward_gflops": 1.0, "train_gflops": 3.0}
+    write_summary(folder, config, costs)
 
 
 def main() -> None:

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig, TrainConfig
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext

@@ -13,7 +13,7 @@ import torch
 
 from conftest import InterruptAfter, MakeConfig
 from emulated_graphs import set_up_with_graphs
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.data.features import dequantize
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError

@@ -368,8 +368,8 @@ def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: 
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
-    assert costs.trainable_params == costs.params
-    assert costs.train_gflops > costs.forward_gflops > 0
+    assert costs["trainable_params"] == costs["params"]
+    assert costs["train_gflops"] > costs["forward_gflops"] > 0
 
 
 def test_rounds_are_tasks_times_rounds_per_task() -> None:
