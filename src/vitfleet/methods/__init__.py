@@ -11,16 +11,16 @@ from vitfleet.methods.tuning.fedbfpt import FedBfpt  # isort: skip
 from vitfleet.methods.split.eftvit import EftVit  # isort: skip
 from vitfleet.methods.personal.fedper import FedPer  # isort: skip
 from vitfleet.methods.personal.fedrep import FedRep  # isort: skip
-from vitfleet.methods.continual.gem import AGem, Gem  # isort: skip
-from vitfleet.methods.continual.ewc import Ewc  # isort: skip
-from vitfleet.methods.continual.mas import Mas  # isort: skip
+from vitfleet.methods.continual.gradients.gem import AGem, Gem  # isort: skip
+from vitfleet.methods.continual.penalties.ewc import Ewc  # isort: skip
+from vitfleet.methods.continual.penalties.mas import Mas  # isort: skip
 from vitfleet.methods.continual.fedweit import FedWeit  # isort: skip
-from vitfleet.methods.continual.fedvit import FedVit  # isort: skip
-from vitfleet.methods.continual.fedknow import FedKnow  # isort: skip
-from vitfleet.methods.continual.replay import DerPlusPlus, ExperienceReplay  # isort: skip
-from vitfleet.methods.continual.dytox import DyTox  # isort: skip
-from vitfleet.methods.continual.bcn import Bcn  # isort: skip
-from vitfleet.methods.continual.lvt import Lvt  # isort: skip
+from vitfleet.methods.continual.gradients.fedvit import FedVit  # isort: skip
+from vitfleet.methods.continual.gradients.fedknow import FedKnow  # isort: skip
+from vitfleet.methods.continual.replay.experience_replay import DerPlusPlus, ExperienceReplay  # isort: skip
+from vitfleet.methods.continual.replay.dytox import DyTox  # isort: skip
+from vitfleet.methods.continual.replay.bcn import Bcn  # isort: skip
+from vitfleet.methods.continual.replay.lvt import Lvt  # isort: skip
 from vitfleet.methods.continual.joint import Joint  # isort: skip
 from vitfleet.methods.reported import ClientMetric, reduce_client_metrics  # isort: skip
 from vitfleet.methods.base import (  # isort: skip

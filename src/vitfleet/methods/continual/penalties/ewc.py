@@ -12,7 +12,7 @@ Quadratic penalties add up to a quadratic: F₁(θ − a₁)² + F₂(θ − a�
 and a = (F₁a₁ + F₂a₂)/F. So one penalty per task, as in the paper, needs the memory of one.
 
 The body is shared; heads are local unless ``heads = "shared"``. When F is computed:
-:mod:`~vitfleet.methods.continual.quadratic_penalty`.
+:mod:`~vitfleet.methods.continual.penalties.quadratic_penalty`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.continual.quadratic_penalty import ImportanceStep, Penalty, PenaltyParams, QuadraticPenalty
+from vitfleet.methods.continual.penalties.quadratic_penalty import (
+    ImportanceStep,
+    Penalty,
+    PenaltyParams,
+    QuadraticPenalty,
+)
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.samples import Outputs, cross_entropy
 

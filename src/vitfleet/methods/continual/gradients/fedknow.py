@@ -11,7 +11,7 @@ FedViT's predecessor (2023, arXiv 2212.01738). The knowledge of a task is weight
    forgetting. After an aggregation it does the same with the gradients before and after it, in one epoch of
    fine-tuning, against negative transfer from other clients.
 
-Integrator and fine-tuning are FedViT's (:mod:`vitfleet.methods.continual.restorer`).
+Integrator and fine-tuning are FedViT's (:mod:`vitfleet.methods.continual.gradients.restorer`).
 
 Decisions, where the papers leave it open:
 
@@ -40,8 +40,8 @@ from vitfleet.config.schema import Config
 from vitfleet.data.subsets import round_half_up
 from vitfleet.message import Numbers, State, Tensors, add_numbers, add_prefix, label_dtype, with_numbers, with_prefix
 from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
-from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
-from vitfleet.methods.continual.restorer import (
+from vitfleet.methods.continual.gradients.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.gradients.restorer import (
     BEFORE,
     INTEGRATION_METRICS,
     IntegratedStep,

@@ -39,7 +39,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientRoundInput, Work
-from vitfleet.methods.continual.replay import REPLAY, drawn_before, with_draws
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, drawn_before, with_draws
 from vitfleet.methods.continual.stored_samples import (
     MemoryMethod,
     StorageParams,

@@ -15,8 +15,8 @@ descent. Decisions:
 - Defaults are the authors' for CIFAR-100: β = 0.99, ε = 1e-3, η = 1e-5, one step each, as many samples of the memory as
   of the batch. The samples are those of earlier tasks; the authors' code draws from the batch too.
 - In a client's first task there is no memory: it minimises J_new.
-- What is stored, and how samples are drawn: :mod:`vitfleet.methods.continual.replay`. The body is shared; heads are
-  local by default.
+- What is stored, and how samples are drawn, is as in
+  :mod:`~vitfleet.methods.continual.replay.experience_replay`. The body is shared; heads are local by default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import Work
-from vitfleet.methods.continual.replay import REPLAY, ReplayMethod, ReplayParams
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, ReplayMethod, ReplayParams
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import Step, StepView
 

@@ -39,8 +39,8 @@ from vitfleet.methods.averaging.layer_sharing import (
     MeasuredStep,
 )
 from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext, Work
-from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
-from vitfleet.methods.continual.restorer import (
+from vitfleet.methods.continual.gradients.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.gradients.restorer import (
     BEFORE,
     INTEGRATION_METRICS,
     IntegratedStep,

@@ -38,8 +38,8 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Tensors
 from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
-from vitfleet.methods.continual.quadratic_penalty import whole_images
-from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before, with_draws
+from vitfleet.methods.continual.penalties.quadratic_penalty import whole_images
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, ReplayParams, drawn_before, with_draws
 from vitfleet.methods.continual.stored_samples import (
     MemoryMethod,
     StoredTasks,
