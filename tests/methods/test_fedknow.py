@@ -14,9 +14,10 @@ from torch.func import functional_call
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.message import Message, State, Tensors, with_prefix
-from vitfleet.methods import ClientRoundInput, ClientUpdate, FedKnow
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.gradients.fedknow import (
     TEACHERS,
+    FedKnow,
     FedKnowParams,
     extract_knowledge,
     read_knowledge,

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, DerPlusPlus, ExperienceReplay
+from vitfleet.methods import ClientRoundInput, ClientUpdate
 from vitfleet.methods.continual.replay.experience_replay import (
     REPLAY,
     DarkExperienceStep,
+    DerPlusPlus,
     DerPlusPlusParams,
     ErParams,
+    ExperienceReplay,
     drawn_before,
 )
 from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory

@@ -75,13 +75,7 @@ from vitfleet.methods.base import (
     StateAfterTasks,
     train_metrics,
 )
-from vitfleet.methods.continual.sparse_weights import (
-    OTHERS_MULTIPLE,
-    SparseVector,
-    check_sparse,
-    densify,
-    sparsify,
-)
+from vitfleet.methods.continual.sparse_weights import OTHERS_MULTIPLE, SparseVector, check_sparse, densify, sparsify
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
 from vitfleet.models.parts import ModelParts, Selection
 from vitfleet.training.local_training import LocalTraining
@@ -291,11 +285,6 @@ class FedWeit(Method[FedWeitParams]):
         self.decomposed = decomposed_weights(self.parts)
         self.shapes = {name: self.parts.shapes[name] for name in self.decomposed}
         self.rounds_per_task = max(1, context.rounds // context.num_tasks)
-
-    @property
-    def trainable(self) -> Selection:
-        """The whole model. The tensors that its weights are composed of train too."""
-        return self.parts.whole
 
     # Server
 

@@ -25,19 +25,12 @@ MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capt
 
 @dataclass(frozen=True)
 class RngContext:
-    """The part of a random address that all draws of one training share.
-
-    Attributes
-    ----------
-    first_epoch
-        The epoch number of the training's first epoch. Trainings of the same client and round have different epochs,
-        so that no two share their random numbers.
-    """
+    """The part of a random address that all draws of one training share."""
 
     seed: int
     round: int
     client: int
-    first_epoch: int = 0
+    first_epoch: int = 0  # trainings of one client and round have different epochs: no two share their random numbers
 
 
 @dataclass(frozen=True)
@@ -55,22 +48,14 @@ class ClientTraining:
 
 @dataclass
 class StackInputs:
-    """The tensors of the trainings of a group.
-
-    Attributes
-    ----------
-    sets
-        The sets of stored samples, padded to common sizes. Padding has no weight and is never drawn.
-    widths
-        Of each set, how many samples of each part are computed, with padding.
-    """
+    """The tensors of the trainings of a group."""
 
     weights: Stack
     constants: Stack
     kept: Stack
     scratch: Stack
-    sets: dict[str, Stack]
-    widths: dict[str, tuple[int, ...]]
+    sets: dict[str, Stack]  # stored samples, padded to common sizes; padding has no weight and is never drawn
+    widths: dict[str, tuple[int, ...]]  # of each set, how many samples of each part are computed, with padding
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors."""

@@ -95,11 +95,7 @@ class FedVit(MemoryMethod[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 
     figures = LAYER_FIGURES
-    client_metrics = (
-        *INTEGRATION_METRICS,
-        *MemoryMethod.client_metrics,
-        *LAYER_METRICS,
-    )
+    client_metrics = (*INTEGRATION_METRICS, *MemoryMethod.client_metrics, *LAYER_METRICS)
 
     @classmethod
     def check_config(cls, params: FedVitParams, config: Config) -> None:

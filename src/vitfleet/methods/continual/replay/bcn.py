@@ -69,20 +69,12 @@ class Bcn(ReplayMethod[BcnParams]):
 
 @dataclass(frozen=True)
 class GameStep:
-    """Follows the gradient of H, in which both displacements are constants.
-
-    Attributes
-    ----------
-    epsilon, ascent_steps
-        Player 1: the length of each step, for each image, in the model's normalised input, and the number of steps.
-    descent_rate, descent_steps
-        Player 2: the learning rate and the number of steps.
-    """
+    """Follows the gradient of H, in which both displacements are constants."""
 
     beta: float
-    epsilon: float
+    epsilon: float  # player 1: the length of each step, for each image, in the model's normalised input
     ascent_steps: int
-    descent_rate: float
+    descent_rate: float  # player 2
     descent_steps: int
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:

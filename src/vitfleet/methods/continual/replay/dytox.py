@@ -40,10 +40,7 @@ from vitfleet.config.schema import Config
 from vitfleet.message import State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientRoundInput, Work
 from vitfleet.methods.continual.replay.experience_replay import REPLAY, drawn_before, with_draws
-from vitfleet.methods.continual.stored_samples import (
-    MemoryMethod,
-    StorageParams,
-)
+from vitfleet.methods.continual.stored_samples import MemoryMethod, StorageParams
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
