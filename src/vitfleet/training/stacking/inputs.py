@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.data.images import Shard
-from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining, SampleSet
@@ -159,7 +158,8 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
     stacked = stack(
         [{name: training.weights[name].detach() for name in selected} for training in trainings], share=False
     )
-    frozen = stack([_without(training.weights, stacked.stacked_names) for training in trainings])
+    others = [name for name in first.weights if name not in stacked.stacked_names]
+    frozen = stack([{name: training.weights[name] for name in others} for training in trainings])
     return StackInputs(
         weights=Stack({**frozen.tensors, **stacked.tensors}, frozen.stacked_names | stacked.stacked_names),
         constants=stack([training.constants for training in trainings]),
@@ -168,10 +168,6 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
         sets={name: stack(tensors, share=False) for name, tensors in padded.items()},
         widths=widths,
     )
-
-
-def _without(weights: Tensors, names: Collection[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 def _stacked_scratch(trainings: Sequence[LocalTraining], device: torch.device) -> Stack:

@@ -139,7 +139,7 @@ class DistilledGradients:
         """Return the gradients of all teachers, or of those with these indices."""
         known = with_prefix(view.constants, TEACHERS)
         if selected is not None:
-            known = {name: view.map(_rows, tensor, selected) for name, tensor in known.items()}
+            known = {name: view.map(torch.index_select, tensor, 0, selected) for name, tensor in known.items()}
         count, axis = known["label"].shape[-1], known["label"].dim() - 1
         rows: dict[str, Tensor] = {}
 
@@ -168,10 +168,6 @@ class DistilledGradients:
     def expand(self, values: Tensor, indices: Tensor) -> dict[str, Tensor]:
         """Return the weights of a teacher; those that were not kept are zero."""
         return expand_weights(values, indices, dict(self.shapes))
-
-
-def _rows(tensor: Tensor, selected: Tensor) -> Tensor:
-    return tensor.index_select(0, selected)
 
 
 def distillation_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
