@@ -19,8 +19,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors, with_prefix
 from vitfleet.methods import ClientRoundInput, MethodContext, make_method
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
-from vitfleet.methods.continual.restorer import BEFORE
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.restorer import BEFORE
 from vitfleet.methods.continual.stored_samples import MEMORY, StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
