@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitfleet.report.figures.curves import time_unit
-from vitfleet.report.figures.folder import LABELLED_CLIENTS, average_neighbours, by_dominant_class
 from vitfleet.report.figures.methods import method_figures
 from vitfleet.report.figures.metrics import metric_figures
 from vitfleet.report.figures.types import AxisView, Curve, Figure, HeatMap, ImageFigure, LineChart, Timeline
 from vitfleet.report.runs import RunData, RunGroup
 
+LABELLED_CLIENTS = 60  # a larger fleet is sorted by dominant class, which shows its structure, and has no labels
 MAX_CLIENT_ROWS = 200  # of a heat map: in a larger fleet, neighbouring clients are averaged
 
 
@@ -44,27 +44,53 @@ def partition_figures(groups: Sequence[RunGroup]) -> list[Figure]:
     for number, (run, labels) in enumerate(partitions.values(), start=1):
         assert run.partition is not None
         users = f"Configurations: {', '.join(labels)}." if len(groups) > 1 else ""
-        figures.append(_partition(run, run.partition, number, users))
+        counts = np.asarray(run.partition["counts"], dtype=np.int64)
+        figure = partition_heat_map(f"partition-{number}", counts, run.partition["classes"])
+        note = f"{figure.note} {users}".strip()
+        figures.append(replace(figure, title=f"{figure.title}, seed {run.seed}", note=note))
     return figures
 
 
-def _partition(run: RunData, partition: dict[str, Any], number: int, users: str) -> HeatMap:
-    counts = np.asarray(partition["counts"], dtype=np.int64)
+def partition_heat_map(id: str, counts: NDArray[np.int64], class_names: Sequence[str]) -> HeatMap:
+    """Return the figure of a partition, from its training images ``[clients, classes]``."""
     clients = len(counts)
     labelled = clients <= LABELLED_CLIENTS
-    rows = counts if labelled else average_neighbours(counts[by_dominant_class(counts)], MAX_CLIENT_ROWS)
+    rows = counts if labelled else _average_neighbours(counts[by_dominant_class(counts)])
     averaged = "; each row is the mean of neighbouring clients" if len(rows) < clients else ""
-    order = "" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}."
+    empty = int(np.count_nonzero(counts.sum(axis=1) == 0))
+    without = f", {empty:,} without images" if empty else ""
     return HeatMap(
-        id=f"partition-{number}",
-        title=f"Training images per client and class, seed {run.seed}",
+        id=id,
+        title=f"{int(counts.sum()):,} training images on {clients:,} clients{without}",
         values=rows.tolist(),
-        row_label="client",
+        row_label="client" if labelled else "clients, by dominant class",
         column_label="class",
         rows=[str(client) for client in range(clients)] if labelled else [],
-        columns=partition["classes"],
-        note=" ".join(filter(None, (order, users))),
+        columns=class_names,
+        note="" if labelled else f"{clients:,} clients, sorted by dominant class{averaged}.",
+        sums_label="images per client",
     )
+
+
+def by_dominant_class(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the clients sorted by dominant class, then by their images of it; clients without images last.
+
+    Ties between classes are resolved in favour of a class that changes from client to client. With a few images per
+    client ties are common, and the first class would look larger than it is.
+    """
+    clients, classes = counts.shape
+    tie_breaker = (np.arange(classes) + np.arange(clients)[:, None]) % classes / (2 * classes)
+    sizes = counts.sum(axis=1)
+    dominant = np.where(sizes > 0, (counts + tie_breaker).argmax(axis=1), classes)
+    return np.lexsort((-sizes, -counts.max(axis=1), dominant)).astype(np.int64)
+
+
+def _average_neighbours(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    clients = len(counts)
+    starts = np.arange(0, clients, -(-clients // MAX_CLIENT_ROWS))
+    lengths = np.diff(starts, append=clients)
+    means: NDArray[np.float64] = np.add.reduceat(counts, starts, axis=0) / lengths[:, None]
+    return means
 
 
 def _masked_images(run: RunData) -> ImageFigure | None:

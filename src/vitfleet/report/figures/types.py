@@ -11,21 +11,13 @@ Numbers: TypeAlias = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a line chart.
-
-    Attributes
-    ----------
-    style
-        Index of the configuration: it has the same colour and dashes in every figure.
-    low, high
-        Bounds of the band around a mean over several seeds; empty without a band.
-    """
+    """A curve of a line chart."""
 
     name: str
-    style: int
+    style: int  # index of the configuration: it has the same colour and dashes in every figure
     x: Numbers
     y: Numbers
-    low: Numbers = ()
+    low: Numbers = ()  # of the band around a mean over several seeds; empty without a band
     high: Numbers = ()
 
 
@@ -53,21 +45,19 @@ class LineChart:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A matrix of shades, ``values[row][column]``; ``None`` is left blank.
-
-    ``rows`` and ``columns`` are tick labels; an empty sequence means no tick labels.
-    """
+    """A matrix of shades, ``values[row][column]``; ``None`` is left blank."""
 
     id: str
     title: str
     values: Sequence[Numbers]
     row_label: str
     column_label: str
-    rows: Sequence[str]
+    rows: Sequence[str]  # labels of ticks; empty: no ticks
     columns: Sequence[str]
     percent: bool = False
     palette: Literal["blues", "oranges"] = "blues"
     note: str = ""
+    sums_label: str = ""  # of bars beside the rows, the sums of their values; only in files
     kind: str = field(default="heat-map", init=False)
 
     @property
