@@ -17,7 +17,7 @@ import numpy as np
 
 from vitfleet.config.load import validate
 from vitfleet.files import CONFIG_FILE, DEVICES_FILE, PARTITION_FILE, RECORDS_FILE
-from vitfleet.report.html.write import write_report
+from vitfleet.report.html.page import write_report
 from vitfleet.run.output.summary import write_summary
 from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
 

@@ -22,7 +22,7 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.subsets import hold_out_validation
 from vitfleet.errors import DataError, UserError
 from vitfleet.report.console.results import summary_table
-from vitfleet.report.html.write import write_report
+from vitfleet.report.html.page import write_report
 from vitfleet.run.output.model_file import read_data_info
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState

@@ -8,8 +8,7 @@ import pytest
 
 from browser import CHROMIUM, chromium
 from made_runs import MakeRun
-from vitfleet.report.html.page import render, report_figures
-from vitfleet.report.html.write import report_folder, watch_report, write_report
+from vitfleet.report.html.page import render, report_figures, report_folder, watch_report, write_report
 from vitfleet.report.runs import read_groups
 
 WIDTHS = (390, 1440)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.api.best_trials import BestTrial, best_trials
-from vitfleet.api.comparison_members import final_members, members_of
-from vitfleet.api.request import ComparisonRequest, ConfigSource, as_data_set
+from vitfleet.api.request import ComparisonRequest, ConfigSource, as_data_set, final_members, members_of
 from vitfleet.api.run import Row, Run, as_frame
 from vitfleet.api.training import check_estimate, discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
@@ -187,7 +186,7 @@ class Comparison:
 
     def report(self, progress: Progress = NO_PROGRESS, figure_files: bool = True) -> Path:
         """Write the comparison's report, an HTML page, and its figures as files too; return the page's path."""
-        from vitfleet.report.html.write import write_report
+        from vitfleet.report.html.page import write_report
 
         return write_report([self.path], progress=progress, figure_files=figure_files).page
 

@@ -137,7 +137,7 @@ class Run:
 
     def report(self) -> Path:
         """Write the run's report, an HTML page with its figures, and return its path."""
-        from vitfleet.report.html.write import write_report
+        from vitfleet.report.html.page import write_report
 
         return write_report([self.path]).page
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +35,19 @@ from vitfleet.run.records import RoundRecord, read_records
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of one run folder.
-
-    Attributes
-    ----------
-    label
-        Name of the configuration in the report; runs that differ only in their seed share it.
-    records
-        The rounds so far.
-    summary
-        The summary; ``None`` while the run is not finished.
-    partition
-        Number of images of each class on each client (``counts``, ``classes``), summed over the tasks if there are
-        any, and a hash that identifies the partition (``sha256``).
-    patches
-        The figure of masked images, PNG in base64; ``None`` if the clients train on whole images.
-    devices
-        Name of each client's hardware profile; ``None`` without a virtual clock.
-    class_names
-        Name of each class; empty if unknown.
-    """
+    """The content of one run folder."""
 
     path: Path
-    label: str
+    label: str  # of the configuration; runs that differ only in their seed share it
     config: dict[str, Any]
     about: dict[str, Any]
-    records: list[RoundRecord]
-    summary: dict[str, Any] | None
+    records: list[RoundRecord]  # of the rounds so far
+    summary: dict[str, Any] | None  # None while the run is not finished
+    # Images of each class on each client (counts, classes), summed over tasks, and a hash that identifies it (sha256).
     partition: dict[str, Any] | None
-    patches: str | None
-    devices: list[str] | None
-    class_names: Sequence[str] = ()
+    patches: str | None  # the figure of masked images, PNG in base64, if the clients train on masked images
+    devices: list[str] | None  # each client's hardware profile; None without a virtual clock
+    class_names: Sequence[str] = ()  # empty if unknown
 
     @property
     def seed(self) -> int:
@@ -88,12 +70,7 @@ class RunGroup:
     """A configuration and its runs, one per seed."""
 
     label: str
-    runs: list[RunData] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all runs are finished."""
-        return all(run.summary is not None for run in self.runs)
+    runs: list[RunData]
 
 
 def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
@@ -136,13 +113,7 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
 
 
 def read_run(path: Path, name: str | None = None) -> RunData:
-    """Read a run folder.
-
-    Parameters
-    ----------
-    name
-        The run's name in a comparison; default: the method's name.
-    """
+    """Read a run folder; ``name`` is the run's in a comparison, by default the method's."""
     config = read_json(path / CONFIG_FILE)
     patches = path / PATCHES_FIGURE
     devices = _read_json(path / DEVICES_FILE)
@@ -169,7 +140,7 @@ def eval_splits(groups: Iterable[RunGroup]) -> str:
 
 def all_finished(groups: Iterable[RunGroup]) -> bool:
     """Return whether every run of a report is finished."""
-    return all(group.finished for group in groups)
+    return all(run.summary is not None for group in groups for run in group.runs)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
