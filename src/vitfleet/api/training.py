@@ -59,23 +59,9 @@ def cost(
 
 
 def check_estimate(estimate: RunEstimate | None, folder: Path, force: bool) -> None:
-    """Log what runs will take, and refuse those that would take days or do not fit.
+    """Log what runs in a folder will take, if it is known; without ``force``, refuse what takes days or does not fit.
 
     Nothing is printed: a program that wants the estimate shown sets the level of the logger ``vitfleet`` to INFO.
-
-    Parameters
-    ----------
-    estimate
-        ``None`` if it is not known.
-    folder
-        Where the runs are stored.
-    force
-        Whether they are started anyway.
-
-    Raises
-    ------
-    UserError
-        They take too much, and ``force`` is not set.
     """
     if estimate is None:
         return
@@ -91,13 +77,7 @@ def check_estimate(estimate: RunEstimate | None, folder: Path, force: bool) -> N
 
 
 def create_run(request: RunRequest) -> tuple[RunFolder, DataSet | None]:
-    """Create the folder of a new run without training it.
-
-    Returns
-    -------
-    tuple
-        The folder, locked by this process, and the data set if it was passed as an object.
-    """
+    """Create the folder of a new run, locked by this process; also return data that was passed as an object."""
     config, images = request.resolve()
     out = None if request.out is None else Path(request.out)
     command = list(request.command) or _command()
@@ -116,13 +96,7 @@ def run_in(
     callbacks: Sequence[Callback] = (),
     progress: Progress = NO_PROGRESS,
 ) -> dict[str, Any]:
-    """Run the remaining rounds of the run in a folder and return its summary.
-
-    Parameters
-    ----------
-    data
-        The data set of a run that was started with data from Python.
-    """
+    """Run the remaining rounds of the run in a folder, perhaps with data from Python, and return its summary."""
     with join_process_group() as processes, full_memory_as_sentence(folder.path):
         processes.broadcast(str(folder.path.resolve()).encode())
         context = open_run(folder.config(), folder.path, progress, processes=processes, data=data)
