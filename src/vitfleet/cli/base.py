@@ -76,7 +76,7 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
     """Create the folder of a new run whose start is wanted."""
-    from vitfleet.api.training import create_run
+    from vitfleet.api.run import create_run
 
     folder, _ = create_run(request)
     try:

@@ -110,7 +110,7 @@ def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
 
     If the run cannot be set up, a folder ``is_new`` that was just created is removed.
     """
-    from vitfleet.api.training import discard_unstarted, run_in
+    from vitfleet.api.run import discard_unstarted, run_in
     from vitfleet.cli.display import TerminalRun
 
     display = TerminalRun()
@@ -166,7 +166,7 @@ def process_rank() -> int:
 
 def _follow() -> None:
     """Take part in the run that the first process started."""
-    from vitfleet.api.training import full_memory_as_sentence
+    from vitfleet.api.run import full_memory_as_sentence
     from vitfleet.config.load import read_config
     from vitfleet.fleet.distributed import join_process_group
     from vitfleet.run.loop import follow

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
-from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.graph_formats import GRAPH_FORMATS, onnx_logits, quantise_onnx
+from vitfleet.exporters.graph import BATCH, GRAPH_FORMATS, ExportGraph, onnx_logits, quantise_onnx
 from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
 from vitfleet.exporters.timm_format import write_timm
 from vitfleet.files import MODEL_FILE, make_folder, write_atomically
@@ -28,7 +27,6 @@ FORMATS = ("safetensors", "timm", *GRAPH_FORMATS)
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
 COMPARED_IMAGES = 100  # with which an exported model is compared with the original
 MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
-BATCH = 32
 PREPROCESSING_FILE = "preprocessing.json"
 
 

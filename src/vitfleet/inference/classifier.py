@@ -220,12 +220,13 @@ def predict_files(
     decode = partial(decode_file, image_size=model.image_size, channels=model.channels)
     with ThreadPoolExecutor(DECODING_THREADS) as pool, progress.task("predicting", len(paths)) as advance:
         for start in range(0, len(paths), batch_size):
-            decoded = list(pool.map(decode, paths[start : start + batch_size]))
-            readable = [image.pixels for image in decoded if image.pixels is not None]
+            batch = paths[start : start + batch_size]
+            decoded = list(pool.map(decode, batch))
+            readable = [pixels for pixels, _ in decoded if pixels is not None]
             rows: Iterator[list[float]] = iter(())
             if readable:
                 rows = iter(model.probabilities(torch.from_numpy(np.stack(readable)), task).tolist())
-            for image in decoded:
-                prediction = None if image.pixels is None else model.prediction(next(rows), task)
-                yield ImagePrediction(image.path, prediction, image.note)
-            advance(len(decoded))
+            for path, (pixels, note) in zip(batch, decoded, strict=True):
+                prediction = None if pixels is None else model.prediction(next(rows), task)
+                yield ImagePrediction(path, prediction, note)
+            advance(len(batch))

@@ -35,37 +35,21 @@ CPU = ExecutionSettings(torch.device("cpu"), bf16=False)
 
 @dataclass(frozen=True)
 class StoredModels:
-    """The models that a checkpoint of a run holds.
-
-    Attributes
-    ----------
-    base_weights
-        What every client received once, before its first round.
-    class_to_task
-        The task of each class, ``[classes]``, if the model is told an image's task.
-    """
+    """The models that a checkpoint of a run holds."""
 
     config: Config
     data: DataInfo
     net: Net
     method: Method[Any]
-    base_weights: Tensors
+    base_weights: Tensors  # what every client received once, before its first round
     states: StoredStates
-    class_to_task: Tensor | None = None
+    class_to_task: Tensor | None = None  # the task of each class, if the model is told an image's task
 
     @classmethod
     def open(
         cls, folder: Path, config: Config, states: StoredStates | None = None, machine: ExecutionSettings = CPU
     ) -> StoredModels:
-        """Open the models of a run.
-
-        Parameters
-        ----------
-        states
-            A checkpoint of the run; ``None``: its last one.
-        machine
-            Where and in which precision the models are used.
-        """
+        """Open the models of a checkpoint of a run, by default the last one, for use on a machine."""
         data = read_data_info(folder)
         # The weights are in the folder: the file that training began with need not exist any more.
         without_file = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})

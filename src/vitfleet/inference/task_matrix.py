@@ -50,13 +50,7 @@ class TaskMatrix:
 
 
 def recompute_matrix(folder: Path, config: Config, data: DataSet, progress: Progress = NO_PROGRESS) -> TaskMatrix:
-    """Evaluate the model of every client after every task on the client's own test images.
-
-    Raises
-    ------
-    UserError
-        The run has no tasks, or its models were not kept.
-    """
+    """Evaluate the model of every client after every task on the client's own test images."""
     tasks = config.data.tasks
     if tasks is None:
         raise UserError(f"{folder}: is not a run on tasks (data.tasks)")

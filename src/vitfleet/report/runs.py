@@ -13,21 +13,11 @@ from typing import Any
 
 from safetensors import safe_open
 
+from vitfleet import files
 from vitfleet.config.data import EvalSplit
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
-from vitfleet.files import (
-    ABOUT_FILE,
-    COMPARISON_FILE,
-    CONFIG_FILE,
-    DATA_FILE,
-    DEVICES_FILE,
-    PARTITION_FILE,
-    PATCHES_FIGURE,
-    TASKS_ARRAYS,
-    TASKS_FILE,
-    read_json,
-)
+from vitfleet.files import read_json
 from vitfleet.run.comparison.manifest import member_folders
 from vitfleet.run.output.summary import cost_to_target, is_finished, read_summary, summary_so_far
 from vitfleet.run.records import RoundRecord, read_records
@@ -77,12 +67,14 @@ def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
     """Return the run folders at these paths, each with the name that its comparison gave it, if any."""
     folders: list[tuple[Path, str | None]] = []
     for path in paths:
-        if (path / COMPARISON_FILE).is_file():
-            folders += [(folder, name) for name, folder in member_folders(path) if (folder / CONFIG_FILE).is_file()]
-        elif (path / CONFIG_FILE).is_file():
+        if (path / files.COMPARISON_FILE).is_file():
+            folders += [
+                (folder, name) for name, folder in member_folders(path) if (folder / files.CONFIG_FILE).is_file()
+            ]
+        elif (path / files.CONFIG_FILE).is_file():
             folders.append((path, None))
         else:
-            missing = f"no {CONFIG_FILE} and no {COMPARISON_FILE}"
+            missing = f"no {files.CONFIG_FILE} and no {files.COMPARISON_FILE}"
             raise UserError(f"{path}: contains neither a run nor a comparison ({missing})")
     if not folders:
         raise UserError(f"{paths[0]}: none of its runs has started yet")
@@ -114,16 +106,16 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
 
 def read_run(path: Path, name: str | None = None) -> RunData:
     """Read a run folder; ``name`` is the run's in a comparison, by default the method's."""
-    config = read_json(path / CONFIG_FILE)
-    patches = path / PATCHES_FIGURE
-    devices = _read_json(path / DEVICES_FILE)
+    config = read_json(path / files.CONFIG_FILE)
+    patches = path / files.PATCHES_FIGURE
+    devices = _read_json(path / files.DEVICES_FILE)
     partition = _read_partition(path)
-    data = _read_json(path / DATA_FILE) or partition or {}
+    data = _read_json(path / files.DATA_FILE) or partition or {}
     return RunData(
         path=path,
         label=method_label(name or config["method"]["name"]),
         config=config,
-        about=_read_json(path / ABOUT_FILE) or {},
+        about=_read_json(path / files.ABOUT_FILE) or {},
         records=list(read_records(path)),
         summary=read_summary(path) if is_finished(path) else None,
         partition=partition,
@@ -148,11 +140,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _read_partition(path: Path) -> dict[str, Any] | None:
-    if (partition := _read_json(path / PARTITION_FILE)) is not None:
+    if (partition := _read_json(path / files.PARTITION_FILE)) is not None:
         return partition
-    if (tasks := _read_json(path / TASKS_FILE)) is None:
+    if (tasks := _read_json(path / files.TASKS_FILE)) is None:
         return None
-    with safe_open(path / TASKS_ARRAYS, "numpy") as file:
+    with safe_open(path / files.TASKS_ARRAYS, "numpy") as file:
         counts = file.get_tensor("counts")
     classes = [str(label) for label in range(counts.shape[1])]
     return {"sha256": tasks["sha256"], "counts": counts.tolist(), "classes": classes}
