@@ -16,12 +16,8 @@ ALIGNMENT = 256  # bytes, as of separate tensors: kernels may round differently 
 def pack_tensors(tensors: Tensors, allocate: Callable[[int, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
     """Return copies of the tensors as views of one new block of memory per data type and device.
 
-    Parameters
-    ----------
-    allocate
-        Returns a block of a number of elements, on any device. Tensors are copied into it without waiting for the copy
-        to end, and no memory is allocated on their own device, which may be full. By default the block is on the
-        tensors' own device.
+    By default the block is on the tensors' own device. ``allocate`` returns a block of a number of elements on any
+    other: tensors are copied into it without waiting for the copy to end, and without memory on their own device.
     """
     groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():

@@ -156,7 +156,7 @@ def test_report_summary_and_data_file_name_the_validation_images(tmp_path: Path)
     text = captured.get()
     assert "local validation accuracy" in text
     assert "test accuracy" not in text
-    page = write_report([run.path]).page.read_text()
+    page = write_report([run.path]).read_text()
     assert "accuracy on validation images" in page
     assert "Local validation accuracy" in page
     assert "est accuracy" not in page

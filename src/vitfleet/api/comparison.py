@@ -180,7 +180,7 @@ class Comparison:
 
     def report(self, progress: Progress = NO_PROGRESS, figure_files: bool = True) -> Path:
         """Write the comparison's report, an HTML page, and its figures as files too; return the page's path."""
-        return write_report([self.path], progress=progress, figure_files=figure_files).page
+        return write_report([self.path], progress=progress, figure_files=figure_files)
 
 
 def compare(

@@ -116,14 +116,7 @@ def _data_keys(data: Any, images: DataSet | None) -> dict[str, Any]:
 
 
 def as_data_set(data: Any) -> DataSet | None:
-    """Return a data set that was passed as an object; ``None`` for a name, a path or nothing.
-
-    Parameters
-    ----------
-    data
-        A :class:`~vitfleet.data.images.DataSet`, a ``datasets.Dataset`` or ``DatasetDict``, or tensors: ``(images,
-        labels)``, or ``{"train": (images, labels), "test": (images, labels), "class_names": names}``.
-    """
+    """Return a data set that was passed as an object; ``None`` for a name, a path or nothing."""
     if data is None or isinstance(data, str | os.PathLike):
         return None
     if isinstance(data, DataSet):
@@ -213,11 +206,8 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[tuple[str, dict
 
 def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(method, str):
-        keys = dict(method)
-        name = keys.pop("name", "")
-        if not name:
-            raise UserError(f"methods: {dict(method)} has no name; give {{'name': 'fedprox', 'mu': 0.1}}, for example")
-        return str(name), {f"method.{key}": value for key, value in keys.items()}
+        keys = _method_keys(method)
+        return str(keys.pop("method.name")), keys
     name, *texts = method.split() or [""]
     if not name or "=" in name or not all("=" in text for text in texts):
         example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"

@@ -151,7 +151,7 @@ class Run:
 
     def report(self) -> Path:
         """Write the run's report, an HTML page with its figures, and return its path."""
-        return write_report([self.path]).page
+        return write_report([self.path])
 
 
 def train(

@@ -113,13 +113,13 @@ def report(
     from vitfleet.report.html.page import watch_report, write_report
 
     if not watch:
-        say(f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
+        say(f"report: {write_report(runs, out, TerminalProgress(console), target)}")
         return
     try:
-        written = watch_report(runs, out, lambda page: say(f"live report: {page} (stop with Ctrl-C)"), target=target)
+        page = watch_report(runs, out, lambda live: say(f"live report: {live} (stop with Ctrl-C)"), target=target)
     except KeyboardInterrupt:
         return
-    say(f"report: {written.page}")
+    say(f"report: {page}")
 
 
 @app.command()

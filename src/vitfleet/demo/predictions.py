@@ -24,13 +24,7 @@ OVERLAY_OPACITY = 0.8
 
 
 def predict_views(models: Mapping[str, Classifier], data: bytes) -> dict[str, Any]:
-    """Return the page's content for an image file: the image as the models see it, and a view per model, by its title.
-
-    Raises
-    ------
-    UserError
-        The bytes are not an image.
-    """
+    """Return the page's content for an image file: the image as the models see it, and a view per model."""
     first = next(iter(models.values()))
     try:
         with Image.open(io.BytesIO(data)) as image:

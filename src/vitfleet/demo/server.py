@@ -19,17 +19,7 @@ LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 class DemoServer(ThreadingHTTPServer):
-    """Serves the page and predicts images, one at a time.
-
-    Parameters
-    ----------
-    host, port
-        Address to listen at; port 0: any free one.
-    title
-        Heading of the page.
-    models
-        By their titles on the page.
-    """
+    """Serves the page and predicts images, one at a time. Port 0: any free one."""
 
     daemon_threads = True
 

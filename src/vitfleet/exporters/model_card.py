@@ -33,13 +33,7 @@ _USES = {
 
 
 def model_card(model: Classifier, export: Export, config: Config | None, summary: Mapping[str, Any] | None) -> str:
-    """Return the card of an exported model.
-
-    Parameters
-    ----------
-    config, summary
-        Of the run that trained it; ``None`` for a model that comes without its run.
-    """
+    """Return the card of an exported model, with the run that trained it, if that is known."""
     info = model.info
     whose = "the server's model" if info.client is None else f"client {info.client}'s own model"
     if info.averaged_clients:

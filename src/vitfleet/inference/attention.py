@@ -18,14 +18,9 @@ from vitfleet.models.parts import PROMPTS_NAME
 
 
 def attention_rollout(model: Classifier, images: Tensor) -> Tensor | None:
-    """Return the share of each patch, ``[batch, rows, columns]``, summing to 1 for each image.
+    """Return the share of each patch of images, ``[batch, rows, columns]``, summing to 1 for each image.
 
     ``None`` for a model whose attention is not that of a plain ViT: a pyramid, prompts, blocks of a method's own.
-
-    Parameters
-    ----------
-    images
-        As for the model itself.
     """
     if type(model.net.functional) is not FunctionalViT or getattr(model.vit, PROMPTS_NAME, None) is not None:
         return None

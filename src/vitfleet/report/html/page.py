@@ -39,14 +39,6 @@ TABLE_COLUMNS = (
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
 
 
-@dataclass(frozen=True)
-class WrittenReport:
-    """The files of a report: its page, and its figures (none without matplotlib)."""
-
-    page: Path
-    figures: list[Path]
-
-
 def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
     """Return the folder of a report: ``out``, or the run's or comparison's own, or for several a new one in runs/."""
     if out is not None:
@@ -60,8 +52,8 @@ def write_report(
     progress: Progress = NO_PROGRESS,
     target: float | None = None,
     figure_files: bool = True,
-) -> WrittenReport:
-    """Write the report of runs and comparisons: the page, and every figure as SVG, PDF and PNG.
+) -> Path:
+    """Write the report of runs and comparisons: the page, whose path is returned, and figures as SVG, PDF and PNG.
 
     The page has the rounds and the traffic to a target accuracy; by default that is the comparison's own. It does not
     need the ``figure_files``, which take longer than the page.
@@ -70,16 +62,15 @@ def write_report(
     figures = report_figures(groups)
     folder = make_folder(report_folder(paths, out))
     write_atomically(folder / PAGE, render(groups, figures, target=_target(paths, target)).encode())
-    written: list[Path] = []
     if figure_files and can_draw():
         (folder / FIGURES).mkdir(exist_ok=True)
         shared = compared_names(groups)  # figures of one configuration have its name already
         drawn = [(figure, shared if name == "curves" else "") for name in figures for figure in figures[name]]
         with progress.task("figures", len(drawn)) as advance:
             for figure, names in drawn:
-                written += draw_files(figure, folder / FIGURES, names)
+                draw_files(figure, folder / FIGURES, names)
                 advance(1)
-    return WrittenReport(folder / PAGE, written)
+    return folder / PAGE
 
 
 def watch_report(
@@ -88,7 +79,7 @@ def watch_report(
     announce: Callable[[Path], None] = lambda page: None,
     wait: Callable[[float], None] = time.sleep,
     target: float | None = None,
-) -> WrittenReport:
+) -> Path:
     """Update the page every few seconds until all its runs are finished, then write the whole report.
 
     ``announce`` is called once with the path of the page, ``wait`` with the seconds between two updates.
