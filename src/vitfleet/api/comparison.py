@@ -122,11 +122,7 @@ class Comparison:
         """Estimate each run that is left, see :func:`vitfleet.costs.estimate.estimate_run`.
 
         Configurations that differ only in their seed are estimated once, and only the first few in all: the others are
-        taken for the mean of these.
-
-        Returns
-        -------
-        ``None`` if the sizes of a data set are not known before it is loaded.
+        taken for the mean of these. ``None`` if the sizes of a data set are not known before it is loaded.
         """
         images, known = as_data_set(data), dict[str, RunEstimate]()
         size = None if images is None else DatasetSize.of(images)

@@ -35,7 +35,7 @@ from vitfleet.run.callbacks import Callback
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.output.folder import RunFolder, add_rounds, create_run_folder, open_run_folder, read_run_config
 from vitfleet.run.output.summary import flatten, is_finished, read_summary
-from vitfleet.run.records import ClientRecord, RoundRecord, read_records
+from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.setup import open_run
 from vitfleet.training.execution.memory_budget import GPU_SHARE_VARIABLE, is_out_of_memory
 
@@ -79,11 +79,13 @@ class Run:
     @property
     def clients(self) -> Any:
         """One row per client and round: bytes, samples, local accuracy, failures. A DataFrame, or a list of rows."""
-        return as_frame(
-            {"round": record.round, **_client_row(client)}
-            for record in read_records(self.path)
-            for client in record.clients
-        )
+        rows = []
+        for record in read_records(self.path):
+            for client in record.clients:
+                tree = asdict(client)
+                numbers = tree.pop("numbers")
+                rows.append({"round": record.round, **tree, "accuracy": client.accuracy, **numbers})
+        return as_frame(rows)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -336,12 +338,6 @@ def _round_row(record: RoundRecord) -> dict[str, Any]:
     tree["accuracy"] = {key.rstrip("_"): value for key, value in accuracy.items()}
     tree["task"] = {key: value for key, value in task.items() if not isinstance(value, list | dict)}
     return flatten(tree)
-
-
-def _client_row(client: ClientRecord) -> dict[str, Any]:
-    tree = asdict(client)
-    numbers = tree.pop("numbers")
-    return {**tree, "accuracy": client.accuracy, **numbers}
 
 
 def as_frame(rows: Iterable[Row]) -> Any:

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.forward.functional_vit import FunctionalViT
@@ -45,15 +45,10 @@ def attention_matrices(vit: Any, pixels: Tensor) -> list[Tensor]:
     queries: list[Tensor] = []
     keys: list[Tensor] = []
 
-    def collect(into: list[Tensor]) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            into.append(output)
-
-        return hook
-
     # The module passes queries and keys, [batch, heads, tokens, width], through these modules, identities where unused.
-    hooks = [block.attn.q_norm.register_forward_hook(collect(queries)) for block in vit.blocks]
-    hooks += [block.attn.k_norm.register_forward_hook(collect(keys)) for block in vit.blocks]
+    # A hook is called with the module, its inputs and its output.
+    hooks = [block.attn.q_norm.register_forward_hook(lambda *call: queries.append(call[2])) for block in vit.blocks]
+    hooks += [block.attn.k_norm.register_forward_hook(lambda *call: keys.append(call[2])) for block in vit.blocks]
     try:
         vit(pixels)
     finally:

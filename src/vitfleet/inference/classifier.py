@@ -208,13 +208,7 @@ def predict_files(
     batch_size: int = 64,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[ImagePrediction]:
-    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others.
-
-    Parameters
-    ----------
-    task
-        The task of the images, where it is known: only its classes are candidates.
-    """
+    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others."""
     if task is not None:
         model.classes_of_task(task)  # a wrong number is an error before the first image is read
     decode = partial(decode_file, image_size=model.image_size, channels=model.channels)

@@ -6,7 +6,6 @@ and every client's own state (``checkpoint/``). A model is put together from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +72,14 @@ class StoredModels:
 
     def client_weights(self, client: int) -> Tensors:
         """Return a client's whole model: its own parts with the shared ones."""
-        self._check_client(client)
+        clients = self.config.fleet.clients
+        if not 0 <= client < clients:
+            raise UserError(f"client = {client}: must be between 0 and {clients - 1}, fleet.clients − 1")
+        if self._is_remote:
+            raise UserError(
+                f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
+                "here is only the server's model"
+            )
         return self.method.model_weights(self.states.server(), self.base_weights, self.states.client(client))
 
     def _server_weights(self) -> tuple[Tensors, int]:
@@ -88,21 +94,15 @@ class StoredModels:
     def _is_remote(self) -> bool:
         return self.config.fleet.kind != "simulation"
 
-    def _check_client(self, client: int) -> None:
-        clients = self.config.fleet.clients
-        if not 0 <= client < clients:
-            raise UserError(f"client = {client}: must be between 0 and {clients - 1}, fleet.clients − 1")
-        if self._is_remote:
-            raise UserError(
-                f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
-                "here is only the server's model"
-            )
-
 
 def load_model_file(path: Path) -> Classifier:
     """Return the model in a file: a run's ``model.safetensors`` or ``best.safetensors``, or a device's own."""
     info, weights = read_model(path)
-    method = _method_params(path, info.method)
+    keys = dict(info.method)
+    name = keys.pop("name")
+    if name not in METHODS.names():
+        raise UserError(f"{path}: needs the method {name}, which is not installed here; name its file with --plugin")
+    method: Any = METHODS.make_params(name, **keys)
     try:
         config = ModelConfig.model_validate(info.model)
     except ValidationError as error:
@@ -111,11 +111,3 @@ def load_model_file(path: Path) -> Classifier:
     adapt = partial(adapt_model, method, class_to_task=info.class_to_task or ())
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
     return Classifier(net, weights, info)
-
-
-def _method_params(path: Path, table: Mapping[str, Any]) -> Any:
-    values = dict(table)
-    name = values.pop("name")
-    if name not in METHODS.names():
-        raise UserError(f"{path}: needs the method {name}, which is not installed here; name its file with --plugin")
-    return METHODS.make_params(name, **values)

@@ -71,7 +71,10 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
         raise UserError(
             f"{folder}: the models after task {task} were not kept; train with -o data.tasks.keep_models=true"
         )
-    machine = _machine(folder)
+    # A CPU that computes in the precision of a run that was evaluated on a CPU; else in float32.
+    trained_on = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
+    bf16 = trained_on.device == "cpu" and trained_on.precision == "bf16"
+    machine = ExecutionSettings(torch.device("cpu"), bf16)
     models = StoredModels.open(folder, config, StoredStates.of_folder(kept), machine)
     evaluator = FleetEvaluator(
         models.net,
@@ -89,9 +92,3 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
         results = evaluator.evaluate_clients(models.client_weights(client), wanted)
         rows[client] = [result.correct / result.tested if result.tested else None for result in results]
     return rows
-
-
-def _machine(folder: Path) -> ExecutionSettings:
-    """Return a CPU that computes in the precision of a run that was evaluated on a CPU; else in float32."""
-    machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
-    return ExecutionSettings(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")

@@ -93,7 +93,7 @@ def comparison_figures(groups: Sequence[RunGroup]) -> list[LineChart]:
     metrics = (_metric_chart(metric, key) for metric, key in _metric_curves(groups))
     for chart in (*_charts(eval_splits(groups)), *metrics):
         if views := list(_views(groups, chart)):
-            figures.append(LineChart(chart.id, chart.title, chart.label, views, chart.percent, chart.note))
+            figures.append(LineChart(chart.id, chart.title, chart.label, views, chart.percent, note=chart.note))
     return figures
 
 

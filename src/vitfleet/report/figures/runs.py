@@ -115,7 +115,7 @@ def _masked_images(run: RunData) -> ImageFigure | None:
         return None
     kept = 1 - run.config["train"]["mask_ratio"]
     note = "Top: training images of one client. Bottom: the patches that remain. A new mask is drawn in every epoch."
-    return ImageFigure("patches", f"Masked training images: {kept:.0%} of the patches", run.patches, note)
+    return ImageFigure("patches", f"Masked training images: {kept:.0%} of the patches", run.patches, note=note)
 
 
 def _task_matrix(run: RunData) -> HeatMap | None:
@@ -164,12 +164,16 @@ def _timeline(run: RunData) -> Timeline | None:
     ]
     names = [f"{client} {run.devices[client]}" if run.devices else str(client) for client in clients]
     note = "Download, training and upload of each client. Pale: the update was not used."
-    return Timeline("timeline", "Client activity", f"virtual {unit}", names, intervals, note)
+    return Timeline("timeline", "Client activity", f"virtual {unit}", names, intervals, note=note)
 
 
 def metric_figures(run: RunData) -> Iterator[Figure]:
     """Yield the figures of a run's metrics: distributions over rounds, and the last lists and matrices."""
-    for metric, rounds in _values_by_metric(run).items():
+    by_metric: dict[str, dict[int, MetricValues]] = {}
+    for record in run.records:
+        for metric, values in record.metrics.items():
+            by_metric.setdefault(metric, {})[record.round] = values
+    for metric, rounds in by_metric.items():
         measured = {round: values for round, values in rounds.items() if values.get(MEDIAN) is not None}
         if len(measured) > 1:
             yield _distribution(metric, measured)
@@ -178,15 +182,6 @@ def metric_figures(run: RunData) -> Iterator[Figure]:
                 yield _heat_map(run, metric, key, value)
             elif _is_list(value):
                 yield _bars(run, metric, key, value)
-
-
-def _values_by_metric(run: RunData) -> dict[str, dict[int, MetricValues]]:
-    """Return the values of each metric, by round."""
-    by_metric: dict[str, dict[int, MetricValues]] = {}
-    for record in run.records:
-        for metric, values in record.metrics.items():
-            by_metric.setdefault(metric, {})[record.round] = values
-    return by_metric
 
 
 def _distribution(metric: str, measured: dict[int, MetricValues]) -> LineChart:
