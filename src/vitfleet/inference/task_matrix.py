@@ -72,8 +72,8 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
             f"{folder}: the models after task {task} were not kept; train with -o data.tasks.keep_models=true"
         )
     # A CPU that computes in the precision of a run that was evaluated on a CPU; else in float32.
-    trained_on = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
-    bf16 = trained_on.device == "cpu" and trained_on.precision == "bf16"
+    machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
+    bf16 = machine_config.device == "cpu" and machine_config.precision == "bf16"
     machine = ExecutionSettings(torch.device("cpu"), bf16)
     models = StoredModels.open(folder, config, StoredStates.of_folder(kept), machine)
     evaluator = FleetEvaluator(
