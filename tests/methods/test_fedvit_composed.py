@@ -35,7 +35,6 @@ from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs
 from vitfleet.training.step import StepView, kind_of_step
-from vitfleet.wire import tensors_size
 
 CPU = torch.device("cpu")
 TINY = (
@@ -357,7 +356,7 @@ def test_bytes_sent_by_formula() -> None:
     others = dim * (patch + 1) + dim + tokens * dim + 2 * dim  # patch embedding, class token, positions, final norm
     for preset, layers in (("fedvit-cifar100", 6), ("fedvit-layers-cifar100", 3)):
         message = cost_model(preset).dry_run(1, 0, np.zeros(8, dtype=np.int64)).update.message
-        assert tensors_size(message) == 4 * (layers * layer + others)
+        assert message.num_bytes == 4 * (layers * layer + others)
 
 
 def test_gflops_of_a_masked_body_step_by_formula() -> None:
