@@ -59,7 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a JSON text from elsewhere says; a :class:`ValueError` if it is none, or nested too deeply."""
+    """Return what a JSON text from elsewhere says; a ``ValueError`` if it is none, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

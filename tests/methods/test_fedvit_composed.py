@@ -312,11 +312,11 @@ def test_captured_steps_follow_the_mask_of_their_training(
 
 def test_stacked_clients_end_as_each_alone(tmp_path: Path) -> None:
     outcomes = []
-    for cohort in (1, 4):
-        settings = (f"machine.stack_size={cohort}", "train.optimizer=sgd", "train.lr=0.05", "fleet.per_round=4")
-        context, server = finish(tmp_path / str(cohort), *BOTH, *settings)
+    for stack_size in (1, 4):
+        settings = (f"machine.stack_size={stack_size}", "train.optimizer=sgd", "train.lr=0.05", "fleet.per_round=4")
+        context, server = finish(tmp_path / str(stack_size), *BOTH, *settings)
         outcomes.append({**server.tensors, **client_tensors(context)})
-        assert context.trainer.execution_summary().largest_stack == cohort
+        assert context.trainer.execution_summary().largest_stack == stack_size
     for name, tensor in outcomes[0].items():
         torch.testing.assert_close(outcomes[1][name], tensor, rtol=2e-3, atol=2e-4, msg=name)
 
