@@ -275,7 +275,7 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("checked_angles")
 @pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.task_ranking=angle",)], ids=["paper", "other keys", "angle"])
-def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_stacked_clients_train_like_single_ones(more: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
     keys = *more, "method.k=1", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
