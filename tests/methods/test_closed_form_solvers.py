@@ -97,6 +97,15 @@ def test_any_partition_and_order_gives_the_head_of_all_images(
     assert_equal_heads(joined.head.folded(), central.head, features)
 
 
+@pytest.mark.parametrize("dtype", PRECISION)
+def test_equal_images_have_no_scatter_but_rounding(dtype: str) -> None:
+    features, labels = make_features(width=200)
+    images = torch.stack([(labels == label).nonzero()[0, 0] for label in range(NUM_CLASSES)]).repeat(3)
+    received, own = sent_sums(features[images], labels[images], dtype), features[images].double()
+    assert received.gram is not None
+    torch.testing.assert_close(received.gram, own.T @ own, rtol=1e-5, atol=1e-6 * float((own.T @ own).max()))
+
+
 def test_subtracted_sums_are_as_if_they_had_never_been_added() -> None:
     features, labels = make_features()
     parts = torch.arange(IMAGES).chunk(3)

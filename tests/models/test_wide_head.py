@@ -60,10 +60,8 @@ def by_hand(vit: Any, features: HeadFeatures, images: Tensor) -> Tensor:
     class_tokens = torch.cat([tokens[:, 0] for tokens in seen], dim=1)
     means = torch.cat([tokens[:, 1:].mean(dim=1) for tokens in seen], dim=1)
     parts = {"class-token": [class_tokens], "mean": [means], "both": [class_tokens, means]}[features.tokens]
-    x = (torch.cat(parts, dim=1) - vit.head.shift) * vit.head.scale
-    if not features.project:
-        return x
-    return (x @ draw_projection(features, x.shape[1]).T).relu()
+    x: Tensor = (torch.cat(parts, dim=1) - vit.head.shift) * vit.head.scale
+    return (x @ draw_projection(features, x.shape[1]).T).relu() if features.project else x
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -108,10 +106,11 @@ def test_shift_and_scale_are_weights_that_no_optimiser_trains() -> None:
 
 def test_random_features_come_from_their_seed_alone() -> None:
     features = WIDE["random features"]
-    first, second = (
-        build_model(TIMM, 5, 3, 32, seed=seed, adapt=lambda vit: widen_head(vit, features)).module.vit.head.projection
+    vits: list[Any] = [
+        build_model(TIMM, 5, 3, 32, seed=seed, adapt=lambda vit: widen_head(vit, features)).module.vit
         for seed in (0, 1)
-    )
+    ]
+    first, second = (vit.head.projection for vit in vits)
     assert torch.equal(first, second)
     other = HeadFeatures(features.tokens, features.blocks, features.project, seed=4)
     assert not torch.equal(first, draw_projection(other, first.shape[1]))

@@ -8,9 +8,6 @@ from pydantic import Field, model_validator
 
 from vitfleet.config.base import Table
 
-#: The method that solves heads, by itself or for the table ``[head]``.
-HEAD_METHOD = "closed-form"
-
 
 class HeadSolver(Table):
     """The closed form of a linear head, and the features that the head sees.
@@ -74,9 +71,14 @@ class HeadConfig(HeadSolver):
     freeze_rounds: int = Field(0, ge=0, description="first rounds, in which the head is not trained")
 
     @property
+    def is_solved_first(self) -> bool:
+        """Whether a run starts with a solved head."""
+        return self.start == "closed-form"
+
+    @property
     def is_solved(self) -> bool:
         """Whether a head is solved at any time of a run."""
-        return self.start == "closed-form" or self.is_solved_again
+        return self.is_solved_first or self.is_solved_again
 
     @property
     def is_solved_again(self) -> bool:
@@ -86,7 +88,7 @@ class HeadConfig(HeadSolver):
     def times_solved(self, rounds: int) -> int:
         """Return how often the head is solved in a run of so many rounds."""
         after_rounds = sum(self.solve_due(round, round == rounds) for round in range(1, rounds + 1))
-        return after_rounds + (self.start == "closed-form")
+        return after_rounds + self.is_solved_first
 
     def solve_due(self, round: int, is_last: bool) -> bool:
         """Return whether the head is solved after a round."""

@@ -33,22 +33,13 @@ class ClientRuntime:
     """Runs a method's client side on a trainer.
 
     The caller provides a client's images, base weights and state, and decides where they are stored.
-
-    Attributes
-    ----------
-    seed
-        The run's seed.
-    evaluate_tasks
-        Evaluates a model on clients' own test images.
-    head_solver
-        The method whose client side answers requests for the head; ``None``: no head is solved.
     """
 
     method: Method[Any]
     trainer: Trainer
     seed: int
     evaluate_tasks: EvaluateTasks
-    head_solver: Method[Any] | None = None
+    head_solver: Method[Any] | None = None  # its client side answers requests for the head
 
     def pending_update(
         self, request: Request, base_weights: Tensors, client_state: State | None, shard: Shard

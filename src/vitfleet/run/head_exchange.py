@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import CostModel, message_size
 from vitfleet.costs.virtual_clock import close_round
 from vitfleet.errors import printable
 from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from vitfleet.config.head import HeadSolver
 from vitfleet.config.schema import Config, MachineConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.hardware_profiles import assign_hardware
@@ -29,6 +30,7 @@ from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, Process
 from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, to_device
 from vitfleet.methods import declared_work, make_method
+from vitfleet.methods.closed_form.closed_form import check_pretrained
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.checkpoints.store import Checkpoints
@@ -62,21 +64,14 @@ def open_run(
 ) -> RunContext:
     """Open a run in its folder: a new one, or one to resume.
 
-    Parameters
-    ----------
-    make_fleet
-        Makes a fleet of remote clients, which have their own images. ``None``: the clients run in this process.
-    processes
-        The processes that share the run.
-    data
-        The data set, where it is passed from Python instead of being loaded.
+    With ``make_fleet`` clients are remote and have their own images; otherwise they run in this process, or in the
+    ``processes`` that share the run. ``data`` is passed from Python, or loaded.
     """
     if (config.fleet.kind == "simulation") != (make_fleet is None):
         remedy = "is started with `vitfleet server`; in one process it is simulation"
         raise ConfigError("fleet.kind", config.fleet.kind, remedy)
-    if config.head.start == "closed-form" and config.model.weights is None:
-        remedy = "needs a pretrained body, whose features tell classes apart; set model.weights"
-        raise ConfigError("head.start", config.head.start, remedy)
+    if config.head.is_solved_first or isinstance(config.method, HeadSolver):
+        check_pretrained(config)
     folder.mkdir(parents=True, exist_ok=True)
     data = load_dataset(config.data, progress) if data is None else _checked(config, data)
     net = build_net(config, len(data.classes), data.train.channels, data.train.image_size)
@@ -94,7 +89,9 @@ def open_run(
         write_base(base, folder)
     images = ClientImages(config, data, partition, components.method.accumulates_tasks)
     evaluator = _make_evaluator(images, components, has_local_clients=make_fleet is None)
-    cost_model = _make_cost_model(config, components, data)
+    on_host = replace(components.method.context, device=torch.device("cpu"))
+    cost_method = make_method(config.method, on_host)
+    cost_model = CostModel(cost_method, components.net, config.train, data.train.image_size)
     virtual: VirtualFleet | None = None
     if make_fleet is not None:  # remote clients have real clocks
         fleet = make_fleet(config, data, folder, base)
@@ -105,8 +102,9 @@ def open_run(
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
     head = _make_head_exchange(images, components, virtual)
+    parts = components.net, components.method, components.trainer
     return RunContext(
-        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes, head
+        config, folder, images, *parts, base, fleet, evaluator, checkpoints, cost_model, planner, processes, head
     )
 
 
@@ -156,11 +154,6 @@ def _make_evaluator(images: ClientImages, components: Components, has_local_clie
         trainer.class_to_task,
         held_out_clients(config),
     )
-
-
-def _make_cost_model(config: Config, components: Components, data: DataSet) -> CostModel:
-    on_host = replace(components.method.context, device=torch.device("cpu"))
-    return CostModel(make_method(config.method, on_host), components.net, config.train, data.train.image_size)
 
 
 def _make_head_exchange(

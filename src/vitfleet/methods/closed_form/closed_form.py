@@ -62,12 +62,8 @@ class ClosedForm(Method[ClosedFormParams]):
     def check_config(cls, params: ClosedFormParams, config: Config) -> None:
         """Check that there is a pretrained body, and one model for all classes."""
         super().check_config(params, config)
-        if config.model.weights is None:
-            raise ConfigError(
-                "model.weights",
-                None,
-                "a head in closed form needs a pretrained body; name a .safetensors file, hub or digits",
-            )
+        if config.fleet.kind == "simulation":  # a device gets the weights in a message, not the name of their file
+            check_pretrained(config)
         if config.data.tasks is not None:
             raise ConfigError("method.name", "closed-form", "has one head for all classes; leave data.tasks out")
         aggregation = config.aggregate
@@ -192,6 +188,13 @@ class ClosedForm(Method[ClosedFormParams]):
                 f"it reports {message.numbers.get('samples')} samples, and sums of {int(sums.samples)}"
             )
         return sums
+
+
+def check_pretrained(config: Config) -> None:
+    """Refuse a model whose body is not pretrained."""
+    if config.model.weights is None:
+        remedy = "a head in closed form needs a pretrained body; name a .safetensors file, hub or digits"
+        raise ConfigError("model.weights", None, remedy)
 
 
 @dataclass(frozen=True)

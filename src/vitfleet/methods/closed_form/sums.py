@@ -24,6 +24,8 @@ GRAM = "gram"  # a state has it in place of the scatter
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 #: What a client's rounding may change in the scatter, beside its largest variance: more is a sign of wrong sums.
 _ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 3e-2}
+#: The same beside the largest square: the scatter is a difference of two sums of squares in float64.
+_CANCELLATION = 1e-9
 _ROWS = 4096  # images whose features are float64 at once
 
 
@@ -158,7 +160,8 @@ def received_sums(
     if not second_order:
         return sums
     scatter = unpack_triangle(tensors[SCATTER].double(), width)
-    _check_scatter(scatter, _ROUNDING[dtype])
+    squares = (sums.class_means.square() * sums.counts[:, None]).sum(dim=0)
+    _check_scatter(scatter, squares, _ROUNDING[dtype])
     return sums.with_scatter(scatter)
 
 
@@ -196,10 +199,10 @@ def _checked(
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _check_scatter(scatter: Tensor, rounding: float) -> None:
+def _check_scatter(scatter: Tensor, squares: Tensor, rounding: float) -> None:
     """Reject a matrix that is no scatter: variances are not negative, and no covariance is larger than they allow."""
     variances = scatter.diagonal()
-    allowance = rounding * variances.abs().max()
+    allowance = rounding * variances.abs().max() + _CANCELLATION * squares.max()
     if bool((variances < -allowance).any()):
         raise RejectedUpdateError("its scatter has negative variances")
     deviations = (variances.clamp(min=0) + allowance).sqrt()

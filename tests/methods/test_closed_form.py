@@ -1,0 +1,327 @@
+"""The method closed-form in runs: the head of all images in one round, however and wherever clients run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopback import LocalClients, export_images
+from safetensors.torch import load_file
+from torch import Tensor
+
+import vitfleet
+from conftest import CLASSES, InterruptAfter, MakeShard, context_of
+from digests import digest
+from emulated_graphs import set_up_with_graphs
+from vitfleet.config import load_config
+from vitfleet.config.load import from_tree
+from vitfleet.errors import ConfigError
+from vitfleet.flower.server.fleet import fleet_factory
+from vitfleet.message import Message, State, Tensors, with_prefix
+from vitfleet.methods.base import ClientRoundInput
+from vitfleet.methods.closed_form.closed_form import COUNTED, SUMS, ClosedForm, ClosedFormParams
+from vitfleet.methods.closed_form.solvers import solve
+from vitfleet.methods.closed_form.sums import FEATURES, Sums
+from vitfleet.methods.reported import RejectedUpdateError
+from vitfleet.models.net import Net
+from vitfleet.run import setup
+from vitfleet.run.loop import run_rounds
+from vitfleet.run.records import read_records
+from vitfleet.run.setup import open_run
+from vitfleet.training.capture.runner import CudaGraphRunner
+from vitfleet.training.driver import run_update
+from vitfleet.training.stacking.inputs import RngContext
+from vitfleet.wire import encode
+
+#: A round of all clients, of unequal size, on the shipped body.
+KEYS: Mapping[str, Any] = {
+    "rounds": 1,
+    "model.weights": "digits",
+    "data.limit": 300,
+    "fleet.clients": 5,
+    "fleet.per_round": 5,
+    "fleet.devices": {},
+    "machine.device": "cpu",
+    "machine.precision": "fp32",
+    "machine.workers": 1,
+}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "lda": {},
+    "ridge of all tokens": {"method.solver": "ridge", "method.features": "both", "method.blocks": 3},
+    "random features": {"method.solver": "ridge", "method.features": "both", "method.project": 60},
+    "means": {"method.solver": "means"},
+    "means-covariance": {"method.solver": "means-covariance"},
+    "features": {"method.send": "features"},
+    "masked": {"train.mask_ratio": 0.5},
+}
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "alone": {},
+    "stacked": {"machine.stack_size": 3},
+    "captured": {},
+    "captured, stacked": {"machine.stack_size": 3},
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_figures(without_figure_files: None) -> None:
+    """Figures take most of the time of a run of a second."""
+
+
+def train(out: Path, *keys: Mapping[str, Any], **options: Any) -> vitfleet.Run:
+    overrides = {key: value for changes in (KEYS, *keys) for key, value in changes.items()}
+    return vitfleet.train("digits", method="closed-form", overrides=overrides, out=out, **options)
+
+
+def head_of(run: vitfleet.Run) -> dict[str, Tensor]:
+    assert run.summary["total"]["failures"] == 0
+    return {name: tensor for name, tensor in load_file(run.path / "model.safetensors").items() if name[:5] == "head."}
+
+
+def accuracy_of(run: vitfleet.Run) -> float:
+    *_, last = read_records(run.path)
+    assert last.accuracy is not None
+    assert last.accuracy.global_ is not None
+    return last.accuracy.global_
+
+
+def assert_close(left: Tensors, right: Tensors, atol: float = 1e-3) -> None:
+    """Compare heads: features differ in their last digits with the images of a batch."""
+    torch.testing.assert_close(dict(left), dict(right), rtol=1e-3, atol=atol)
+
+
+# The same in every way
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("means-covariance", "masked")])
+def test_any_partition_gives_the_head_of_all_images(kind: str, tmp_path: Path) -> None:
+    partitions: Mapping[str, Mapping[str, Any]] = {
+        "one client": {"fleet.clients": 1, "fleet.per_round": 1},
+        "skewed": {"data.partition.beta": 0.1},
+        "iid": {"data.partition.kind": "iid", "fleet.clients": 8, "fleet.per_round": 8},
+    }
+    runs = {name: train(tmp_path / name, KINDS[kind], keys) for name, keys in partitions.items()}
+    heads = {name: head_of(run) for name, run in runs.items()}
+    for name in partitions:
+        assert_close(heads[name], heads["one client"])
+    assert accuracy_of(runs["skewed"]) > 0.8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stacked_and_captured_steps_record_what_single_ones_do(
+    kind: str, tmp_path: Path, captured: list[CudaGraphRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {}
+    for way, keys in WAYS.items():
+        monkeypatch.setattr(setup, "gpu_memory_bytes", lambda device: 1 << 30)
+        monkeypatch.setattr(setup, "set_up_execution", partial(set_up_with_graphs, "captured" in way))
+        run = train(tmp_path / way, KINDS[kind], keys)
+        execution = run.summary["execution"]
+        assert execution["clients"] == ("cuda graph" if "captured" in way else "eager")
+        assert execution["largest_stack"] == (3 if "stacked" in way else 1)
+        heads[way] = head_of(run)
+        assert_close(heads[way], heads["alone"])
+    assert captured
+
+
+@pytest.mark.parametrize("kind", ["lda", "means-covariance", "features"])
+def test_clients_that_come_later_add_their_sums(kind: str, tmp_path: Path) -> None:
+    """Two of five clients in each of several rounds: in the end the head is that of all, asked in one round."""
+    several = train(tmp_path / "several", KINDS[kind], {"rounds": 12, "fleet.per_round": 2})
+    at_once = train(tmp_path / "at once", KINDS[kind])
+    assert_close(head_of(several), head_of(at_once))
+    records = list(read_records(several.path))
+    sent = [client.up_bytes > 1000 for record in records for client in record.clients]
+    assert sum(sent) == 5, "every client sends its sums once"
+    assert not any(client.down_bytes > 1000 for record in records[6:] for client in record.clients)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    keys = {"rounds": 4, "fleet.per_round": 2}
+    whole = train(tmp_path / "whole", keys)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "interrupted", keys, callbacks=[InterruptAfter(2)])
+    resumed = vitfleet.load_run(tmp_path / "interrupted").resume()
+    assert digest(resumed.path) == digest(whole.path)
+
+
+@pytest.mark.parametrize("kind", ["ridge of all tokens", "random features", "features"])
+def test_flowers_clients_send_the_same_bits(kind: str, tmp_path: Path) -> None:
+    overrides = {**KEYS, "method.name": "closed-form", **KINDS[kind], "rounds": 2, "fleet.per_round": 4}
+    config = load_config("digits", overrides)
+    export_images(config, tmp_path / "data")
+    simulation = run_rounds(open_run(config, tmp_path / "simulation")).state.server
+    remote = config.model_copy(update={"fleet": config.fleet.model_copy(update={"kind": "flower", "join_s": 0.0})})
+    clients = LocalClients(remote, tmp_path / "data", tmp_path / "state")
+    flower = run_rounds(open_run(remote, tmp_path / "flower", make_fleet=fleet_factory(clients.grid()))).state.server
+    assert flower.numbers == simulation.numbers
+    assert encode(flower) == encode(simulation)
+    records = (tmp_path / "flower" / "records.jsonl").read_bytes()
+    assert records == (tmp_path / "simulation" / "records.jsonl").read_bytes()
+    assert b'"failure":"' not in records
+
+
+@pytest.mark.parametrize("kind", ["lda", "random features"])
+def test_a_stored_model_predicts_as_the_run_measured(kind: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", KINDS[kind])
+    (evaluation,), _ = vitfleet.evaluate(run)
+    assert evaluation.accuracy == pytest.approx(accuracy_of(run))
+    exported = vitfleet.export(run, "torch-export", tmp_path / "exported")
+    assert exported.max_difference < 1e-3
+
+
+# What is sent
+
+
+def test_bytes_are_those_of_a_triangle_and_of_the_classes_that_a_client_has(tmp_path: Path) -> None:
+    for dtype, size in (("fp64", 8), ("fp32", 4), ("bf16", 2)):
+        run = train(tmp_path / dtype, {"method.dtype": dtype})
+        (record,) = read_records(run.path)
+        for client in record.clients:
+            samples = client.numbers["samples"]
+            assert isinstance(samples, int)
+            overhead = client.up_bytes - 32 * 33 // 2 * size
+            assert 0 < overhead < 10 * (32 * max(4, size) + 6) + 400, "of ten classes at most"
+
+
+def test_costs_count_one_forward_pass() -> None:
+    def costs(**keys: Any) -> Any:
+        overrides = {**KEYS, **{key.replace("__", "."): value for key, value in keys.items()}}
+        (report,) = vitfleet.cost("digits", method="closed-form", methods=["closed-form"], overrides=overrides)
+        return report
+
+    (fedavg,) = vitfleet.cost("digits", method="fedavg", methods=["fedavg"], overrides=KEYS)
+    # But for the head, which no client computes.
+    assert costs().train_gflops == pytest.approx(2 * fedavg.forward_gmac, rel=0.01)
+    assert costs(method__project=2000).train_gflops > 1.05 * costs().train_gflops
+    assert costs().up_bytes < costs(method__features="both").up_bytes
+
+
+# On the server
+
+
+def method_of(net: Net, **keys: Any) -> ClosedForm:
+    return ClosedForm(ClosedFormParams(name="closed-form", **keys), context_of(net))
+
+
+def message_of(features: Tensor, labels: Tensor, dtype: str = "fp32") -> Message:
+    sums = Sums.of(features, labels, CLASSES)
+    return Message(sums.message(torch.unique(labels), dtype), {"samples": len(labels)})
+
+
+def random_features(images: int = 50, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(images, 16, generator=random), torch.randint(0, CLASSES, (images,), generator=random)
+
+
+def test_the_server_keeps_float64_sums_and_whom_it_has_asked(tiny_net: Net) -> None:
+    method = method_of(tiny_net)
+    state = method.initial_state(tiny_net.initial_weights())
+    assert method.message_to_client(state, 1, 7, None) == Message()
+    aggregator = method.aggregator(state, 1)
+    features, labels = random_features()
+    aggregator.add(7, message_of(features, labels))
+    aggregator.add(3, Message(numbers={"samples": 0}))
+    state = aggregator.finish()
+    assert state.numbers[COUNTED] == [3, 7]
+    assert {tensor.dtype for tensor in with_prefix(state.tensors, SUMS).values()} == {torch.float64}
+    assert method.message_to_client(state, 2, 7, 1).numbers == {COUNTED: 1}
+    assert set(method.model_weights(state, method.initial_broadcast(tiny_net.initial_weights()).tensors, None)) == set(
+        tiny_net.parts.shapes
+    )
+
+
+def test_sums_are_added_once(tiny_net: Net) -> None:
+    method, message = method_of(tiny_net), message_of(*random_features())
+    aggregator = method.aggregator(State(), 1)
+    aggregator.add(0, message)
+    with pytest.raises(RejectedUpdateError, match="added before"):
+        aggregator.add(0, message)
+    state = aggregator.finish()
+    aggregator = method.aggregator(state, 2)
+    aggregator.add(0, Message(numbers={"samples": 0}))
+    with pytest.raises(RejectedUpdateError, match="added before"):
+        aggregator.add(0, message)
+    after = aggregator.finish()
+    for name, tensor in state.tensors.items():
+        assert torch.equal(after.tensors[name], tensor)
+
+
+def test_a_round_without_images_changes_nothing(tiny_net: Net) -> None:
+    method = method_of(tiny_net)
+    state = method.initial_state(tiny_net.initial_weights())
+    aggregator = method.aggregator(state, 1)
+    aggregator.add(0, Message(numbers={"samples": 0}))
+    assert aggregator.finish().tensors == state.tensors
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [({"samples": 3}, "it has images and sends nothing"), ({"samples": 51}, "it reports 51 samples, and sums of 50")],
+)
+def test_what_does_not_fit_the_reported_samples_is_rejected(
+    tiny_net: Net, numbers: dict[str, int], reason: str
+) -> None:
+    tensors = {} if numbers["samples"] == 3 else message_of(*random_features()).tensors
+    with pytest.raises(RejectedUpdateError, match=reason):
+        method_of(tiny_net).aggregator(State(), 1).add(0, Message(tensors, numbers))
+
+
+def test_features_far_larger_than_those_of_others_are_rejected(tiny_net: Net) -> None:
+    aggregator = method_of(tiny_net).aggregator(State(), 1)
+    for client in range(3):
+        aggregator.add(client, message_of(*random_features(seed=client)))
+    features, labels = random_features(seed=3)
+    with pytest.raises(RejectedUpdateError, match=r"aggregate\.max_ratio"):
+        aggregator.add(3, message_of(1000 * features, labels))
+
+
+@pytest.mark.parametrize("send", ["sums", "features"])
+def test_what_a_client_sends_by_hand(tiny_net: Net, make_shard: MakeShard, make_trainer: Any, send: str) -> None:
+    """Of images in two batches, the last of which has padding where clients are stacked."""
+    method, trainer, shard = method_of(tiny_net, send=send, dtype="fp64"), make_trainer(batch_size=8), make_shard(3, 15)
+    weights = tiny_net.initial_weights()
+    base = method.initial_broadcast(weights).tensors
+    job = ClientRoundInput(1, 0, Message(), base, None, shard)
+    message = run_update(method.client_update(job), trainer, shard, RngContext(0, 1, 0)).message
+    images = trainer.preprocess(shard.images.images[shard.index])
+    features = tiny_net.outputs_and_representation(weights, images, None, None)[1]
+    if send == "features":
+        torch.testing.assert_close(message.tensors[FEATURES], features.half(), rtol=1e-3, atol=1e-3)
+    received, expected = method.received(message), Sums.of(features, shard.labels, CLASSES)
+    torch.testing.assert_close(
+        received.tensors(), expected.tensors(), rtol=1e-3, atol=1e-2 if send == "features" else 1e-5
+    )
+    head = method.solve(received)
+    reference = solve(expected, method.params).head.folded()
+    scale = float(reference.weight.norm() / head["head.weight"].double().norm())
+    torch.testing.assert_close(head["head.weight"].double() * scale, reference.weight, rtol=0.2, atol=0.2)
+
+
+def test_a_temperature_divides_the_logits(tiny_net: Net) -> None:
+    sums = Sums.of(*random_features(), CLASSES)
+    once, half = (method_of(tiny_net, temperature=value).solve(sums) for value in (1.0, 2.0))
+    torch.testing.assert_close(once["head.weight"], 2 * half["head.weight"])
+    torch.testing.assert_close(once["head.bias"], 2 * half["head.bias"])
+
+
+# Configurations
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, "needs a pretrained body"),
+        ({"data": {"tasks": {"count": 5, "classes": 2, "per_client": [1, 2]}}}, "one head for all classes"),
+        ({"aggregate": {"rule": "median"}}, "must be mean"),
+        ({"aggregate": {"norm_factor": 3.0}}, "not to sums"),
+        ({"server": {"lr": 0.5}}, "has no effect"),
+    ],
+)
+def test_what_cannot_be_solved_is_refused(tables: dict[str, Any], reason: str) -> None:
+    model = {"model": {"weights": "digits"}} if tables else {}
+    with pytest.raises(ConfigError, match=reason):
+        from_tree({"method": {"name": "closed-form"}, **model, **tables})
