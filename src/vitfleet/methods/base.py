@@ -400,7 +400,7 @@ def start_server_update(method: Method[Any], server_state: State, round: int) ->
 
 
 def _head_frozen(method: Method[Any], round: int) -> bool:
-    return round <= method.context.config.head.freeze_rounds
+    return 0 < round <= method.context.config.head.freeze_rounds
 
 
 def _without_head(
