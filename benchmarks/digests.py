@@ -47,6 +47,7 @@ WITHOUT_TASKS = {
     "fed-lora": "method.rank=2",
     "fedbfpt": "method.local_layers=3",
     "eftvit": "method.local_layers=2 train.mask_ratio=0.5",
+    "closed-form": "model.weights=digits method.features=both method.blocks=2",
     "fedper": "",
     "fedrep": "",
 }

@@ -270,6 +270,16 @@ TINY = (
 )
 
 
+#: The model that the shipped weights are of, for methods that need a pretrained body.
+DIGITS_BODY = (
+    "model.weights=digits",
+    "model.dim=32",
+    "model.depth=4",
+    "model.heads=4",
+    "model.patch_size=2",
+)
+
+
 @pytest.fixture(scope="session")
 def tiny_overrides() -> tuple[str, ...]:
     """Return the overrides that make the preset ``digits`` a run of a fraction of a second."""

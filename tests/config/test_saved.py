@@ -154,7 +154,11 @@ def test_a_resolved_preset_can_be_run_again(name: str, tmp_path: Path) -> None:
 
 def test_the_defaults_of_every_method_survive() -> None:
     for entry in METHODS:
-        tree = {"method": entry.params().model_dump(mode="json"), "train": {"epochs": 2}}
+        tree = {
+            "method": entry.params().model_dump(mode="json"),
+            "model": {"weights": "digits"},
+            "train": {"epochs": 2},
+        }
         if entry.target.needs_tasks:
             tree["data"] = {"tasks": {}}
         assert validate(tree).method == entry.params()

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import MakeConfig
+from conftest import DIGITS_BODY, MakeConfig
 from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
@@ -151,7 +151,12 @@ def test_eftvit_trainable_parameters_per_number_of_local_layers(layers: int, mil
 
 @pytest.mark.parametrize("name", sorted(METHODS.names()))
 def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_config: MakeConfig, tmp_path: Path) -> None:
-    keys = {"transfl": ["method.k=1"], "eftvit": ["method.local_layers=1"], "fedbfpt": ["method.local_layers=2"]}
+    keys = {
+        "transfl": ["method.k=1"],
+        "eftvit": ["method.local_layers=1"],
+        "fedbfpt": ["method.local_layers=2"],
+        "closed-form": DIGITS_BODY,
+    }
     task_options = [
         "data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}",
         "rounds=5",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loopback import HandleMessage, LocalClients, client_names, export_images
 
-from conftest import MakeConfig
+from conftest import DIGITS_BODY, MakeConfig
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.data.partitions.assign import assign_images
@@ -23,6 +23,7 @@ from vitfleet.run.setup import open_run
 from vitfleet.run.state import RunState
 
 OVERRIDES: Mapping[str, tuple[str, ...]] = {
+    "closed-form": DIGITS_BODY,
     "fedbfpt": ("method.local_layers=2",),
     "transfl": ("method.k=1",),
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5"),

@@ -272,11 +272,14 @@ def test_what_does_not_fit_the_reported_samples_is_rejected(
 
 def test_features_far_larger_than_those_of_others_are_rejected(tiny_net: Net) -> None:
     aggregator = method_of(tiny_net).aggregator(State(), 1)
-    for client in range(3):
-        aggregator.add(client, message_of(*random_features(seed=client)))
     features, labels = random_features(seed=3)
-    with pytest.raises(RejectedUpdateError, match=r"aggregate\.max_ratio"):
+    with pytest.raises(RejectedUpdateError, match=r"aggregate\.max_change"):
         aggregator.add(3, message_of(1000 * features, labels))
+    for client in range(3):
+        small, its_labels = random_features(seed=client)
+        aggregator.add(client, message_of(0.01 * small, its_labels))
+    with pytest.raises(RejectedUpdateError, match=r"aggregate\.max_ratio"):
+        aggregator.add(3, message_of(5 * features, labels))
 
 
 @pytest.mark.parametrize("send", ["sums", "features"])

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from conftest import MakeConfig, RecordProperty
+from conftest import DIGITS_BODY, MakeConfig, RecordProperty
 from vitfleet.cli import main
 from vitfleet.config.registry import METHODS
 from vitfleet.run.loop import run_rounds
@@ -359,6 +359,7 @@ def test_a_run_killed_twenty_times_during_writes_ends_with_the_same_bytes(
 TASKS = "data.tasks={count = 3, classes = 3, rounds_per_task = 4, per_client = [2, 3], share = [0.3, 0.5]}"
 ROUNDS = 12
 METHOD_KEYS = {
+    "closed-form": [*DIGITS_BODY],
     "transfl": ["method.k=1"],
     "fedbfpt": ["method.local_layers=2", "model.depth=4"],
     "eftvit": ["method.local_layers=1"],

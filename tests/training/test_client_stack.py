@@ -11,7 +11,7 @@ import torch
 from clients_alone import assert_close, check_stacked, make_group, random_weights, stored_to_draw
 from torch import Tensor
 
-from conftest import CLASSES, MakeConfig, MakeShard, MakeTrainer
+from conftest import CLASSES, DIGITS_BODY, MakeConfig, MakeShard, MakeTrainer
 from emulated_graphs import set_up_with_graphs
 from vitfleet.config import registry
 from vitfleet.config.schema import AugmentConfig, ModelConfig
@@ -161,6 +161,7 @@ def test_stacked_clients_draw_stored_samples_of_their_own(
 
 METHODS = {
     "fedavg": (),
+    "closed-form": (*DIGITS_BODY, "method.dtype=fp64"),
     "fedprox": ("method.mu=0.5",),
     "apfl": (),
     "standalone": (),

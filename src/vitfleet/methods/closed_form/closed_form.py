@@ -257,6 +257,10 @@ class SumsUpdate(Aggregator):
                 f"its number of samples is {samples:.0f}; aggregate.max_samples = {limits.max_samples}"
             )
         size = mean_size(sums)
+        if not math.isfinite(size) or (limits.max_change is not None and size > limits.max_change):
+            raise RejectedUpdateError(
+                f"its features have the size {size:.3g}; aggregate.max_change = {limits.max_change}"
+            )
         check_rms(size, [*self.earlier_sizes, *self.sizes.values()], limits, floor=0.0)
         self.sizes[client] = size
         if self.method.second_order:

@@ -60,12 +60,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Standardised:
-    """Sums of standardised features: what ridge and lda have in common."""
+    """Means of standardised features: what ridge and lda have in common.
+
+    Matrices are as large as all else together: each is made when it is needed, in place.
+    """
 
     counts: Tensor
     means: Tensor
-    covariance: Tensor
-    within: Tensor
     shift: Tensor
     scale: Tensor
 
@@ -73,16 +74,30 @@ class Standardised:
     def of(cls, sums: Sums) -> Standardised:
         """Standardise sums."""
         assert sums.gram is not None
-        samples = sums.samples
-        shift = sums.class_sums.sum(dim=0) / samples
-        covariance = sums.gram / samples - torch.outer(shift, shift)
-        variances = covariance.diagonal().clamp(min=0)
+        shift = sums.class_sums.sum(dim=0) / sums.samples
+        variances = (sums.gram.diagonal() / sums.samples - shift.square()).clamp(min=0)
         # What is left of a constant column after rounding is no variance.
         constant = variances <= 1e-12 * (variances + shift.square())
         scale = torch.where(constant, 1.0, variances.rsqrt())
-        by_scale = torch.outer(scale, scale)
         means = torch.where(sums.counts[:, None] > 0, (sums.class_means - shift) * scale, 0.0)
-        return cls(sums.counts, means, covariance * by_scale, sums.scatter() / samples * by_scale, shift, scale)
+        return cls(sums.counts, means, shift, scale)
+
+    @property
+    def samples(self) -> float:
+        """Number of images."""
+        return float(self.counts.sum())
+
+    def covariance(self, sums: Sums) -> Tensor:
+        """Return the covariance of all images' standardised features."""
+        assert sums.gram is not None
+        return self._scaled((sums.gram / self.samples).addr_(self.shift, self.shift, alpha=-1))
+
+    def within(self, sums: Sums) -> Tensor:
+        """Return the covariance of standardised features about the means of their classes."""
+        return self._scaled(sums.scatter().div_(self.samples))
+
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        return matrix.mul_(self.scale).mul_(self.scale[:, None])
 
 
 @dataclass(frozen=True)
@@ -126,13 +141,15 @@ def ridge(sums: Sums, gamma: float | None) -> Solution:
     That estimates the squared error on new images as RSS/n / (1 − f/n)², with the degrees of freedom f of the fit.
     """
     z = Standardised.of(sums)
-    shares = z.counts / z.counts.sum()
+    shares = z.counts / z.samples
     targets = z.means * shares[:, None]  # (Z'(Y − Ȳ))' / n
+    covariance = z.covariance(sums)
     if gamma is not None:
-        inverse = _inverse(z.covariance + gamma * torch.eye(len(z.scale)).to(z.scale))
+        covariance.diagonal().add_(gamma)
+        inverse = _inverse(covariance)
         left = _left(1 + len(z.scale) - gamma * float(inverse.trace()), z)
         return Solution(Head(targets @ inverse, shares, z.shift, z.scale), gamma, left**-2)
-    values, vectors = torch.linalg.eigh(z.covariance)
+    values, vectors = torch.linalg.eigh(covariance)
     # Sums that were sent in few bits have negative eigenvalues: what is not larger than these is rounding.
     rounding = float(-values[0])
     values, rotated = values.clamp(min=0), targets @ vectors
@@ -153,14 +170,15 @@ def ridge(sums: Sums, gamma: float | None) -> Solution:
 def lda(sums: Sums, shrinkage: float | None) -> Solution:
     """Return linear discriminant analysis; without a shrinkage, with the one of OAS (Chen et al., 2010)."""
     z = Standardised.of(sums)
-    width = len(z.scale)
-    mean_variance = z.within.diagonal().mean()
-    chosen = oas(z.within, float(z.counts.sum())) if shrinkage is None else shrinkage
-    shrunk = (1 - chosen) * z.within + chosen * mean_variance * torch.eye(width).to(z.within)
+    shrunk = z.within(sums)
+    added = shrunk.diagonal().mean()
+    chosen = oas(shrunk, z.samples) if shrinkage is None else shrinkage
+    shrunk.mul_(1 - chosen).diagonal().add_(chosen * added)
     inverse = _inverse(shrunk)
     weight = z.means @ inverse
-    bias = (z.counts / z.counts.sum()).log() - 0.5 * (weight * z.means).sum(dim=1)
-    left = _left(int((z.counts > 0).sum()) + (1 - chosen) * float((z.within * inverse).sum()), z)
+    bias = (z.counts / z.samples).log() - 0.5 * (weight * z.means).sum(dim=1)
+    freedom = len(inverse) - chosen * float(added * inverse.trace())  # tr((1 − s) S T⁻¹) of the shrunk matrix T
+    left = _left(int((z.counts > 0).sum()) + freedom, z)
     return Solution(Head(weight, bias, z.shift, z.scale), chosen, left**-2)
 
 
@@ -173,10 +191,10 @@ def means(sums: Sums, regularization: float | None) -> Solution:
 def means_covariance(sums: Sums, gamma: float | None) -> Solution:
     """Return FedCOF's head: the sums' scatter is that estimated from the clients' class means."""
     gamma = 1.0 if gamma is None else gamma
-    scatter, own = sums.scatter(), (sums.counts - 1).clamp(min=0).sum()
-    ridge = gamma * scatter.diagonal().mean() / own.clamp(min=1)
-    mean = sums.class_sums.sum(dim=0) / sums.samples
-    gram = scatter + own * ridge * torch.eye(len(mean)).to(mean) + sums.samples * torch.outer(mean, mean)
+    gram = sums.scatter()
+    gram.diagonal().add_(gamma * gram.diagonal().mean())  # Σ_c (n_c − 1) γ, relative to the mean variance
+    total = sums.class_sums.sum(dim=0)
+    gram += torch.outer(total, total / sums.samples)
     return Solution(_head_on_features(_unit_rows(sums.class_sums @ _inverse(gram))), gamma)
 
 
@@ -209,7 +227,9 @@ def temperature(solution: Solution, sums: Sums) -> float:
         return 1.0
     if sums.gram is None:
         return margin / MEANS_MARGIN
-    products = weight @ (sums.scatter() / sums.samples) @ weight.T
+    between = weight @ sums.class_means[present].T  # the scatter is the sums' matrix without that of the means
+    products = weight @ sums.gram @ weight.T - (between * sums.counts[present]) @ between.T
+    products /= sums.samples
     variances = products.diagonal()[:, None] + products.diagonal() - 2 * products
     variance = float((others[:, None] * variances).sum())
     return 2 * variance * solution.inflation / margin if variance > 0 else 1.0
@@ -218,14 +238,15 @@ def temperature(solution: Solution, sums: Sums) -> float:
 def oas(covariance: Tensor, samples: float) -> float:
     """Return the shrinkage to a multiple of the identity by oracle approximating shrinkage (Chen et al., 2010)."""
     width = len(covariance)
-    squares, mean_variance = float(covariance.square().mean()), float(covariance.diagonal().mean())
+    squares = float(torch.linalg.vector_norm(covariance)) ** 2 / width**2
+    mean_variance = float(covariance.diagonal().mean())
     spread = squares - mean_variance**2 / width
     return 1.0 if spread <= 0 else min(1.0, (squares + mean_variance**2) / ((samples + 1) * spread))
 
 
 def _left(freedom: float, z: Standardised) -> float:
     """Return the share of the images' degrees of freedom that a fit leaves, at least as much as is relied on."""
-    return max(1 - freedom / float(z.counts.sum()), 1 - MAX_FREEDOM)
+    return max(1 - freedom / z.samples, 1 - MAX_FREEDOM)
 
 
 def _head_on_features(weight: Tensor) -> Head:

@@ -89,15 +89,13 @@ class Sums:
     def scatter(self) -> Tensor:
         """Return Σ(φ − μ)(φ − μ)ᵀ, with the mean μ of the image's class."""
         assert self.gram is not None
-        return self.gram - self._between()
+        means = self.class_means
+        return torch.addmm(self.gram, (means * self.counts[:, None]).T, means, alpha=-1)
 
     def with_scatter(self, scatter: Tensor) -> Sums:
         """Return these sums with the Σφφᵀ that belongs to a scatter."""
-        return replace(self, gram=scatter + self._between())
-
-    def _between(self) -> Tensor:
         means = self.class_means
-        return (means * self.counts[:, None]).T @ means
+        return replace(self, gram=torch.addmm(scatter, (means * self.counts[:, None]).T, means))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums as a state keeps them: of the matrix the upper triangle."""
@@ -206,7 +204,8 @@ def _check_scatter(scatter: Tensor, squares: Tensor, rounding: float) -> None:
     if bool((variances < -allowance).any()):
         raise RejectedUpdateError("its scatter has negative variances")
     deviations = (variances.clamp(min=0) + allowance).sqrt()
-    if bool((scatter.abs() > (1 + rounding) * torch.outer(deviations, deviations)).any()):
+    limits = torch.outer((1 + rounding) * deviations, deviations)
+    if bool((scatter > limits).any()) or bool((scatter < -limits).any()):
         raise RejectedUpdateError("its scatter has covariances that are larger than its variances allow")
 
 
@@ -225,7 +224,8 @@ def pack_triangle(matrix: Tensor) -> Tensor:
 def unpack_triangle(packed: Tensor, width: int) -> Tensor:
     """Return the symmetric matrix with this upper triangle."""
     upper = packed.new_zeros(width, width).masked_scatter_(_upper(width, packed.device), packed)
-    return upper + upper.triu(1).T
+    matrix: Tensor = upper + upper.triu(1).T
+    return matrix
 
 
 def _upper(width: int, device: torch.device) -> Tensor:
