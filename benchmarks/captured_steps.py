@@ -113,7 +113,7 @@ def count_events(runners: RunnerCache) -> dict[str, int]:
     """Return how often steps were captured so far, and how often memory was full."""
     stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
     return {
-        "steps captured": runners.execution.summary().captured_steps,
+        "steps captured": runners.execution.summary.captured_steps,
         "captured steps without tensors": len(runners._dropped_graphs),
         "allocations repeated with a smaller cache": stats.get("num_alloc_retries", 0),
         "allocations failed": stats.get("num_ooms", 0),
