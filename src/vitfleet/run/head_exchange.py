@@ -90,12 +90,18 @@ def solve_head(
         client_metrics={client: told for client, told in state.client_metrics.items() if client not in lost_state},
         in_flight=replace(state.in_flight, now=now),
     )
-    return state, HeadRecord(entries, dict(solution.numbers), accuracy_before)
+    chosen = {name: number for name, number in solution.numbers.items() if not isinstance(number, list)}
+    return state, HeadRecord(entries, chosen, accuracy_before)
 
 
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
-    """Return what a client needs of the body besides the base message: the weights that are not in it as they are."""
-    return Message({name: body[name] for name in method.parts.body if not _same(base.get(name), body[name])})
+    """Return what a client needs besides the base message to compute features: what is not in it as it is.
+
+    That is the body, and what of the head no optimiser trains: the shift and the scale of its features.
+    """
+    parts = method.parts
+    needed = [*parts.body, *(name for name in parts.head if name not in parts.parameters)]
+    return Message({name: body[name] for name in needed if not _same(base.get(name), body[name])})
 
 
 def _same(known: Tensor | None, weight: Tensor) -> bool:
