@@ -19,7 +19,7 @@ from vitfleet.config import load_config
 from vitfleet.errors import ConfigError
 from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.message import with_prefix
-from vitfleet.methods.personal.shared_body import SOLVED
+from vitfleet.methods.personal.shared_body import SOLVED, solved_head
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
@@ -242,6 +242,23 @@ def test_local_heads_go_on_from_the_solved_one_once(tmp_path: Path) -> None:
     assert not any(name.startswith(SOLVED) for name in {**message.tensors, **later.tensors})
 
 
+def test_a_client_whose_own_images_count_more_has_a_head_of_its_own(tmp_path: Path) -> None:
+    keys = {**keys_of("fedper", START, {"head.solve_last": True, "head.own_weight": 20.0}), "method.name": "fedper"}
+    context = open_run(load_config(PRESET, keys), tmp_path / "run")
+    state, _ = run_next(context, load_state(context))
+    heads = [context.method.message_to_client(state.server, 1, client, 0).tensors["head.weight"] for client in range(4)]
+    common = with_prefix(state.server.tensors, SOLVED)["head.weight"]
+    assert all(not torch.equal(head, other) for head, other in zip(heads, [*heads[1:], common], strict=True))
+    state = run_rounds(context, state).state
+    client = next(client for client, last in state.last_seen.items() if last)
+    stored = context.fleet.client_state(client)
+    assert stored is not None
+    solved = solved_head(state.server, client)
+    model = context.method.model_weights(state.server, context.base.tensors, stored)
+    assert equal({name: model[name] for name in HEAD}, solved), "it was solved since the client trained its own"
+    assert not equal(solved, solved_head(state.server, None))
+
+
 @pytest.mark.parametrize("name", ["fed-full", "eftvit", "fedper"])
 def test_a_frozen_head_stays_as_it_is(name: str, tmp_path: Path) -> None:
     servers = KeepServer()
@@ -292,6 +309,7 @@ def test_costs_count_the_head() -> None:
         ({"data.tasks.count": 2, "data.tasks.classes": 5, "data.tasks.rounds_per_task": 1, **START}, "data.tasks"),
         ({"method.name": "fed-head", "head.freeze_rounds": 1}, "nothing but the head"),
         ({"model.weights": None, **START}, "pretrained"),
+        ({"method.name": "fedavg", **START, "head.own_weight": 2.0}, "head.own_weight"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(keys: Mapping[str, Any], words: str, tmp_path: Path) -> None:

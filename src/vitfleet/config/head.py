@@ -69,6 +69,12 @@ class HeadConfig(HeadSolver):
     )
     solve_last: bool = Field(False, description="whether the head is solved on the trained body after the last round")
     freeze_rounds: int = Field(0, ge=0, description="first rounds, in which the head is not trained")
+    own_weight: float = Field(
+        1.0,
+        ge=1,
+        description="where heads stay on the clients: how often a client's own images count for its solved head, and "
+        "those of others once; 1: all have the same head",
+    )
 
     @property
     def is_solved_first(self) -> bool:

@@ -156,6 +156,20 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _clients_have_heads(self) -> Config:
+        """Check that heads stay on the clients where each is to be solved for its own client."""
+        head, key = self.head, "head.own_weight"
+        if head.own_weight == 1:
+            return self
+        if not (head.is_solved and METHODS[self.method.name].target.keeps_heads(self.method)):
+            raise ConfigError(
+                key, head.own_weight, "must be 1: it is for solved heads that stay on the clients (fedper)"
+            )
+        if head.solver == "means-covariance":
+            raise ConfigError(key, head.own_weight, "must be 1 with means-covariance: its sums cannot be weighted")
+        return self
+
+    @model_validator(mode="after")
     def _server_optimizer_has_effect(self) -> Config:
         """Reject a server optimiser with a method whose server averages no weights."""
         if self.server.takes_aggregate or METHODS[self.method.name].target.averages_weights(self.method):

@@ -262,6 +262,11 @@ class Method(ABC, Generic[Params]):
         return False
 
     @classmethod
+    def keeps_heads(cls, params: Params) -> bool:
+        """Return whether every client keeps a head of its own."""
+        return False
+
+    @classmethod
     def adapt_model(cls, params: Params, vit: nn.Module, class_to_task: Sequence[int]) -> None:
         """Change the architecture as the method needs it (prompts, low-rank factors, other blocks): not by default.
 
@@ -332,6 +337,10 @@ class Method(ABC, Generic[Params]):
     def with_head(self, server_state: State, head: Tensors, round: int) -> State:
         """Return the server's state after a round with another head: see the table ``[head]``."""
         return replace(server_state, tensors={**server_state.tensors, **head})
+
+    def with_client_heads(self, server_state: State, heads: Mapping[int, Tensors]) -> State:
+        """Return the server's state with a head for each of these clients, where :meth:`keeps_heads` holds."""
+        return server_state
 
     # Client
 

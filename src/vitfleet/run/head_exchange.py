@@ -8,7 +8,7 @@ message with the request and keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from vitfleet.costs.cost_model import CostModel, message_size
 from vitfleet.costs.virtual_clock import close_round
 from vitfleet.errors import printable
 from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order
-from vitfleet.message import Message, Numbers, State, Tensors
+from vitfleet.message import Message, Numbers, State, Tensors, add_numbers, with_numbers
 from vitfleet.methods.base import Aggregator, Method
+from vitfleet.methods.closed_form.closed_form import ClosedForm, sums_of_state
+from vitfleet.methods.closed_form.sums import Sums
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import Progress
 from vitfleet.run.clients import VirtualFleet, training_clients
@@ -31,6 +33,9 @@ from vitfleet.wire import encode
 
 if TYPE_CHECKING:
     from vitfleet.run.context import RunContext
+
+
+CLIENT_HEADS = "client-heads/"  # prefix of the heads of single clients
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class HeadExchange:
         The clients' devices; ``None`` if the fleet has none.
     """
 
-    solver: Method[Any]
+    solver: ClosedForm
     cost_model: CostModel
     virtual: VirtualFleet | None
 
@@ -70,12 +75,13 @@ def solve_head(
     solver_state = exchange.solver.initial_state(body)
     plans, now = _plan(context, exchange, state, solver_state, body)
     aggregator = exchange.solver.aggregator(solver_state, state.round)
-    entries, accepted, lost_state = _collect(context, exchange, plans, aggregator, progress)
+    entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, aggregator, progress)
     server, solution = state.server, State()
     minimum = context.config.fleet.min_replies
     if len(accepted) >= minimum:
-        solution = _solve(context, aggregator)
-        server = context.method.with_head(server, solution.tensors, state.round)
+        solution = _solve(context, exchange.solver, aggregator, own_sums)
+        server = context.method.with_head(server, context.method.parts.head.take(solution.tensors), state.round)
+        server = context.method.with_client_heads(server, with_numbers(solution.tensors, CLIENT_HEADS))
         entries = [_reject(entry, aggregator.rejected.get(entry.client)) for entry in entries]
     else:
         reason = f"set aside: usable replies are {len(accepted)}, and fleet.min_replies = {minimum}"
@@ -160,11 +166,15 @@ def _timed(
 
 def _collect(
     context: RunContext, exchange: HeadExchange, plans: Sequence[_Plan], aggregator: Aggregator, progress: Progress
-) -> tuple[list[ClientRecord], list[int], list[int]]:
-    """Return every client's record, the clients whose update counts, and those that have lost their state."""
+) -> tuple[list[ClientRecord], list[int], list[int], dict[int, Sums]]:
+    """Return every client's record, the clients whose update counts, those that have lost their state, and sums.
+
+    The sums are those of single clients, where their own images count more for their heads.
+    """
     asked = {plan.request.client: plan for plan in plans if plan.entry.failure is None}
     entries = {plan.entry.client: plan.entry for plan in plans}
-    accepted, lost_state = [], []
+    accepted, lost_state, own_sums = list[int](), list[int](), dict[int, Sums]()
+    weighted = context.config.head.own_weight != 1
     with progress.task("the head: clients", len(asked)) as advance:
         replies = context.fleet.train(plan.request for plan in asked.values())
         for reply in in_request_order(replies, asked):
@@ -172,11 +182,13 @@ def _collect(
             entries[reply.client] = entry = _take_reply(context, exchange, entries[reply.client], reply, aggregator)
             if entry.failure is None:
                 accepted.append(reply.client)
+                if weighted and reply.message is not None and reply.message.tensors:
+                    own_sums[reply.client] = exchange.solver.received(reply.message)
             if reply.state_lost:
                 lost_state.append(reply.client)
             del reply
     context.fleet.commit(())  # no client's state changes
-    return list(entries.values()), accepted, lost_state
+    return list(entries.values()), accepted, lost_state, own_sums
 
 
 def _take_reply(
@@ -203,18 +215,33 @@ def _gflops(context: RunContext, exchange: HeadExchange, client: int, numbers: N
     return exchange.cost_model.round_flops(dry_run_result, samples) / 1e9
 
 
-def _solve(context: RunContext, aggregator: Aggregator) -> State:
-    """Return the solved head, and what was chosen. Of several processes the first solves and sends the result."""
+def _solve(context: RunContext, solver: ClosedForm, aggregator: Aggregator, own_sums: Mapping[int, Sums]) -> State:
+    """Return the solved head, the heads of single clients, and what was chosen.
+
+    Of several processes the first solves and sends the result.
+    """
     processes = context.processes
     if not processes.is_first:
         received = processes.broadcast_payload(State, None, context.machine.device)
         assert received is not None
         return received
     state = aggregator.finish()
-    solution = State(context.method.parts.head.take(state.tensors), state.numbers)
+    heads = add_numbers(CLIENT_HEADS, _client_heads(context, solver, state, own_sums))
+    solution = State({**context.method.parts.head.take(state.tensors), **heads}, state.numbers)
     if processes.size > 1:
         processes.broadcast(encode(solution))
     return solution
+
+
+def _client_heads(
+    context: RunContext, solver: ClosedForm, solved: State, own_sums: Mapping[int, Sums]
+) -> dict[int, Tensors]:
+    """Return a head for each client in whose sums its own images count more often than those of others."""
+    total = sums_of_state(solved.tensors, solver.context.num_classes)
+    if total is None:
+        return {}
+    more = context.config.head.own_weight - 1
+    return {client: solver.solve(total + own.times(more)) for client, own in own_sums.items()}
 
 
 def _reject(entry: ClientRecord, reason: str | None) -> ClientRecord:

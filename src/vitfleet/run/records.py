@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from vitfleet.errors import UserError
 from vitfleet.files import RECORDS_FILE, TIMINGS_FILE, parse_json
-from vitfleet.message import Number
+from vitfleet.message import Number, Numbers
 
 #: A number, a text, or a list (of lists) of numbers or texts; ``None`` stands for what could not be measured.
 MetricValue: TypeAlias = "float | str | Sequence[MetricValue] | None"
@@ -132,7 +132,7 @@ class HeadRecord:
     """
 
     clients: list[ClientRecord]
-    solution: dict[str, Number] = field(default_factory=dict)
+    solution: Numbers = field(default_factory=dict)
     accuracy_before: Accuracy | None = None
 
 

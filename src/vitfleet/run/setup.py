@@ -30,7 +30,7 @@ from vitfleet.fleet.distributed import SINGLE_PROCESS, DistributedFleet, Process
 from vitfleet.fleet.simulation import SimulatedFleet
 from vitfleet.message import Message, to_device
 from vitfleet.methods import declared_work, make_method
-from vitfleet.methods.closed_form.closed_form import check_pretrained
+from vitfleet.methods.closed_form.closed_form import ClosedForm, check_pretrained
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.checkpoints.store import Checkpoints
@@ -163,6 +163,7 @@ def _make_head_exchange(
     solver = components.head_solver
     if solver is None:
         return None
+    assert isinstance(solver, ClosedForm)
     on_host = replace(solver.context, device=torch.device("cpu"))
     train = solver.context.train
     cost_model = CostModel(make_method(solver.params, on_host), components.net, train, images.data.train.image_size)

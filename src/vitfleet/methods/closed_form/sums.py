@@ -76,6 +76,11 @@ class Sums:
         gram = None if self.gram is None or other.gram is None else self.gram - other.gram
         return Sums(self.counts - other.counts, self.class_sums - other.class_sums, gram)
 
+    def times(self, factor: float) -> Sums:
+        """Return the sums of images that count so often."""
+        gram = None if self.gram is None else self.gram * factor
+        return Sums(self.counts * factor, self.class_sums * factor, gram)
+
     @property
     def samples(self) -> Tensor:
         """Number of images, a scalar."""

@@ -10,14 +10,14 @@ what is shared is the server's instead.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 
 from vitfleet.config.base import MethodParams
-from vitfleet.message import Message, Numbers, State, Tensors, add_prefix, with_prefix
+from vitfleet.message import Message, Numbers, State, Tensors, add_numbers, add_prefix, with_numbers, with_prefix
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import (
     Aggregator,
@@ -33,8 +33,9 @@ from vitfleet.training.local_training import LocalResult, LocalTraining
 
 Params = TypeVar("Params", bound=MethodParams)
 SOLVED = "solved/"  # prefix of a head in the server's state that local heads go on from
+SOLVED_OF = "solved-of/"  # prefix of the heads that are solved for single clients
 SOLVED_ROUND = "solved_round"  # number in the server's state: after which round
-TRAINED_ROUND = "round"  # number in a client's state: the round in which it trained its head
+TRAINED_ROUND, CLIENT = "round", "client"  # numbers in a client's state: the round in which it trained, and its own
 
 
 class HeadsParams(MethodParams):
@@ -69,10 +70,15 @@ class SharedBody(Method[Params]):
         super().__init__(params, context)
         self.has_global_model = self.shares_heads
 
+    @classmethod
+    def keeps_heads(cls, params: Params) -> bool:
+        """Return whether heads are local."""
+        return not (isinstance(params, HeadsParams) and params.heads == "shared")
+
     @property
     def shares_heads(self) -> bool:
         """Whether heads are sent and averaged with the body."""
-        return isinstance(self.params, HeadsParams) and self.params.heads == "shared"
+        return not self.keeps_heads(self.params)
 
     @property
     def shared(self) -> Selection:
@@ -104,7 +110,7 @@ class SharedBody(Method[Params]):
 
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return the shared weights, and a solved head that the client does not have yet."""
-        shared, solved = server_state.tensors, with_prefix(server_state.tensors, SOLVED)
+        shared, solved = server_state.tensors, solved_head(server_state, client)
         if not solved:
             return Message(shared)
         is_known = last_round is not None and last_round > self._solved_round(server_state)
@@ -122,6 +128,10 @@ class SharedBody(Method[Params]):
         tensors = {**server_state.tensors, **add_prefix(SOLVED, head)}
         return replace(server_state, tensors=tensors, numbers={**server_state.numbers, SOLVED_ROUND: round})
 
+    def with_client_heads(self, server_state: State, heads: Mapping[int, Tensors]) -> State:
+        """Return the server's state with the heads of single clients."""
+        return replace(server_state, tensors={**server_state.tensors, **add_numbers(SOLVED_OF, heads)})
+
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the shared weights, or the configured aggregation rule."""
         return WeightedMean(server_state, self.context.aggregation)
@@ -136,7 +146,8 @@ class SharedBody(Method[Params]):
         sent = {**selection.take(local.weights), **local.also_sent} if local.result.samples else {}
         message = Message(sent, {**train_metrics(local.result), **local.numbers})
         # Where heads are solved again, the client's model depends on whether that was after its last round.
-        numbers: Numbers = {TRAINED_ROUND: job.round} if self.context.config.head.is_solved_again else {}
+        solved_again = self.context.config.head.is_solved_again
+        numbers: Numbers = {TRAINED_ROUND: job.round, CLIENT: job.client} if solved_again else {}
         return ClientUpdate(message, local.weights, State({**local.weights, **local.extra_state}, numbers))
 
     def model_weights(self, server_state: State, base_weights: Tensors, client_state: State | None) -> Tensors:
@@ -145,7 +156,8 @@ class SharedBody(Method[Params]):
         Before its first round, a client has the server's weights. Where a head was solved since it trained its
         own, it has that one, and the body on which it was solved.
         """
-        solved = with_prefix(server_state.tensors, SOLVED)
+        number = None if client_state is None else client_state.numbers.get(CLIENT)
+        solved = solved_head(server_state, number if isinstance(number, int) else None)
         if client_state is None:
             return {**base_weights, **self.shared.take(server_state.tensors), **solved}
         own = self.parts.whole.take(client_state.tensors)
@@ -155,3 +167,10 @@ class SharedBody(Method[Params]):
         return (
             {**own, **self.shared.take(server_state.tensors)} if self.context.config.eval.body == "aggregated" else own
         )
+
+
+def solved_head(server_state: State, client: int | None) -> Tensors:
+    """Return the solved head that a client is to go on from: its own, or the one of all; empty if there is none."""
+    of_clients = with_numbers(server_state.tensors, SOLVED_OF)
+    common = with_prefix(server_state.tensors, SOLVED)
+    return common if client is None else of_clients.get(client, common)
