@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +15,7 @@ from vitfleet.config.schema import ModelConfig
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
-from vitfleet.models.variants.wide_head import SCALE, SHIFT, HeadFeatures, draw_projection, widen_head
+from vitfleet.models.variants.wide_head import SCALE, SHIFT, HeadFeatures, WideHeadViT, draw_projection, widen_head
 from vitfleet.models.zoo import build_model
 
 TIMM = ModelConfig(name="vit_tiny_patch16_224", image_size=32, patch_size=8, depth=3)
@@ -115,6 +117,27 @@ def test_random_features_come_from_their_seed_alone() -> None:
     other = HeadFeatures(features.tokens, features.blocks, features.project, seed=4)
     assert not torch.equal(first, draw_projection(other, first.shape[1]))
     torch.testing.assert_close(first.norm(dim=1), torch.ones(50), rtol=0.2, atol=0)
+
+
+def test_random_features_are_of_entries_of_like_size(tmp_path: Path) -> None:
+    """Those of a pretrained body are far from it: here, one entry is a thousand times the others."""
+    plain = build_model(TIMM, 5, 3, 32, seed=0)
+    weights = plain.initial_weights()
+    weights["norm.weight"][7] = 1000.0
+    weights["norm.bias"][8] = 500.0
+    save_file(weights, tmp_path / "body.safetensors")
+    pretrained = TIMM.model_copy(update={"weights": str(tmp_path / "body.safetensors")})
+    net, random_body = build(WIDE["random features"], pretrained), build(WIDE["random features"])
+    assert not random_body.initial_weights()[SHIFT].any()
+    assert bool((build(WIDE["both"], pretrained).initial_weights()[SCALE] == 1).all()), "sums tell more than noise"
+    initial, vit = net.initial_weights(), net.module.vit
+    images = torch.rand(64, 3, 32, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    assert isinstance(net.functional, WideHeadViT)
+    seen = net.functional.unstandardised({**initial, **dict(vit.named_buffers())}, images)
+    assert float(seen.std(dim=0).max()) > 100
+    standardised = (seen - initial[SHIFT]) * initial[SCALE]
+    assert float(standardised.std(dim=0).max()) < 10
+    assert float(standardised.mean(dim=0).abs().max()) < 10
 
 
 @pytest.mark.parametrize("name", WIDE)

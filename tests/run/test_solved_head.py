@@ -242,6 +242,24 @@ def test_local_heads_go_on_from_the_solved_one_once(tmp_path: Path) -> None:
     assert not any(name.startswith(SOLVED) for name in {**message.tensors, **later.tensors})
 
 
+@pytest.mark.parametrize("name", ["fed-lora", "eftvit", "fedper"])
+def test_a_wide_head_is_that_of_the_method_closed_form(name: str, tmp_path: Path) -> None:
+    """Random features are standardised by tensors of the head, which clients are sent with the body."""
+    wide = {"features": "both", "blocks": 2, "project": 40}
+    servers = KeepServer()
+    run = train(
+        name, tmp_path / "run", START, {f"head.{key}": value for key, value in wide.items()}, callbacks=[servers]
+    )
+    keys = {"rounds": 1, "fleet.per_round": 4, **{f"method.{key}": value for key, value in wide.items()}}
+    alone = vitfleet.train(PRESET, method="closed-form", overrides=keys_of("", keys), out=tmp_path / "alone")
+    start = servers.tensors[0]
+    head = with_prefix(start, SOLVED) or {key: start[key] for key in (*HEAD, "head.shift", "head.scale")}
+    stored = load_file(alone.path / "model.safetensors")
+    assert equal(head, {key: stored[key] for key in head})
+    assert head["head.weight"].shape == (10, 40)
+    assert vitfleet.load_run(run.path).model() is not None, "the folder says what the head sees"
+
+
 def test_a_client_whose_own_images_count_more_has_a_head_of_its_own(tmp_path: Path) -> None:
     keys = {**keys_of("fedper", START, {"head.solve_last": True, "head.own_weight": 20.0}), "method.name": "fedper"}
     context = open_run(load_config(PRESET, keys), tmp_path / "run")

@@ -23,6 +23,7 @@ from vitfleet.models.families.request import ModelRequest, check_patch_size, tim
 from vitfleet.models.families.vit import NAMED_VITS, TIMM_VIT, PatchEmbed, PlainViT, build_named_vit
 from vitfleet.models.net import Net, make_net
 from vitfleet.models.parts import is_instance_of
+from vitfleet.models.variants.wide_head import standardise_on_noise
 from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224
@@ -69,6 +70,8 @@ def build_model(
                 load_pretrained(vit, config.weights, config.name)
         if adapt is not None:  # last, so that the initial weights of the model itself do not depend on it
             adapt(vit)
+    if config.weights:
+        standardise_on_noise(vit)
     declared = getattr(vit, "pretrained_cfg", None) or {}
     mean = tuple(declared.get("mean", DEFAULT_NORMALISATION))[:channels]
     std = tuple(declared.get("std", DEFAULT_NORMALISATION))[:channels]

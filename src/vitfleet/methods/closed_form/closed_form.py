@@ -101,8 +101,9 @@ class ClosedForm(Method[ClosedFormParams]):
     # Server
 
     def initial_broadcast(self, initial_weights: Tensors) -> Message:
-        """Return the body."""
-        return Message(self.parts.body.take(initial_weights))
+        """Return the body, and what standardises its features before random ones are computed of them."""
+        fixed = self.parts.select((SHIFT, SCALE)) if self.params.project else self.parts.union()
+        return Message(self.parts.union(self.parts.body, fixed).take(initial_weights))
 
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial head, without sums."""
@@ -124,9 +125,13 @@ class ClosedForm(Method[ClosedFormParams]):
         return self.head_tensors(head)
 
     def head_tensors(self, head: Head) -> dict[str, Tensor]:
-        """Return the tensors of a head as the model has them: the model's own head has no shift and no scale."""
+        """Return the tensors of a head as the model has them.
+
+        The model's own head has no shift and no scale, and those of random features are before these: both are then
+        parts of weight and bias.
+        """
         shapes, (weight, bias) = self.parts.shapes, self.context.net.linear_head
-        standardises = SHIFT in shapes and shapes[SHIFT] == head.shift.shape
+        standardises = SHIFT in shapes and not self.params.project
         head = head if standardises else head.folded()
         tensors = {weight: head.weight, bias: head.bias}
         if standardises:
@@ -158,8 +163,8 @@ class ClosedForm(Method[ClosedFormParams]):
         return LocalTraining(weights, self.trainable, 1, step, kept=kept, train=train, augment=False)
 
     def _no_standardisation(self) -> dict[str, Tensor]:
-        """Return the shift and the scale with which a wide head sees features as they are."""
-        if SHIFT not in self.parts.shapes:
+        """Return the shift and the scale with which a wide head sees features as they are; none before random ones."""
+        if SHIFT not in self.parts.shapes or self.params.project:
             return {}
         ones = torch.ones(self.parts.shapes[SHIFT], device=self.context.device)
         return {SHIFT: torch.zeros_like(ones), SCALE: ones}

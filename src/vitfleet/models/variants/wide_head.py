@@ -10,6 +10,10 @@ without weights. All of them are one row x, and the head computes
 with ``shift`` and ``scale`` (``head.shift``, ``head.scale``) that no optimiser trains, and a Gaussian matrix P that is
 drawn by its seed wherever the model is built: it is neither sent nor stored. A head that sees the class token alone is
 the model's own, without these.
+
+Random features need entries of like size before anybody has seen an image: some entries of pretrained tokens have means
+and deviations a hundred times those of others, whatever the image is. So the pretrained body says itself what they are,
+on images of noise (:func:`standardise_on_noise`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,6 +35,9 @@ from vitfleet.models.forward.stacked_ops import broadcast_channels
 from vitfleet.randomness import Address, Purpose
 
 SHIFT, SCALE = "head.shift", "head.scale"
+NOISE_CELLS = (2, 4, 8, 16)  # pixels of one colour, across
+NOISE_IMAGES = 16  # of each size
+MIN_DEVIATION = 1e-3  # of an entry: the tokens are normalised, so those of most are near 1
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,31 @@ def _is_class_token_vit(vit: Any) -> bool:
     )
 
 
+def standardise_on_noise(vit: Any) -> None:
+    """Set shift and scale of random features to what the model's features are on images of noise.
+
+    The images are addressed by the seed of the random features: of single colours on grids of four sizes. A model
+    without random features is left as it is, as is one whose weights have no values.
+    """
+    head = getattr(vit, "head", None)
+    if not isinstance(head, WideHead) or head.projection is None or vit.cls_token.is_meta:
+        return
+    rows, columns = vit.patch_embed.grid_size
+    height, width = vit.patch_embed.proj.weight.shape[-2:]
+    size = (rows * height, columns * width)
+    rng = Address(head.features.seed, Purpose.HEAD_PROJECTION, epoch=1).generator()
+    images = []
+    for cell in NOISE_CELLS:
+        shape = (NOISE_IMAGES, vit.patch_embed.proj.in_channels, -(-size[0] // cell), -(-size[1] // cell))
+        colours = rng.uniform(-1, 1, shape).astype(np.float32).repeat(cell, axis=2).repeat(cell, axis=3)
+        images.append(torch.from_numpy(colours[..., : size[0], : size[1]].copy()))
+    weights = {**dict(vit.named_parameters()), **dict(vit.named_buffers())}
+    with torch.no_grad():
+        features = WideHeadViT(vit).unstandardised(weights, torch.cat(images))
+    head.shift.copy_(features.mean(dim=0))
+    head.scale.copy_(1 / features.std(dim=0).clamp(min=MIN_DEVIATION))
+
+
 class WideHeadViT(FunctionalViT):
     """The forward pass of a plain ViT with a :class:`WideHead`."""
 
@@ -156,15 +189,21 @@ class WideHeadViT(FunctionalViT):
         ]
         return torch.cat([*earlier, super()._final_tokens(weights, outputs)], dim=-1)
 
-    def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
-        """Return the input of the linear layer, ``[…, batch, features]``, in float32."""
+    def unstandardised(self, weights: Tensors, images: Tensor) -> Tensor:
+        """Return the features of images before shift and scale."""
+        return self._seen(self._final_tokens(weights, self._run(weights, images, None, 0, None, None)))
+
+    def _seen(self, tokens: Tensor) -> Tensor:
+        """Return class token, mean of the patch tokens, or both, in float32."""
         class_token = tokens[..., 0, :]
         if self.features.tokens == "class-token":
-            pooled = class_token
-        else:
-            mean = tokens[..., self.vit.num_prefix_tokens :, :].mean(dim=-2)
-            pooled = mean if self.features.tokens == "mean" else torch.cat([class_token, mean], dim=-1)
-        pooled = pooled.float()
+            return class_token.float()
+        mean = tokens[..., self.vit.num_prefix_tokens :, :].mean(dim=-2)
+        return (mean if self.features.tokens == "mean" else torch.cat([class_token, mean], dim=-1)).float()
+
+    def pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
+        """Return the input of the linear layer, ``[…, batch, features]``, in float32."""
+        pooled = self._seen(tokens)
         standardised = pooled - broadcast_channels(weights[SHIFT], pooled)
         standardised = standardised * broadcast_channels(weights[SCALE], pooled)
         projection = self.vit.head.projection
