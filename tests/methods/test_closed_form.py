@@ -12,6 +12,7 @@ import torch
 from loopback import LocalClients, export_images
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
 import vitfleet
 from conftest import CLASSES, InterruptAfter, MakeShard, context_of
@@ -22,15 +23,35 @@ from vitfleet.config.load import from_tree
 from vitfleet.errors import ConfigError
 from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.message import Message, State, Tensors, with_prefix
-from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.closed_form.closed_form import COUNTED, SUMS, ClosedForm, ClosedFormParams
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate
+from vitfleet.methods.closed_form.closed_form import (
+    ANSWERED,
+    ANSWERS,
+    COUNTED,
+    HEADS,
+    SUMS,
+    ClosedForm,
+    ClosedFormParams,
+)
+from vitfleet.methods.closed_form.held_out import (
+    CORRECT,
+    LOSSES,
+    TEMPERATURES,
+    WEIGHTS,
+    compare_heads,
+    regularizations,
+    solved_with,
+    split_images,
+)
 from vitfleet.methods.closed_form.solvers import solve
 from vitfleet.methods.closed_form.sums import FEATURES, Sums
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
 from vitfleet.run import setup
+from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
+from vitfleet.run.round import run_round
 from vitfleet.run.setup import open_run
 from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.driver import run_update
@@ -57,7 +78,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "means-covariance": {"method.solver": "means-covariance"},
     "features": {"method.send": "features"},
     "masked": {"train.mask_ratio": 0.5},
+    "held-out": {"method.regularization": "held-out", "method.held_out": 0.3, "method.features": "both", "rounds": 2},
 }
+#: What depends on who has which images, or on draws.
+UNLIKE_CENTRAL = {"means-covariance", "masked", "held-out"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "alone": {},
     "stacked": {"machine.stack_size": 3},
@@ -96,7 +120,7 @@ def assert_close(left: Tensors, right: Tensors, atol: float = 1e-3) -> None:
 # The same in every way
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("means-covariance", "masked")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNLIKE_CENTRAL])
 def test_any_partition_gives_the_head_of_all_images(kind: str, tmp_path: Path) -> None:
     partitions: Mapping[str, Mapping[str, Any]] = {
         "one client": {"fleet.clients": 1, "fleet.per_round": 1},
@@ -139,8 +163,9 @@ def test_clients_that_come_later_add_their_sums(kind: str, tmp_path: Path) -> No
     assert not any(client.down_bytes > 1000 for record in records[6:] for client in record.clients)
 
 
-def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    keys = {"rounds": 4, "fleet.per_round": 2}
+@pytest.mark.parametrize("kind", ["lda", "held-out"])
+def test_an_interrupted_run_ends_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    keys = {**KINDS[kind], "rounds": 4, "fleet.per_round": 3}
     whole = train(tmp_path / "whole", keys)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "interrupted", keys, callbacks=[InterruptAfter(2)])
@@ -148,7 +173,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert digest(resumed.path) == digest(whole.path)
 
 
-@pytest.mark.parametrize("kind", ["ridge of all tokens", "random features", "features"])
+@pytest.mark.parametrize("kind", ["ridge of all tokens", "random features", "features", "held-out"])
 def test_flowers_clients_send_the_same_bits(kind: str, tmp_path: Path) -> None:
     overrides = {**KEYS, "method.name": "closed-form", **KINDS[kind], "rounds": 2, "fleet.per_round": 4}
     config = load_config("digits", overrides)
@@ -171,6 +196,95 @@ def test_a_stored_model_predicts_as_the_run_measured(kind: str, tmp_path: Path) 
     assert evaluation.accuracy == pytest.approx(accuracy_of(run))
     exported = vitfleet.export(run, "torch-export", tmp_path / "exported")
     assert exported.max_difference < 1e-3
+
+
+@pytest.mark.parametrize("send", ["sums", "features"])
+def test_held_out_images_choose_by_hand(send: str, tmp_path: Path) -> None:
+    """Each client's images are divided by an address; the heads are those of the others; the last one is of all."""
+    keys = {**KEYS, "method.name": "closed-form", **KINDS["held-out"], "method.send": send, "method.dtype": "fp64"}
+    context = open_run(load_config("digits", keys), tmp_path)
+    method, weights = context.method, context.net.initial_weights()
+    assert isinstance(method, ClosedForm)
+    after_one, _ = run_round(context, load_state(context), 1)
+    server = run_round(context, after_one, 2)[0].server
+    first, second = [], []
+    for client in range(5):
+        shard = context.images.shard(client, 0)
+        images = context.trainer.preprocess(shard.images.images[shard.index])
+        features = context.net.representation(weights, images, None)
+        kept, held_out = split_images(len(shard), 0.3, 0, client)
+        first.append((features[kept], shard.labels[kept]))
+        second.append((features[held_out], shard.labels[held_out]))
+    (known, its_labels), (new, labels) = (
+        [torch.cat(column) for column in zip(*rows, strict=True)] for rows in (first, second)
+    )
+    assert abs(len(new) - 0.3 * 300) < 3
+    sums, params = Sums.of(known, its_labels, 10), method.params
+    heads = [solved_with(sums, params, value) for value in regularizations(params)]
+    correct = [int((head.logits(new).argmax(dim=1) == labels).sum()) for head in heads]
+    answers = with_prefix(server.tensors, ANSWERS)
+    assert answers[CORRECT].tolist() == pytest.approx(correct, abs=1)
+    order = [(-float(count), float(losses.min())) for count, losses in zip(*answers.values(), strict=True)]
+    best = order.index(min(order))
+    chosen = int(answers[LOSSES][best].argmin())
+    expected = solved_with(sums + Sums.of(new, labels, 10), params, regularizations(params)[best])
+    tensors = method.head_tensors(expected.divided_by(TEMPERATURES[chosen]))
+    if send == "sums":
+        assert_close({name: server.tensors[name] for name in tensors}, tensors)
+    own, by_hand = (context.net({**weights, **head}, images) for head in (server.tensors, tensors))
+    torch.testing.assert_close(own, by_hand, rtol=0, atol=0.1 if send == "features" else 0.01)
+    loss = F.cross_entropy(heads[best].logits(new) / TEMPERATURES[chosen], labels, reduction="sum")
+    assert float(answers[LOSSES][best, chosen]) == pytest.approx(float(loss), rel=1e-2)
+    assert with_prefix(after_one.server.tensors, HEADS)[WEIGHTS].shape == (6, 10, 64)
+    assert not with_prefix(server.tensors, HEADS), "all have answered"
+    assert server.numbers[ANSWERED] == [0, 1, 2, 3, 4]
+
+
+def test_a_client_that_lost_its_features_computes_them_again(
+    tiny_net: Net, make_shard: MakeShard, make_trainer: Any
+) -> None:
+    method, trainer, shard = (
+        method_of(tiny_net, regularization="held-out"),
+        make_trainer(batch_size=8),
+        make_shard(3, 25),
+    )
+    base = method.initial_broadcast(tiny_net.initial_weights()).tensors
+    aggregator = method.aggregator(State(), 1)
+
+    def update(state: State, own: State | None) -> ClientUpdate:
+        job = ClientRoundInput(2, 0, method.message_to_client(state, 1, 0, None), base, own, shard)
+        return run_update(method.client_update(job), trainer, shard, RngContext(0, 2, 0))
+
+    first = update(State(), None)
+    aggregator.add(0, first.message)
+    state = aggregator.finish()
+    kept, lost = update(state, first.client_state), update(state, None)
+    assert kept.message.numbers == lost.message.numbers == {"samples": 2}
+    assert_close(kept.message.tensors, lost.message.tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({CORRECT: torch.full((6,), 3, dtype=torch.int32)}, "not between 0 and 2"),
+        ({CORRECT: torch.zeros(5, dtype=torch.int32)}, "its answer has no correct"),
+        ({LOSSES: torch.full((6, 7), -1.0)}, "its answer has losses"),
+        ({LOSSES: torch.full((6, 7), torch.nan)}, "its answer has losses"),
+        ({LOSSES: torch.zeros(6, 7, dtype=torch.float64)}, "its answer has no losses"),
+        ({"more": torch.zeros(1)}, "its message has"),
+    ],
+)
+def test_what_cannot_be_an_answer_is_rejected(tiny_net: Net, changes: dict[str, Tensor], reason: str) -> None:
+    method = method_of(tiny_net, regularization="held-out")
+    aggregator = method.aggregator(State(), 1)
+    aggregator.add(0, message_of(*random_features()))
+    state = aggregator.finish()
+    heads = method.message_to_client(state, 2, 0, 1).tensors
+    features, labels = random_features(2, seed=1)
+    honest = {**message_of(features, labels).tensors, **compare_heads(heads, features, labels)}
+    method.aggregator(state, 2).add(0, Message(honest, {"samples": 2}))
+    with pytest.raises(RejectedUpdateError, match=reason):
+        method.aggregator(state, 2).add(0, Message({**honest, **changes}, {"samples": 2}))
 
 
 # What is sent
@@ -322,6 +436,7 @@ def test_a_temperature_divides_the_logits(tiny_net: Net) -> None:
         ({"aggregate": {"rule": "median"}}, "must be mean"),
         ({"aggregate": {"norm_factor": 3.0}}, "not to sums"),
         ({"server": {"lr": 0.5}}, "has no effect"),
+        ({"rounds": 1, "method": {"name": "closed-form", "regularization": "held-out"}}, "clients are asked twice"),
     ],
 )
 def test_what_cannot_be_solved_is_refused(tables: dict[str, Any], reason: str) -> None:

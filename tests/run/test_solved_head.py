@@ -327,6 +327,7 @@ def test_costs_count_the_head() -> None:
         ({"data.tasks.count": 2, "data.tasks.classes": 5, "data.tasks.rounds_per_task": 1, **START}, "data.tasks"),
         ({"method.name": "fed-head", "head.freeze_rounds": 1}, "nothing but the head"),
         ({"model.weights": None, **START}, "pretrained"),
+        ({"head.regularization": "held-out", **START}, "head.regularization"),
         ({"method.name": "fedavg", **START, "head.own_weight": 2.0}, "head.own_weight"),
     ],
 )

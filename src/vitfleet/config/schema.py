@@ -150,6 +150,10 @@ class Config(Table):
             raise ConfigError(key, value, f"with {self.method.name} as configured the server has no head to be solved")
         if self.data.tasks is not None:
             raise ConfigError(key, value, "is for runs without data.tasks")
+        if head.regularization == "held-out":
+            raise ConfigError(
+                "head.regularization", head.regularization, "asks clients twice; choose auto or a number in this table"
+            )
         if head.solve_every is not None and isinstance(self.fleet.schedule, BufferedSchedule):
             remedy = "needs rounds that end for all clients; choose another fleet.schedule.kind, or head.solve_last"
             raise ConfigError("head.solve_every", head.solve_every, remedy)

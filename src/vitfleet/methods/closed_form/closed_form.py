@@ -7,7 +7,8 @@ in one place: AFL (He et al., CVPR 2025), FedCGS (Guan et al., AAAI 2025), FedNC
 random features RanPAC's (McDonnell et al., NeurIPS 2023). With FedCOF (Goswami et al., NeurIPS 2025) clients send class
 means alone, and the result depends on how classes are spread.
 
-A client is asked once. In later rounds, sums of clients that were not asked before are added.
+A client is asked once, or twice where images that it holds out choose the regularisation
+(:mod:`~vitfleet.methods.closed_form.held_out`). In later rounds, sums of clients that were not asked before are added.
 """
 
 from __future__ import annotations
@@ -36,17 +37,27 @@ from vitfleet.methods.base import (
     Work,
     head_features,
 )
+from vitfleet.methods.closed_form.held_out import (
+    CORRECT,
+    LOSSES,
+    Answers,
+    compare_heads,
+    heads_to_compare,
+    split_images,
+)
 from vitfleet.methods.closed_form.solvers import ClientMeans, Head, solve, temperature
 from vitfleet.methods.closed_form.sums import FEATURES, LABELS, Sums, received_sums, sums_of_received_features
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.parts import Selection
 from vitfleet.models.variants.wide_head import SCALE, SHIFT, widen_head
-from vitfleet.training.local_training import LocalResult, LocalTraining
+from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.step import StepView
 
 COUNTED = "counted"  # the clients whose sums the server has; in a message: that the receiver is one of them
+ANSWERED = "answered"  # the clients that have compared heads
 SUMS, CLIENT_MEANS = "sums/", "client-means/"  # prefixes of tensors of the server's state
+HEADS, ANSWERS = "heads/", "answers/"
 ROWS_MULTIPLE = 32  # rows of recorded features are rounded up to a multiple, so that shapes recur from client to client
 
 
@@ -66,6 +77,9 @@ class ClosedForm(Method[ClosedFormParams]):
             check_pretrained(config)
         if config.data.tasks is not None:
             raise ConfigError("method.name", "closed-form", "has one head for all classes; leave data.tasks out")
+        if params.regularization == "held-out" and config.rounds < 2:
+            remedy = "must be at least 2 with method.regularization = held-out: clients are asked twice"
+            raise ConfigError("rounds", config.rounds, remedy)
         aggregation = config.aggregate
         for key, value in (("clip_update", aggregation.clip_update), ("norm_factor", aggregation.norm_factor)):
             if value is not None:
@@ -110,8 +124,11 @@ class ClosedForm(Method[ClosedFormParams]):
         return State(self.parts.head.take(initial_weights))
 
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return nothing, or that the client's sums are known."""
-        return Message(numbers={COUNTED: 1} if client in counted_clients(server_state) else {})
+        """Return nothing, or that the client's sums are known, with the heads that it is to compare."""
+        if client not in listed(server_state, COUNTED):
+            return Message()
+        heads = {} if client in listed(server_state, ANSWERED) else with_prefix(server_state.tensors, HEADS)
+        return Message(heads, {COUNTED: 1})
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the addition of clients' sums."""
@@ -119,10 +136,15 @@ class ClosedForm(Method[ClosedFormParams]):
 
     def solve(self, sums: Sums) -> dict[str, Tensor]:
         """Return the tensors of the head that these sums give, as the model has them."""
-        solution = solve(sums, self.params)
-        given = self.params.temperature
-        head = solution.head.divided_by(temperature(solution, sums) if given == "auto" else given)
-        return self.head_tensors(head)
+        solution, given = solve(sums, self.params), self.params.temperature
+        return self.head_tensors(solution.head.divided_by(temperature(solution, sums) if given == "auto" else given))
+
+    def solve_with_answers(self, sums: Sums, answers: Answers) -> dict[str, Tensor]:
+        """Return the tensors of the head with the regularisation and the temperature that clients found best."""
+        regularization, factor = answers.best(self.params)
+        solution, given = solve(sums, self.params, regularization), self.params.temperature
+        own = factor * temperature(solution, sums) if given == "auto" else given
+        return self.head_tensors(solution.head.divided_by(own))
 
     def head_tensors(self, head: Head) -> dict[str, Tensor]:
         """Return the tensors of a head as the model has them.
@@ -146,11 +168,35 @@ class ClosedForm(Method[ClosedFormParams]):
 
     def client_update(self, job: ClientRoundInput) -> ClientGenerator:
         """Compute the features of the client's images; send their sums, or the features themselves."""
-        if COUNTED in job.message.numbers:
+        counted, heads = COUNTED in job.message.numbers, job.message.tensors
+        if counted and not heads:
             return ClientUpdate(Message(numbers={"samples": 0}), {})
-        body = {**job.base_weights, **job.message.tensors}
+        kept, held_out = self._split(len(job.shard), job.client)
+        if counted and job.client_state is not None:
+            return ClientUpdate(self._answer(heads, job.client_state.tensors[FEATURES], job.shard.labels[held_out]), {})
+        body = job.base_weights if counted else {**job.base_weights, **job.message.tensors}
         result = yield self.recording(body, len(job.shard))
-        return ClientUpdate(self.client_message(result, job.shard.labels, next(iter(body.values())).device), {})
+        # Where it is a dry run, the body has no values, and what is computed of it needs none.
+        features = result.kept[FEATURES][: len(job.shard)].to(next(iter(body.values())).device)
+        of_kept, of_held_out = (features[index.to(features.device)] for index in (kept, held_out))
+        if counted:
+            return ClientUpdate(self._answer(heads, of_held_out, job.shard.labels[held_out]), {})
+        message = self.client_message(of_kept, job.shard.labels[kept])
+        return ClientUpdate(message, {}, State({FEATURES: of_held_out}) if len(held_out) else None)
+
+    def _split(self, samples: int, client: int) -> tuple[Tensor, Tensor]:
+        """Return which of a client's images it sends the sums of first, and which it holds out: on the CPU."""
+        share = self.params.held_out if self.params.regularization == "held-out" else 0.0
+        return split_images(samples, share, self.context.seed, client)
+
+    def _answer(self, heads: Tensors, features: Tensor, labels: Tensor) -> Message:
+        """Return what a client says of the heads that it compares on held-out images, and the sums of these."""
+        message = self.client_message(features, labels)
+        if not message.tensors:
+            return message
+        return replace(
+            message, tensors={**message.tensors, **compare_heads(heads, features, labels.to(features.device))}
+        )
 
     def recording(self, body: Tensors, samples: int) -> LocalTraining:
         """Return the pass that records what the head sees of every image, in the order of the client's images."""
@@ -169,16 +215,16 @@ class ClosedForm(Method[ClosedFormParams]):
         ones = torch.ones(self.parts.shapes[SHIFT], device=self.context.device)
         return {SHIFT: torch.zeros_like(ones), SCALE: ones}
 
-    def client_message(self, result: LocalResult, labels: Tensor, device: torch.device) -> Message:
-        """Return what a client sends of its recorded features; without images, no tensors."""
-        numbers = {"samples": result.samples}
-        if not result.samples:
+    def client_message(self, features: Tensor, labels: Tensor) -> Message:
+        """Return what a client sends of images with these features; without images, no tensors."""
+        numbers, num_classes = {"samples": len(labels)}, self.context.num_classes
+        if not len(labels):
             return Message(numbers=numbers)
-        features, num_classes = result.kept[FEATURES][: result.samples].to(device), self.context.num_classes
         if self.params.send == "features":
             return Message({FEATURES: features.half(), LABELS: labels.to(label_dtype(num_classes))}, numbers)
-        sums = Sums.of(features, labels.long().to(device), num_classes, self.second_order)
-        return Message(sums.message(torch.unique(labels.long().cpu()), self.params.dtype), numbers)
+        labels = labels.long()
+        sums = Sums.of(features, labels.to(features.device), num_classes, self.second_order)
+        return Message(sums.message(torch.unique(labels.cpu()), self.params.dtype), numbers)
 
     def received(self, message: Message) -> Sums:
         """Return the sums that a client sent; raises ``RejectedUpdateError`` if they cannot be sums of features."""
@@ -238,22 +284,35 @@ class SumsUpdate(Aggregator):
     def __init__(self, method: ClosedForm, server_state: State) -> None:
         self.method = method
         self.server_state = server_state
-        self.counted = set(counted_clients(server_state))
+        self.counted = set(listed(server_state, COUNTED))
+        self.answered = set(listed(server_state, ANSWERED))
         self.sizes: dict[int, float] = {}
         self.added: list[tuple[int, Sums]] = []  # class means are kept by client: they cannot be added
         self.sums: Sums | None = None
+        self.answers: Answers | None = None
+        if stored := with_prefix(server_state.tensors, ANSWERS):
+            self.answers = Answers(**stored)
 
     def add(self, client: int, message: Message) -> None:
-        """Add a client's sums."""
-        if client in self.counted:
-            if message.tensors:
-                raise RejectedUpdateError("its sums were added before")
-            return
-        if message.tensors:
+        """Add a client's sums, or what it answered."""
+        if not message.tensors:
+            if message.numbers.get("samples"):
+                raise RejectedUpdateError("it has images and sends nothing of them")
+        elif client not in self.counted:
             self._add(client, self.method.received(message))
-        elif message.numbers.get("samples"):
-            raise RejectedUpdateError("it has images and sends nothing of them")
-        self.counted.add(client)
+        elif self.method.params.regularization == "held-out" and client not in self.answered:
+            self._add_answer(client, message)
+        else:
+            raise RejectedUpdateError("its sums were added before")
+        (self.answered if client in self.counted else self.counted).add(client)
+
+    def _add_answer(self, client: int, message: Message) -> None:
+        names = (CORRECT, LOSSES)
+        sent = {name: tensor for name, tensor in message.tensors.items() if name not in names}
+        sums, device = self.method.received(replace(message, tensors=sent)), self.method.context.device
+        answers = Answers.received(message.tensors, int(sums.samples), self.method.params, device)
+        self._add(client, sums)
+        self.answers = answers if self.answers is None else self.answers + answers
 
     def _add(self, client: int, sums: Sums) -> None:
         limits, samples = self.method.context.aggregation, float(sums.samples)
@@ -275,12 +334,20 @@ class SumsUpdate(Aggregator):
 
     def finish(self) -> State:
         """Return the server's state with the sums so far and the head that they give."""
-        before = self.server_state
-        kept = self._stored_sums()
-        sums = sums_of_state(kept, self.method.context.num_classes)
-        head = {} if sums is None else self.method.solve(sums)
+        before, method = self.server_state, self.method
+        known = {name: tensor for name, tensor in before.tensors.items() if not name.startswith(HEADS)}
+        stored = self._stored_sums()
+        sums = sums_of_state(stored, method.context.num_classes)
+        if sums is not None:
+            stored |= method.solve(sums) if self.answers is None else method.solve_with_answers(sums, self.answers)
         numbers = {**before.numbers, COUNTED: sorted(self.counted)}
-        return replace(before, tensors={**before.tensors, **kept, **head}, numbers=numbers)
+        if method.params.regularization == "held-out":
+            numbers[ANSWERED] = sorted(self.answered)
+            if sums is not None and self.answered < self.counted:
+                stored |= add_prefix(HEADS, heads_to_compare(sums, method.params))
+            if self.answers is not None:
+                stored |= add_prefix(ANSWERS, self.answers.tensors())
+        return replace(before, tensors={**known, **stored}, numbers=numbers)
 
     def _stored_sums(self) -> dict[str, Tensor]:
         """Return the tensors of all sums so far."""
@@ -301,10 +368,10 @@ class SumsUpdate(Aggregator):
         return add_prefix(SUMS, total.tensors())
 
 
-def counted_clients(server_state: State) -> Sequence[int]:
-    """Return the clients whose sums the server has, in rising order."""
-    counted = server_state.numbers.get(COUNTED, [])
-    return [int(client) for client in counted] if isinstance(counted, list) else []
+def listed(server_state: State, name: str) -> Sequence[int]:
+    """Return the clients that a server's state lists under a name, in rising order."""
+    clients = server_state.numbers.get(name, [])
+    return [int(client) for client in clients] if isinstance(clients, list) else []
 
 
 def sums_of_state(tensors: Tensors, num_classes: int) -> Sums | None:
