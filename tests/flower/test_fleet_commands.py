@@ -16,7 +16,9 @@ import pytest
 import typer.main
 
 from conftest import Command
+from test_refused import tls_server
 from vitfleet.cli.base import app
+from vitfleet.flower.certificates import Certs
 from vitfleet.flower.processes import free_port, stop_process_group
 
 PATIENCE_S = 240.0  # a busy machine takes a minute to start so many processes
@@ -41,7 +43,7 @@ def options_of(command: str) -> set[str]:
     application = typer.main.get_command(app)
     assert isinstance(application, click.Group)
     return {
-        parameter.opts[-1]
+        max(parameter.opts, key=len)
         for parameter in application.commands[command].params
         if isinstance(parameter, click.Option) and "--help" not in parameter.opts
     }
@@ -176,3 +178,9 @@ def test_a_client_that_will_never_be_accepted_ends_with_the_reason(commands: Com
     assert "broken.py" in commands.output("broken")
     assert "package_that_is_not_there" in commands.output("broken")
     assert "Traceback" not in commands.output("broken")
+
+    certs = Certs(fleet_folder / "fleet")
+    with tls_server(certs) as address:
+        plain = commands.start("plain", *client_of("garden", int(address.rpartition(":")[2]), ["--insecure"]))
+        assert plain.wait(PATIENCE_S) == 2, commands.everything()
+    assert f"the server at {address} uses TLS: start this client without --insecure" in commands.output("plain")
