@@ -152,10 +152,7 @@ def configurations(options: dict[str, Any]) -> Iterator[Config]:
     sources = options.get("sources") or [options.get("source")]
     for source in filter(None, sources):
         is_file = "/" in source or source.endswith((".toml", ".json"))
-        methods = options.get("method") or []
-        if "sweep" not in options:  # `cost --method NAME` takes a name only
-            methods = [name.split()[0] for name in methods]
-        for _, own in variants(methods):
+        for _, own in variants(options.get("method") or []):
             for _, swept in combinations(parse_sweep(options.get("sweep") or [])):
                 keys = {**parse_overrides(options.get("override", [])), **own, **swept}
                 if options.get("plugin") or ".py:" in str(keys.get("method.name")):

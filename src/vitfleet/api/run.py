@@ -22,7 +22,7 @@ from vitfleet.costs.report import CostReport, cost_reports
 from vitfleet.data.images import DataSet
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.files import CHECKPOINT_FOLDER, CONFIG_FILE
+from vitfleet.files import CHECKPOINT_FILE, CONFIG_FILE
 from vitfleet.fleet.distributed import join_process_group
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
@@ -323,7 +323,7 @@ def full_memory_as_sentence(folder: Path) -> Iterator[None]:
             raise
         config = read_config(folder / CONFIG_FILE)
         remedy = "run fewer at a time (--jobs)" if GPU_SHARE_VARIABLE in os.environ else "end what else uses it"
-        resumable = (folder / CHECKPOINT_FOLDER / "checkpoint.json").exists() and config.data.fingerprint is None
+        resumable = (folder / CHECKPOINT_FILE).exists() and config.data.fingerprint is None
         command = f", then resume with vitfleet resume {shlex.quote(str(folder))}" if resumable else ""
         less = "machine.stack_size, train.batch_size or eval.batch_size"
         raise UserError(f"the GPU's memory is full; {remedy}{command}; or start again with less {less}") from error

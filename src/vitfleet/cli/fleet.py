@@ -119,20 +119,16 @@ def server(
     from vitfleet.api.run import discard_unstarted
     from vitfleet.flower.certificates import Certs
     from vitfleet.flower.server.processes import ServerSettings, check_address
-    from vitfleet.run.output.folder import open_run_folder
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
         _warn_insecure()
     else:
-        fleet_certs.check_server(_split_names(names))
+        fleet_certs.check_server()
     check_address(host, port)
     settings = ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs)
     if (Path(source) / CONFIG_FILE).exists():
-        run_folder = open_run_folder(Path(source), LOCK_TIMEOUT_S)
-        if run_folder.config().fleet.kind != "flower":
-            raise UserError(f"{source}: is a run in one process; `vitfleet resume {source}` resumes it")
-        _serve(run_folder, settings)
+        _serve(_open_fleet_run(Path(source)), settings)
         return
     client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
     # The clients have their own images: a folder of the server's is not split into training and test images.
@@ -211,6 +207,16 @@ def client(
         raise typer.Exit(130) from None
 
 
+def _open_fleet_run(path: Path) -> RunFolder:
+    """Open a run to resume it on a fleet."""
+    from vitfleet.run.output.folder import open_run_folder
+
+    run_folder = open_run_folder(path, LOCK_TIMEOUT_S)
+    if run_folder.config().fleet.kind != "flower":
+        raise UserError(f"{path}: is a run in one process; `vitfleet resume {path}` resumes it")
+    return run_folder
+
+
 def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     """Run all remaining rounds on a fleet and show them."""
     from vitfleet.config.run_title import run_title
@@ -224,6 +230,8 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     folder, config = run_folder.path.resolve(), run_folder.config()
     names = [config.fleet.name_of(client) for client in range(config.fleet.clients)]
     run_folder.release()  # Flower's server process locks it
+    if settings.certs is not None:
+        settings.certs.check_server(names)
 
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)

@@ -17,7 +17,7 @@ import typer
 from vitfleet.cli import options
 from vitfleet.cli.base import app, console, create_confirmed, raise_interrupt, reserve_stdout, say, warn, with_options
 from vitfleet.errors import UserError, describe_os_error
-from vitfleet.files import CHECKPOINT_FOLDER, COMPARISON_FILE, CONFIG_FILE
+from vitfleet.files import CHECKPOINT_FILE, COMPARISON_FILE, CONFIG_FILE
 
 if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
@@ -136,7 +136,7 @@ def resumable(path: Path, display: TerminalRun, jobs: int = 1) -> Iterator[None]
         raise typer.Exit(130) from None
     except OSError as error:
         sentence = describe_os_error(error)
-        if sentence is None or not (path / CHECKPOINT_FOLDER / "checkpoint.json").exists():
+        if sentence is None or not (path / CHECKPOINT_FILE).exists():
             raise
         raise UserError(f"{sentence}. The last checkpoint is sound: then resume with {command}") from None
     finally:

@@ -122,9 +122,7 @@ def check_address(host: str, port: int) -> None:
             ) from None
         if error.errno == errno.EACCES:
             raise UserError(f"--port {port}: is not open to you ({error.strerror}); choose one above 1023") from None
-        raise UserError(
-            f"--host {host}: is no address of this machine ({error.strerror or error}); 0.0.0.0 is all of them"
-        ) from None
+        raise UserError(f"--host {host}: is no address of this machine; 0.0.0.0 listens at all of them") from None
 
 
 def _wait_for_proxy(settings: ServerSettings, proxy: subprocess.Popen[bytes]) -> None:

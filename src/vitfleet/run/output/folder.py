@@ -25,7 +25,7 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import (
     ABOUT_FILE,
-    CHECKPOINT_FOLDER,
+    CHECKPOINT_FILE,
     CONFIG_FILE,
     PLUGINS_FILE,
     RECORDS_FILE,
@@ -37,7 +37,7 @@ from vitfleet.files import (
 
 # What a run may have written when its first round has not ended.
 _BEFORE_FIRST_ROUND = re.compile(
-    r"\.lock|identity|base\.safetensors|timings\.jsonl|records\.jsonl|fleet\.log|error\.txt|tensorboard|patches\.png|"
+    r"\.lock|identity|base\.safetensors|timings\.jsonl|records\.jsonl|fleet\.log|error\.txt|tensorboard|checkpoint|patches\.png|"
     r"\.?(about|config|plugins|machine|data|devices|progress)\.json(\.tmp)?|"
     r"\.?(partition|tasks)\.(json|safetensors|png)(\.tmp)?"
 )
@@ -95,7 +95,7 @@ def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequenc
         raise UserError(f"--out {path}: is not empty ({foreign[0]} is in it); choose another --out")
     folder = RunFolder(make_folder(path))
     for entry in entries:  # of a run that never began
-        if entry.name == "tensorboard":
+        if entry.is_dir():
             shutil.rmtree(entry)
         elif entry.name != ".lock":
             entry.unlink()
@@ -113,7 +113,7 @@ def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequenc
 def has_begun(path: Path) -> bool:
     """Whether a run has ended a round."""
     records = path / RECORDS_FILE
-    return (path / CHECKPOINT_FOLDER).exists() or (records.exists() and records.stat().st_size > 0)
+    return (path / CHECKPOINT_FILE).exists() or (records.exists() and records.stat().st_size > 0)
 
 
 def _digests(config: Mapping[str, Any]) -> dict[str, str]:
