@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import TINY, Command
+from made_photos import draw_photos
 
 
 def keys(*more: str) -> list[str]:
@@ -67,12 +68,11 @@ def test_a_command_that_is_not_there_names_a_similar_one_once(vitfleet: Command,
     assert "vitfleet --help" in line
 
 
-def test_one_class_only_is_said(vitfleet: Command, tmp_path: Path) -> None:
-    from made_photos import draw_photos
-
-    draw_photos(tmp_path / "photos", ("cat",))
+def test_one_class_only_is_said(vitfleet: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    draw_photos(tmp_path / "photos", ("cat",), per_class=20)
     result = vitfleet(tmp_path, "run", "digits", *keys("data.path=photos", "data.limit=null"), "--out", "one")
-    assert "one class" in result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "photos: all images are of one class, cat: there is nothing to learn" in caplog.text
 
 
 def test_keys_by_prefix_and_methods_alone(vitfleet: Command, tmp_path: Path) -> None:

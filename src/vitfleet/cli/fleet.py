@@ -15,7 +15,7 @@ import typer
 from vitfleet.cli import options
 from vitfleet.cli.base import app, console, create_confirmed, error_console, raise_interrupt, say, warn, with_options
 from vitfleet.cli.train import print_summary
-from vitfleet.errors import ConfigError, UserError
+from vitfleet.errors import ConfigError, UserError, how_to_install
 from vitfleet.files import CONFIG_FILE, RECORDS_FILE
 
 if TYPE_CHECKING:
@@ -273,7 +273,4 @@ def _warn_insecure() -> None:
 def _require(extra: str, *packages: str) -> None:
     """Raise an error that names the extra of the installation, if one of its packages is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise UserError(
-            f"this command needs {', '.join(missing)}, which the extra `{extra}` installs: "
-            f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]'"
-        )
+        raise UserError(f"this command needs {', '.join(missing)}; {how_to_install(extra)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitfleet.config.registry import method_label
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, how_to_install
 from vitfleet.report.columns import COMPARABLE_NOTE, Column, best_rows, columns_of, comparable_rows
 from vitfleet.report.runs import RunGroup, eval_splits, read_groups
 from vitfleet.report.units import UNKNOWN, Unit, format_target
@@ -207,7 +207,7 @@ def paired_t_test(first: Mapping[int, float], second: Mapping[int, float]) -> Pa
     try:
         from scipy.stats import t as student
     except ImportError:
-        raise UserError("a significance test needs SciPy; install it with `pip install vitfleet[sim]`") from None
+        raise UserError(f"a significance test needs SciPy; {how_to_install('sim')}") from None
     t = mean / (deviation / math.sqrt(len(seeds)))
     return PairedTest(len(seeds), mean, t, float(2 * student.sf(abs(t), len(seeds) - 1)))
 
