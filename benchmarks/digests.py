@@ -27,7 +27,8 @@ from safetensors import safe_open
 
 COMMON = (
     "rounds=2 fleet.clients=6 fleet.per_round=3 machine.device=cpu machine.precision=fp32 machine.threads=1 "
-    "machine.workers=1 data.limit=400 train.epochs=2 train.schedule=cosine data.augment.flip=true data.augment.crop=0.1"
+    "machine.workers=1 data.limit=400 train.epochs=2 train.schedule=cosine data.augment.flip=true data.augment.crop=0.1 "
+    "model.patch_size=2 data.partition.beta=0.5"
 )
 TASKS = (
     "data.tasks.count=2 data.tasks.classes=2 data.tasks.per_client=[1,2] data.tasks.rounds_per_task=2 "
@@ -76,7 +77,10 @@ MORE = {
     ),
     "fedavg, trimmed": ("digits", f"{COMMON} method.name=fedavg aggregate.rule=trimmed aggregate.trim=0.34"),
 }
-FLOWER = "rounds=2 eval.clients=0 method.name=transfl method.k=2 data.limit=400 train.epochs=1"
+FLOWER = (
+    "rounds=2 eval.clients=0 method.name=transfl method.k=2 data.limit=400 train.epochs=1 "
+    "model.patch_size=2 data.partition.beta=0.5"
+)
 EXPORT = "export-data --to parquet"  # keeps the order of the images
 HARDWARE_PROFILES = ("kitchen", "garden")
 

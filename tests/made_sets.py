@@ -62,6 +62,13 @@ def write_parquet(
     pq.write_table(table, path)
 
 
+def write_small_cifar10(data: Path) -> None:
+    """Write a CIFAR-10 of 50 images to a folder of data sets."""
+    for split, count in (("train", 40), ("test", 10)):
+        labels = [image % 10 for image in range(count)]
+        write_parquet(data / "cifar10" / f"{split}.parquet", labels, [str(label) for label in range(10)], size=32)
+
+
 def grey_levels(images: torch.Tensor) -> list[int]:
     return images[:, 0, 0, 0].tolist()
 

@@ -45,6 +45,8 @@ NOT_EXECUTED = {
 }
 # Pages with many training commands, executed by the long tests.
 LONG_PAGES = {"researcher", "lecturer", "continual", "costs", "methods", "report", "using-models"}
+# Pages whose commands tests/test_documented_environments.py executes.
+IN_ENVIRONMENTS = ("README.md", "docs/tutorials/edge-engineer.md")
 # What makes a run on digits take about a second.
 SMALL = ("data.limit=200", "rounds=1", "train.epochs=1", "model.dim=16", "model.patch_size=4")
 SMALL_TASKS = ("data.tasks.rounds_per_task=1", "train.epochs=2", "model.dim=16", "model.patch_size=4")
@@ -150,10 +152,7 @@ def configurations(options: dict[str, Any]) -> Iterator[Config]:
     sources = options.get("sources") or [options.get("source")]
     for source in filter(None, sources):
         is_file = "/" in source or source.endswith((".toml", ".json"))
-        methods = options.get("method") or []
-        if "sweep" not in options:  # `cost --method NAME` takes a name only
-            methods = [name.split()[0] for name in methods]
-        for _, own in variants(methods):
+        for _, own in variants(options.get("method") or []):
             for _, swept in combinations(parse_sweep(options.get("sweep") or [])):
                 keys = {**parse_overrides(options.get("override", [])), **own, **swept}
                 if options.get("plugin") or ".py:" in str(keys.get("method.name")):
@@ -174,7 +173,11 @@ def test_documented_command_parses(command: DocumentedCommand) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(page, marks=pytest.mark.long) if page.stem in LONG_PAGES else page for page in DOCUMENTS],
+    [
+        pytest.param(page, marks=pytest.mark.long) if page.stem in LONG_PAGES else page
+        for page in DOCUMENTS
+        if str(page.relative_to(ROOT)) not in IN_ENVIRONMENTS
+    ],
     ids=identify,
 )
 @pytest.mark.usefixtures("without_figure_files")

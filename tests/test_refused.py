@@ -15,7 +15,8 @@ import pytest
 from conftest import Command
 from made_photos import draw_photos
 from vitfleet.errors import UserError, describe_os_error
-from vitfleet.flower.certificates import Certs, check_authority, make_certs
+from vitfleet.flower.certificates import Certs, make_certs
+from vitfleet.flower.device.server_address import check_server
 
 
 @pytest.fixture
@@ -103,13 +104,13 @@ def tls_server(certs: Certs) -> Iterator[str]:
 def test_another_authoritys_server_is_named_before_flower_connects(tmp_path: Path) -> None:
     own, other = (make_certs(tmp_path / name, [], ["kitchen"]) for name in ("own", "other"))
     with tls_server(own) as address:
-        check_authority(address, own.ca)
+        check_server(address, own.ca)
     with tls_server(other) as address, pytest.raises(UserError, match=rf"server at {address} is not the one that .*ca"):
-        check_authority(address, own.ca)
-    check_authority("127.0.0.1:1", own.ca)  # nobody answers: a client waits
+        check_server(address, own.ca)
+    check_server("127.0.0.1:1", own.ca)  # nobody answers: a client waits
     (tmp_path / "no.crt").write_text("nothing")
     with pytest.raises(UserError, match="is no certificate"):
-        check_authority("127.0.0.1:1", tmp_path / "no.crt")
+        check_server("127.0.0.1:1", tmp_path / "no.crt")
 
 
 def test_a_client_says_so_before_it_starts_flower(

@@ -15,7 +15,6 @@ from typing import TypeAlias
 import pytest
 
 import vitfleet
-from made_sets import write_parquet
 
 ROOT = Path(__file__).parents[1]
 RunScript: TypeAlias = Callable[..., str]
@@ -24,7 +23,7 @@ RUN = "-o rounds=1 -o data.limit=60 -o train.epochs=1 -o fleet.clients=4 -o flee
 TASKS = "-o data.limit=200 -o data.tasks.rounds_per_task=1 -o train.epochs=2 -o machine.device=cpu"
 TIMM = "--model vit_tiny_patch16_224 --methods fed-full --batch 1 --device cpu"
 
-# What each script is run with, in a folder where `plain` and `tasks` are comparisons and `data` has a small CIFAR-10.
+# What each script is run with, in a folder where `plain` and `tasks` are comparisons.
 ARGUMENTS = {
     "benchmarks/bandwidth.py": f"--clients 2 --runs runs --out figures {TASKS}",
     "benchmarks/captured_steps.py": f"digits {RUN}",
@@ -34,8 +33,6 @@ ARGUMENTS = {
     "--ways eager stacked",
     "benchmarks/fedvit_step.py": "--clients 2 --k 2 --stored 2 --batch 4 --steps 1 --repeat 1 --dim 24 --depth 2",
     "benchmarks/memory.py": TIMM,
-    "benchmarks/peers.py": "--data-dir data --clients 4 --per-round 2 --batch 4 --rounds 2 --threads 1 --repeats 1 "
-    "--ways eager ours",
     "benchmarks/plot_bars.py": "tasks bars --by model.dim",
     "benchmarks/plot_curves.py": "plain curves",
     "benchmarks/report.py": "--rounds 2 --seeds 1",
@@ -57,6 +54,7 @@ REAL_FLEETS = {
     "benchmarks/soak.py": "--rounds 2 --out soak",
 }
 NOT_RUN = {
+    "benchmarks/peers.py": "tests/test_documented_environments.py runs it",
     "benchmarks/flood.py": "is a part of chaos.py",
     "benchmarks/network.py": "changes the machine's network, as root",
     "scripts/avalanche_reference.py": "needs Avalanche, in an environment of its own",
@@ -89,17 +87,12 @@ def server() -> ForkServerContext:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the comparisons and the images that scripts read."""
+    """Return a folder with the comparisons that scripts read."""
     folder = tmp_path_factory.mktemp("scripts")
     small = {"data.limit": 200, "machine.device": "cpu"}
     vitfleet.compare("digits", methods=["fedavg", "standalone"], overrides={**small, "rounds": 2}, out=folder / "plain")
     keys = {**small, "data.tasks.rounds_per_task": 1, "train.epochs": 1}
     vitfleet.compare("fedvit-digits", methods=["fedavg", "er"], overrides=keys, out=folder / "tasks")
-    for split, count in (("train", 40), ("test", 10)):
-        labels = [image % 10 for image in range(count)]
-        write_parquet(
-            folder / "data/cifar10" / f"{split}.parquet", labels, [str(label) for label in range(10)], size=32
-        )
     return folder
 
 

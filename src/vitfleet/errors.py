@@ -27,6 +27,11 @@ def shown(value: object, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
+def how_to_install(extra: str) -> str:
+    """Return how to install an extra of this package, which no package index has."""
+    return f"the extra `{extra}` installs it: pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]'"
+
+
 def printable(text: str, length: int = 500) -> str:
     """Return the beginning of a text that another machine sent as one line, without a terminal's control sequences."""
     spaces = "".join(" " if character.isspace() else character for character in text[:length])

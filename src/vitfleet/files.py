@@ -22,6 +22,7 @@ DEVICES_FILE = "devices.json"  # the simulated device of each client
 PARTITION_FILE, PARTITION_ARRAYS = "partition.json", "partition.safetensors"  # the images of each client
 TASKS_FILE, TASKS_ARRAYS = "tasks.json", "tasks.safetensors"  # those of each task
 PATCHES_FIGURE = "patches.png"
+CHECKPOINT_FOLDER, CHECKPOINT_FILE = "checkpoint", "checkpoint/checkpoint.json"
 RECORDS_FILE = "records.jsonl"  # a line per round; equal runs write equal bytes
 TIMINGS_FILE = "timings.jsonl"  # how long each round took
 BASE_FILE = "base.safetensors"  # what every client received once

@@ -175,7 +175,7 @@ def test_many_patches_of_large_images_are_remarked_on_with_the_keys(tmp_path: Pa
         return estimate.remark
 
     slow = remark()
-    assert "100 x 100 pixels in 2,500 patches" in slow  # (100 / 2)²
+    assert "100 x 100 pixels in 625 patches" in slow  # (100 / 4)²
     advised = re.findall(r"-o (\S+)", slow)
     assert advised == ["model.image_size=64", "model.patch_size=8"]
     assert remark(*advised) == ""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vitfleet.fleet.base import EvalResult, Reply, Request
+from vitfleet.flower.activity import MAX_BYTES, ActivityLog, ActivityReader, round_line
 from vitfleet.flower.device import supernode
-from vitfleet.flower.device.activity import MAX_BYTES, ActivityLog, ActivityReader, round_line
 from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
 from vitfleet.message import Message
 
@@ -82,9 +82,9 @@ def test_client_reports_its_lines_and_keeps_flowers_log(tmp_path: Path, monkeypa
     activity = tmp_path / "runs" / "activity.log"
     script = f"""
 import sys
-from vitfleet.flower.device.activity import ActivityLog
+from vitfleet.flower.activity import ActivityLog
 from pathlib import Path
-print("INFO of Flower", file=sys.stderr)
+print("INFO:     Started server process [1]", file=sys.stderr)
 ActivityLog(Path({str(activity)!r})).add("round 1: trained")
 sys.exit(3)
 """
@@ -100,4 +100,4 @@ sys.exit(3)
     log = tmp_path / "flower" / "supernode.log"
     assert reported[0] == "round 1: trained"
     assert reported[1].startswith(f"Flower's SuperNode ended with code 3 (see {log})")
-    assert "INFO of Flower" in log.read_text()
+    assert "INFO:     Started server process [1]" in log.read_text()

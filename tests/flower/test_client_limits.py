@@ -19,7 +19,7 @@ from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Request
-from vitfleet.flower.device.activity import ActivityLog
+from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.handler import local_client
 from vitfleet.flower.device.limits import ClientLimits

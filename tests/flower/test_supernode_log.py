@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vitfleet.errors import UserError
 from vitfleet.flower.device import supernode
 from vitfleet.flower.device.supernode import HEAD_BYTES, TAIL_BYTES, SuperNodeLog, ending_cause, read_log_from
 from vitfleet.flower.processes import MAX_LOG_BYTES
@@ -93,6 +94,7 @@ def test_client_reports_the_cause_of_this_start_only(tmp_path: Path, monkeypatch
 import sys
 from pathlib import Path
 seen = Path({str(tmp_path / "seen")!r})
+print("Started server process [1]")
 if seen.exists():
     sys.exit(7)
 seen.touch()
@@ -120,3 +122,29 @@ sys.exit(1)
     assert first.startswith(f"the server does not accept the key {KEY}")
     assert str(tmp_path / "flower" / "supernode.log") in first
     assert second.startswith("Flower's SuperNode ended with code 7")
+
+
+def test_a_supernode_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    script = "raise SystemExit('Error: the file is missing')"
+    with pytest.raises(UserError, match="cannot start: Error: the file is missing"):
+        supernode.run_forever(
+            [sys.executable, "-S", "-c", script], tmp_path / "flower", tmp_path / "activity.log", print
+        )
+
+
+def test_a_server_is_looked_at_until_it_accepts_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supernode, "CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(supernode, "REPORT_INTERVAL_S", 0.05)
+
+    def refuse() -> None:
+        raise UserError("the server uses TLS")
+
+    waiting = "print('Started server process', flush=True); import time; time.sleep(60)"
+    with pytest.raises(UserError, match="uses TLS"):
+        supernode.run_forever(
+            [sys.executable, "-S", "-c", waiting],
+            tmp_path / "flower",
+            tmp_path / "activity.log",
+            print,
+            check=refuse,
+        )

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import vitfleet
-from made_photos import draw_photos
+from made_photos import draw_photos, make_run
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
@@ -174,6 +174,28 @@ def test_a_clients_model_is_exported_with_a_card(photo_run: vitfleet.Run, tmp_pa
     assert "grass, roof, sea" in text
     assert json.loads((tmp_path / "out" / "preprocessing.json").read_text())["input_size"] == 16
     assert written.compared == 12  # the run's test images
+
+
+@pytest.mark.parametrize(
+    ("format", "says"),
+    [
+        ("torch-export", "takes it as [batch, 3, 8, 8], pixels in 0…1. Inside it is normalised with mean [0.5"),
+        ("timm", "Then it is normalised with mean [0.5"),
+        ("safetensors", "`vitfleet.load_model` does all of it"),
+    ],
+)
+def test_the_card_says_which_images_this_file_takes(
+    format: str, says: str, tiny_overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The photos are stored at 16 pixels, and the network takes 8: so does the file."""
+    draw_photos(tmp_path / "photos", ("sea", "roof"))
+    own = (f"data.path={tmp_path / 'photos'}", "model.image_size=8", "fleet.clients=3", "rounds=1")
+    run = make_run(tmp_path / "run", *tiny_overrides, *own)
+    vitfleet.export(run, format, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "resized to 8 x 8 pixels of 3 channels (bilinear, with antialiasing)" in card
+    assert says in card
+    assert "In training images were stored at 16 x 16 pixels first." in card
 
 
 def test_the_card_of_the_servers_model_has_its_accuracy(photo_run: vitfleet.Run, tmp_path: Path) -> None:

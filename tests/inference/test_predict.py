@@ -18,8 +18,9 @@ import vitfleet
 from made_photos import draw_photos
 from vitfleet.data.sources.image_folder import read_image_folder
 from vitfleet.errors import UserError
-from vitfleet.inference.evaluate import CALIBRATION_BINS, evaluate_images, summarise
+from vitfleet.inference.evaluate import evaluate_images, summarise
 from vitfleet.inference.image_files import find_images, read_labelled
+from vitfleet.run.evaluate.predictions import CALIBRATION_BINS
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

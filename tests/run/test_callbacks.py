@@ -23,6 +23,7 @@ from vitfleet.run.callbacks import (
     EarlyStopping,
     EarlyStoppingParams,
     StopRun,
+    check_monitored,
     monitored_value,
 )
 from vitfleet.run.context import RunContext, load_state
@@ -240,10 +241,18 @@ def test_monitored_value_reads_numbers_by_their_dotted_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["acuracy.global", "accuracy.top5", "clients", "accuracy", "loss.train", ""])
-def test_monitored_value_rejects_what_no_record_has(name: str) -> None:
-    record = RoundRecord(1, 0.1, 2.0, Accuracy(0.5, 1.5, 1, 0.25), [], 7, 8)
-    with pytest.raises(UserError, match=r"monitor = .* accuracy\.global, accuracy\.local"):
-        monitored_value(record, name)
+def test_what_no_record_has_is_not_monitored(name: str, tiny_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\.x\.monitor = .* accuracy\.global, accuracy\.local"):
+        check_monitored("callbacks.x.monitor", name, tiny_config())
+
+
+def test_a_metric_without_the_value_names_those_that_it_has() -> None:
+    record = RoundRecord(1, 0.1, 2.0, None, [], 7, 8, metrics={"drift": {"mean": 0.5, "max": None, "by": [1.0]}})
+    assert monitored_value(record, "metrics.drift.mean") == 0.5
+    assert monitored_value(record, "metrics.drift.max") is None
+    assert monitored_value(record, "metrics.other.mean") is None, "not measured in this round"
+    with pytest.raises(UserError, match="has the numbers mean, max"):
+        monitored_value(record, "metrics.drift.by")
 
 
 def test_best_updates_on_improvement_only() -> None:

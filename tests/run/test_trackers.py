@@ -107,7 +107,7 @@ def test_a_tracker_that_is_not_installed_is_a_configuration_error(
     name: str, tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=rf"pip install 'vitfleet\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install -e '\.\[{name}\]'"):
         Trackers(tiny_config(f"trackers={{{name}={{}}}}"), tmp_path, 1)
 
 

@@ -143,7 +143,7 @@ class Comparison:
             folder = self._open(member)
             try:
                 run_in(folder, data, callbacks, progress)
-            except UserError:
+            except Exception:
                 discard_unstarted(folder)
                 raise
             finally:

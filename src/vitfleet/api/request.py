@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from vitfleet.api.best_trials import BestTrial
 from vitfleet.config.base import MethodParams
-from vitfleet.config.load import Overrides, from_tree, load_config, parse_overrides
+from vitfleet.config.load import Overrides, from_tree, load_config, parse_method, parse_overrides
 from vitfleet.config.plugins import load_plugins
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
@@ -208,12 +208,7 @@ def _variant(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(method, str):
         keys = _method_keys(method)
         return str(keys.pop("method.name")), keys
-    name, *texts = method.split() or [""]
-    if not name or "=" in name or not all("=" in text for text in texts):
-        example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
-        raise UserError(f"method {method!r}: must be a method's name, and key=value after it; for example {example}")
-    # A key without a table is one of the method's own: "fedprox mu=0.1".
-    return name, parse_overrides([text if "." in text.partition("=")[0] else f"method.{text}" for text in texts])
+    return parse_method(method)
 
 
 def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, dict[str, Any]]]:

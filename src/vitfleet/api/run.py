@@ -22,7 +22,7 @@ from vitfleet.costs.report import CostReport, cost_reports
 from vitfleet.data.images import DataSet
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
-from vitfleet.files import CONFIG_FILE
+from vitfleet.files import CHECKPOINT_FILE, CONFIG_FILE
 from vitfleet.fleet.distributed import join_process_group
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import StoredModels
@@ -33,7 +33,14 @@ from vitfleet.report.figures.folder import draw_results, draw_setup
 from vitfleet.report.html.page import write_report
 from vitfleet.run.callbacks import Callback
 from vitfleet.run.loop import run_rounds
-from vitfleet.run.output.folder import RunFolder, add_rounds, create_run_folder, open_run_folder, read_run_config
+from vitfleet.run.output.folder import (
+    RunFolder,
+    add_rounds,
+    create_run_folder,
+    has_begun,
+    open_run_folder,
+    read_run_config,
+)
 from vitfleet.run.output.summary import flatten, is_finished, read_summary
 from vitfleet.run.records import RoundRecord, read_records
 from vitfleet.run.setup import open_run
@@ -210,7 +217,7 @@ def train(
         estimate = estimate_run(folder.config(), None if images is None else DatasetSize.of(images))
         check_estimate(estimate, folder.path, force)
         run_in(folder, images, callbacks, progress)
-    except UserError:
+    except Exception:
         discard_unstarted(folder)
         raise
     finally:
@@ -282,8 +289,8 @@ def create_run(request: RunRequest) -> tuple[RunFolder, DataSet | None]:
 
 
 def discard_unstarted(folder: RunFolder) -> None:
-    """Remove the folder of a run that could not be set up: its name is free again."""
-    if next(read_records(folder.path), None) is None:
+    """Remove the folder of a run whose first round could not be run: its name is free again."""
+    if not has_begun(folder.path):
         folder.discard()
 
 
@@ -316,7 +323,7 @@ def full_memory_as_sentence(folder: Path) -> Iterator[None]:
             raise
         config = read_config(folder / CONFIG_FILE)
         remedy = "run fewer at a time (--jobs)" if GPU_SHARE_VARIABLE in os.environ else "end what else uses it"
-        resumable = (folder / "checkpoint" / "checkpoint.json").exists() and config.data.fingerprint is None
+        resumable = (folder / CHECKPOINT_FILE).exists() and config.data.fingerprint is None
         command = f", then resume with vitfleet resume {shlex.quote(str(folder))}" if resumable else ""
         less = "machine.stack_size, train.batch_size or eval.batch_size"
         raise UserError(f"the GPU's memory is full; {remedy}{command}; or start again with less {less}") from error

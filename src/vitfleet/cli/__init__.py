@@ -12,7 +12,10 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+import click
+
 from vitfleet.cli.base import app, error_console
+from vitfleet.cli.usage import usage_sentence
 from vitfleet.errors import UserError, describe_os_error
 
 # Importing a module adds its commands to the application, in the order in which help lists them.
@@ -25,7 +28,14 @@ def main() -> None:
     # Python collects garbage once more before it ends: with torch imported that took 0.8 s of every command.
     atexit.register(gc.freeze)
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        _fail(usage_sentence(error, sys.argv[1:]))
+    except click.Abort:
+        _fail("stopped")
     except UserError as error:
         _fail(str(error))
     except OSError as error:

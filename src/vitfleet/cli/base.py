@@ -81,7 +81,7 @@ def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
     folder, _ = create_run(request)
     try:
         confirm_run(folder.config(), folder.path, yes)
-    except (UserError, typer.Abort):
+    except BaseException:
         folder.discard()
         raise
     return folder

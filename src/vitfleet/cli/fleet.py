@@ -15,7 +15,7 @@ import typer
 from vitfleet.cli import options
 from vitfleet.cli.base import app, console, create_confirmed, error_console, raise_interrupt, say, warn, with_options
 from vitfleet.cli.train import print_summary
-from vitfleet.errors import UserError
+from vitfleet.errors import ConfigError, UserError, how_to_install
 from vitfleet.files import CONFIG_FILE, RECORDS_FILE
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def server(
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0: all addresses of this machine.")
     ] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="Port that clients connect to.")] = PORT,
+    port: Annotated[int, typer.Option(help="Port that clients connect to.", min=1, max=2**16 - 1)] = PORT,
     names: Annotated[str, typer.Option(help="The clients, as a,b,c; default: all that have a key.")] = "",
     insecure: Insecure = False,
     yes: options.Yes = False,
@@ -116,26 +116,35 @@ def server(
     """
     _require("flower", "cryptography", "flwr")
     from vitfleet.api.request import RunRequest
+    from vitfleet.api.run import discard_unstarted
     from vitfleet.flower.certificates import Certs
-    from vitfleet.flower.server.processes import ServerSettings
-    from vitfleet.run.output.folder import open_run_folder
+    from vitfleet.flower.server.processes import ServerSettings, check_address
 
     fleet_certs = Certs(certs.resolve())
     if insecure:
         _warn_insecure()
     else:
         fleet_certs.check_server()
+    check_address(host, port)
+    settings = ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs)
     if (Path(source) / CONFIG_FILE).exists():
-        run_folder = open_run_folder(Path(source), LOCK_TIMEOUT_S)
-    else:
-        client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
-        # The clients have their own images: a folder of the server's is not split into training and test images.
-        fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
-        keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
-        command = ["vitfleet", *sys.argv[1:]]
-        request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
-        run_folder = create_confirmed(request, yes)
-    _serve(run_folder, ServerSettings(host, port, fleet_certs.home, None if insecure else fleet_certs))
+        _serve(_open_fleet_run(Path(source)), settings)
+        return
+    client_names = _split_names(names) or ([] if insecure else fleet_certs.names())
+    # The clients have their own images: a folder of the server's is not split into training and test images.
+    fleet_keys = {"fleet.kind": "flower", "fleet.names": client_names or None, "data.test_only": True}
+    keys = with_options(override, {"data.dir": data_dir, **fleet_keys, **_fleet_size(client_names)})
+    if keys["fleet.kind"] != "flower":
+        remedy = "`vitfleet server` runs on other machines, `vitfleet run` in one process"
+        raise ConfigError("fleet.kind", keys["fleet.kind"], remedy)
+    command = ["vitfleet", *sys.argv[1:]]
+    request = RunRequest(source, seed=seed, overrides=keys, plugins=plugin, out=out, command=command)
+    run_folder = create_confirmed(request, yes)
+    try:
+        _serve(run_folder, settings)
+    except Exception:
+        discard_unstarted(run_folder)
+        raise
 
 
 @app.command()
@@ -148,7 +157,7 @@ def client(
         Path | None, typer.Option(help="Folder of this client's own files; default: ~/.vitfleet/NAME.")
     ] = None,
     device: options.Device = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.", min=1)] = None,
     limit: Annotated[
         list[str],
         typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
@@ -161,9 +170,11 @@ def client(
     Example: `vitfleet client --server fleet.example.org --data ~/photos --name kitchen`
     """
     _require("client", "cryptography", "flwr")
-    from vitfleet.flower.certificates import Certs, check_authority
-    from vitfleet.flower.device.activity import ACTIVITY_FILE
+    from vitfleet.flower.activity import ACTIVITY_FILE
+    from vitfleet.flower.certificates import Certs
     from vitfleet.flower.device.limits import ClientLimits
+    from vitfleet.flower.device.preflight import check_settings
+    from vitfleet.flower.device.server_address import check_server, parse_address
     from vitfleet.flower.device.supernode import SUPERNODE_LOG, client_command, ending_cause, run_forever
     from vitfleet.flower.processes import check_client_name
 
@@ -176,23 +187,34 @@ def client(
         fleet_certs.check_client(name)
     if not data.exists():
         raise UserError(f"--data {data}: no such file or folder")
-    if missing := [path for path in plugin if not path.is_file()]:
-        raise UserError(f"--plugin {missing[0]}: no such file")
     home = (state or Path.home() / ".vitfleet" / name).resolve()
-    address = server if ":" in server else f"{server}:{PORT}"
+    if home.exists() and not home.is_dir():
+        raise UserError(f"--state {home}: is no folder; name one for this client's own files")
+    address = parse_address(server, PORT)
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     used_certs = None if insecure else fleet_certs
-    command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit)
+    look = partial(check_server, address, None if insecure else fleet_certs.ca)
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
-        if not insecure:
-            check_authority(address, fleet_certs.ca)
-        log = home / "flower" / SUPERNODE_LOG
-        warn(f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
+        silence = look()
+        check_settings(data.resolve(), device, plugin)
+        command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit)
+        log, why = home / "flower" / SUPERNODE_LOG, f" ({silence})" if silence else ""
+        warn(f"{name}: waiting for {address}{why}; files in {home}; Flower's log: {log}")
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
-        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain)
+        run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain, look)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _open_fleet_run(path: Path) -> RunFolder:
+    """Open a run to resume it on a fleet."""
+    from vitfleet.run.output.folder import open_run_folder
+
+    run_folder = open_run_folder(path, LOCK_TIMEOUT_S)
+    if run_folder.config().fleet.kind != "flower":
+        raise UserError(f"{path}: is a run in one process; `vitfleet resume {path}` resumes it")
+    return run_folder
 
 
 def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
@@ -208,6 +230,8 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     folder, config = run_folder.path.resolve(), run_folder.config()
     names = [config.fleet.name_of(client) for client in range(config.fleet.clients)]
     run_folder.release()  # Flower's server process locks it
+    if settings.certs is not None:
+        settings.certs.check_server(names)
 
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
@@ -215,8 +239,8 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
 
     try:
         done = sum(1 for _ in read_records(folder))
-        with RoundDisplay(console, config.rounds, done) as display:
-            serve(settings, folder, names, display.show_round, show_address, display)
+        with RoundDisplay(console, config.rounds, done, name_of=config.fleet.name_of) as display:
+            serve(settings, folder, names, display.show_round, show_address, display, say)
     except KeyboardInterrupt:
         warn(f"\nStopped. To resume from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
@@ -249,7 +273,4 @@ def _warn_insecure() -> None:
 def _require(extra: str, *packages: str) -> None:
     """Raise an error that names the extra of the installation, if one of its packages is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise UserError(
-            f"this command needs {', '.join(missing)}, which the extra `{extra}` installs: "
-            f"pip install -e '.[{extra}]' in the clone, or pip install 'WHEEL[{extra}]'"
-        )
+        raise UserError(f"this command needs {', '.join(missing)}; {how_to_install(extra)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, get_args
@@ -46,7 +47,10 @@ def cost(
     override: options.Overrides = [],  # noqa: B006
     plugin: options.Plugins = [],  # noqa: B006
     method: Annotated[
-        list[str], typer.Option("--method", help="Report this method only. May be repeated. Default: all methods.")
+        list[str],
+        typer.Option(
+            metavar="'NAME [KEY=VALUE…]'", help="Report this method only. May be repeated. Default: all methods."
+        ),
     ] = [],  # noqa: B006
     device: Annotated[
         list[str],
@@ -151,26 +155,44 @@ def presets(
 
 @app.command()
 def keys(
+    prefix: Annotated[str, typer.Argument(metavar="[KEY]", help="Only this key, or those of this table.")] = "",
+    methods: Annotated[bool, typer.Option("--methods", help="Only which methods there are.")] = False,
     plugin: options.Plugins = [],  # noqa: B006
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
-    """List every configuration key with its allowed values, default and meaning."""
+    """List the configuration keys with their allowed values, default and meaning.
+
+    Examples
+    --------
+    * `vitfleet keys data.tasks`
+    * `vitfleet keys --methods`
+    """
     from vitfleet.config import keys as key_table
     from vitfleet.config.plugins import load_plugins
+    from vitfleet.config.registry import METHODS
 
     load_plugins(plugin)
     if markdown:
         print(key_table.markdown(), end="")
         return
-    if not console.is_terminal:  # for grep: one line per key
-        for key in key_table.every_key():
-            print(key.name, key.variant, key.allowed, key.default, key.meaning, sep="\t")
+    if methods:
+        _print_rows(("method", "what it is"), [(entry.name, entry.summary) for entry in METHODS])
+        return
+    rows = [(key.name, key.variant, key.allowed, key.default, key.meaning) for key in key_table.keys_below(prefix)]
+    _print_rows(("key", "of", "allowed", "default", "meaning"), rows)
+
+
+def _print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where the output is no terminal, for grep, one line per row."""
+    if not console.is_terminal:
+        for row in rows:
+            print(*row, sep="\t")
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("key", "of", "allowed", "default", "meaning"):
+    for heading in headings:
         table.add_column(heading, overflow="fold")
-    for key in key_table.every_key():
-        table.add_row(key.name, key.variant, key.allowed, key.default, key.meaning)
+    for row in rows:
+        table.add_row(*row)
     console.print(table, highlight=False, markup=False)
 
 
@@ -179,7 +201,8 @@ def table(
     runs: options.Runs = [],  # noqa: B006
     to: Annotated[str, typer.Option("--to", help="tex, md or csv.")] = "md",
     columns: Annotated[
-        str | None, typer.Option(help="Columns, as accuracy,local,upload. `--columns help` lists all of them.")
+        str | None,
+        typer.Option(help="Columns, as accuracy,local,upload,metrics.NAME.VALUE. `--columns help` lists all of them."),
     ] = None,
     target: Annotated[
         float | None, typer.Option(help="An accuracy, 0…1: adds the rounds and the traffic to it.", min=0, max=1)
@@ -200,11 +223,13 @@ def table(
     * `vitfleet table runs/compare-001 --columns accuracy,forgetting --versus fedavg`
     * `vitfleet table runs/a runs/b --to csv --target 0.8`
     """
-    from vitfleet.report.columns import COLUMNS
+    from vitfleet.report.columns import columns_of
     from vitfleet.report.result_table import result_table
+    from vitfleet.report.runs import read_groups
 
     if columns == "help":
-        for name, column in COLUMNS.items():
+        groups = read_groups(runs) if runs else []
+        for name, column in columns_of(run.summary or {} for group in groups for run in group.runs).items():
             say(f"{name}: {column.heading}; {column.described('evaluation', None).meaning}")
         return
     if not runs:

@@ -17,7 +17,7 @@ import typer
 from vitfleet.cli import options
 from vitfleet.cli.base import app, console, create_confirmed, raise_interrupt, reserve_stdout, say, warn, with_options
 from vitfleet.errors import UserError, describe_os_error
-from vitfleet.files import COMPARISON_FILE, CONFIG_FILE
+from vitfleet.files import CHECKPOINT_FILE, COMPARISON_FILE, CONFIG_FILE
 
 if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
@@ -108,7 +108,7 @@ def resume(
 def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
     """Run the remaining rounds of a run, show them, and return its summary.
 
-    If the run cannot be set up, a folder ``is_new`` that was just created is removed.
+    A folder ``is_new`` that was just created is removed if its first round cannot be run.
     """
     from vitfleet.api.run import discard_unstarted, run_in
     from vitfleet.cli.display import TerminalRun
@@ -117,7 +117,7 @@ def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
     with resumable(run_folder.path, display):
         try:
             return run_in(run_folder, None, [display], display)
-        except UserError:
+        except Exception:
             if is_new:
                 discard_unstarted(run_folder)
             raise
@@ -136,7 +136,7 @@ def resumable(path: Path, display: TerminalRun, jobs: int = 1) -> Iterator[None]
         raise typer.Exit(130) from None
     except OSError as error:
         sentence = describe_os_error(error)
-        if sentence is None or not (path / "checkpoint" / "checkpoint.json").exists():
+        if sentence is None or not (path / CHECKPOINT_FILE).exists():
             raise
         raise UserError(f"{sentence}. The last checkpoint is sound: then resume with {command}") from None
     finally:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from vitfleet.config.base import PartitionParams, Table
 from vitfleet.config.registry import DATASETS, PARTITIONS, Parameters
+from vitfleet.errors import ConfigError
 
 #: The images that every accuracy of a run is measured on.
 EvalSplit: TypeAlias = Literal["test", "validation"]
@@ -70,6 +71,14 @@ class AugmentConfig(Table):
         return self.crop > 0 or self.flip or self.brightness > 0
 
 
+def tasks_divide(kind: str) -> ConfigError:
+    """Return the error of a partition that tasks would not follow."""
+    remedy = (
+        "has no effect with data.tasks, which divide the images (classes, per_client, share); leave one of them out"
+    )
+    return ConfigError("data.partition.kind", kind, remedy)
+
+
 class DataConfig(Table):
     """Which images, where they come from, and how they are partitioned among the clients."""
 
@@ -112,6 +121,12 @@ class DataConfig(Table):
     )
     tasks: TasksConfig | None = None
     augment: AugmentConfig = AugmentConfig()
+
+    @model_validator(mode="after")
+    def _tasks_divide_the_images(self) -> DataConfig:
+        if self.tasks is not None and self.partition != PARTITIONS.make_params("dirichlet"):
+            raise tasks_divide(self.partition.kind)
+        return self
 
     @property
     def eval_split(self) -> EvalSplit:

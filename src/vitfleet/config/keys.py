@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from vitfleet.config.registry import Registry, parameters_of
 from vitfleet.config.schema import Config
+from vitfleet.errors import UserError
 
 _SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
@@ -47,6 +49,19 @@ def every_key(table: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
             yield from every_key(inner[0], f"{path}.")
         else:
             yield Key(path, "", _allowed(field), _default(field), field.description or "")
+
+
+def keys_below(prefix: str) -> list[Key]:
+    """Return the keys of a table, or one key; all of them without a ``prefix``."""
+    keys = list(every_key())
+    found = [key for key in keys if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
+    if not found:
+        names = [key.name for key in keys]
+        tables = {name.rpartition(".")[0] for name in names}
+        close = difflib.get_close_matches(prefix, sorted({*names, *tables}), n=1)
+        guess = f"did you mean {close[0]}?" if close else "`vitfleet keys` lists all of them"
+        raise UserError(f"{prefix}: no such key or table of keys; {guess}")
+    return found
 
 
 def _tagged_keys(registry: Registry[Any], default: str) -> Iterator[Key]:

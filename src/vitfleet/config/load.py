@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from vitfleet.config import plugins as plugin_loader
+from vitfleet.config.data import tasks_divide
 from vitfleet.config.explain import explain
 from vitfleet.config.limits import MAX_SAVED_TEXT, MAX_TEXT, check_key, check_text, check_tree, check_words
 from vitfleet.config.registry import ALL, MODELS, Registry
@@ -101,8 +102,14 @@ def from_tree(
             _put(tree, key, value)
     # The deciding keys first: `-o method.mu=1 -o method.name=fedprox` means the same in either order.
     given.sort(key=lambda pair: not any(pair[0] == f"{table}.{key}" for table, key in FRESH.items()))
+    had_tasks = _tasks(tree) is not None
     for key, value in given:
         _put(tree, key, value)
+    if _tasks(tree) is not None:
+        if any(key.startswith("data.partition") for key, _ in given):
+            raise tasks_divide(_table_of(tree, "data.partition.kind")[0].get("kind", "dirichlet"))
+        if not had_tasks:  # the source's partition is not for them
+            tree["data"].pop("partition", None)
     if meant != titled_parts(tree) and "title" not in dict(given):
         tree["title"] = ""  # the source's title says what it was
     _make_paths_absolute(tree)
@@ -213,6 +220,15 @@ def parse_overrides(overrides: Overrides) -> dict[str, Any]:
     return parsed
 
 
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the method's name and the keys of ``NAME [KEY=VALUE…]``: a key without a table is the method's own."""
+    name, *texts = text.split() or [""]
+    if not name or "=" in name or not all("=" in text for text in texts):
+        example = "'fed-full train.lr=3e-4 train.mask_ratio=0'"
+        raise UserError(f"method {text!r}: must be a method's name, and key=value after it; for example {example}")
+    return name, parse_overrides([text if "." in text.partition("=")[0] else f"method.{text}" for text in texts])
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, sign, raw = text.partition("=")
     key = key.strip()
@@ -243,6 +259,11 @@ def _table_of(tree: Tree, key: str) -> tuple[Tree, str]:
     for parent in parents:
         table = table.get(parent) if isinstance(table, dict) else None
     return table if isinstance(table, dict) else {}, leaf
+
+
+def _tasks(tree: Tree) -> Any:
+    table, leaf = _table_of(tree, "data.tasks")
+    return table.get(leaf)
 
 
 def _make_paths_absolute(tree: Tree) -> None:

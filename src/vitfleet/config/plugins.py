@@ -38,6 +38,7 @@ class UsedComponent:
     name: str  # under which it is registered
     origin: str  # its file, or its module where it has none
     sha256: str  # of the file; empty where it has none
+    title: str = ""  # its name in tables
 
 
 def load_plugins(paths: Iterable[str | Path]) -> None:
@@ -124,7 +125,8 @@ def used_components(config: Config) -> list[UsedComponent]:
             entry = registry.get(str(name))
             if entry is not None and not entry.origin.built_in:
                 origin = entry.origin
-                used.append(UsedComponent(registry.kind, entry.name, origin.file or origin.module, origin.sha256))
+                where = origin.file or origin.module
+                used.append(UsedComponent(registry.kind, entry.name, where, origin.sha256, entry.title))
     return used
 
 

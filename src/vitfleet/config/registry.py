@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_origin
 
 from pydantic import GetCoreSchemaHandler, ValidationError, create_model
@@ -283,11 +284,13 @@ register_tracker = TRACKERS.register
 register_callback = CALLBACKS.register
 
 
-def method_label(name: str) -> str:
+def method_label(name: str, titles: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return a run's name with the method that it begins with as its title: ``FedProx mu=0.1`` for ``fedprox mu=0.1``.
 
-    A name that begins with something else is returned as it is, as is that of a method that is not loaded.
+    ``titles`` are those of methods that need not be loaded, by name. A name that begins with no method is returned as
+    it is.
     """
     method, space, rest = name.partition(" ")
     entry = METHODS.get(method)
-    return name if entry is None else f"{entry.title}{space}{rest}"
+    title = titles.get(method) if entry is None else entry.title
+    return f"{title}{space}{rest}" if title else name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitfleet.config.fleet import DeviceName
-from vitfleet.config.load import validate
+from vitfleet.config.load import from_tree, parse_method
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
@@ -101,10 +101,10 @@ class _SharedCounts:
 def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
     """Yield the cost report of the configured method first, then those of other methods.
 
-    The other methods use their default parameters and their usual mask ratio. Without ``methods`` they are all that
-    support the model.
+    The other ``methods`` are ``NAME [KEY=VALUE…]``; what is not set has their defaults and their usual mask ratio.
+    Without any they are all that support the model.
     """
-    if unknown := [name for name in methods if name not in METHODS]:
+    if unknown := [name for name, _ in map(parse_method, methods) if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
     dataset = _dataset_size(config, progress)
     labels = typical_labels(config, dataset)
@@ -114,7 +114,8 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
     with progress.task("costs", len(names)) as advance:
         for name in names:
             try:
-                yield _cost_report(method_config(config, name), dataset, labels, shared)
+                report = _cost_report(method_config(config, name), dataset, labels, shared)
+                yield replace(report, method=name)
             except UserError:
                 if name == configured or methods:
                     raise
@@ -122,15 +123,17 @@ def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress
             advance(1)
 
 
-def method_config(config: Config, name: str) -> Config:
-    """Return the configuration with another method, its default parameters and its usual mask ratio."""
-    if name == config.method.name:
-        return config
+def method_config(config: Config, method: str) -> Config:
+    """Return the configuration with the method ``NAME [KEY=VALUE…]``; another one has its usual mask ratio."""
+    name, keys = parse_method(method)
     tree = config.model_dump(mode="json")
-    tree["method"] = {"name": name}
-    tree["server"] = {}  # not every method has an optimiser on its server, and none costs a client anything
-    tree["train"]["mask_ratio"] = METHODS[name].target.usual_mask_ratio
-    return validate(tree)
+    if name != config.method.name:
+        tree["method"] = {"name": name}
+        tree["server"] = {}  # not every method has an optimiser on its server, and none costs a client anything
+        tree["train"]["mask_ratio"] = METHODS[name].target.usual_mask_ratio
+    elif not keys:
+        return config
+    return from_tree(tree, keys)
 
 
 def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Module], None] | None = None) -> Net:

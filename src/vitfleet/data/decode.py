@@ -95,6 +95,8 @@ def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress:
         test_images, skipped_test = train_images, list[str]()
     else:
         test_images, skipped_test = decode_split(test, probe.size, channels, limit, f"{name} (test)", progress)
+    if len(raw.classes) == 1:
+        log.warning("%s: all images are of one class, %s: there is nothing to learn", name, raw.classes[0])
     counts = np.bincount(train_images.labels.numpy(), minlength=len(raw.classes))
     if not counts.all():
         empty = [raw.classes[i] for i in np.flatnonzero(counts == 0).tolist()]

@@ -11,7 +11,7 @@ import torch
 from vitfleet.data.decode import encode_png
 from vitfleet.data.images import DataSet, ImageSet
 from vitfleet.data.partitions.client_indices import ClientIndices
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, how_to_install
 
 #: ``folders``: PNG files in one folder per class, which a device reads without pyarrow. ``parquet``: one file per split
 #: that keeps the images' order, so that a fleet computes the same bits as a simulation.
@@ -33,7 +33,7 @@ def export_clients(
     if form == "folders":
         _check_folders([folder / name for name in names], data.classes)
     elif find_spec("pyarrow") is None:
-        raise UserError("--to parquet: needs pyarrow, which is not installed: pip install 'vitfleet[parquet]'")
+        raise UserError(f"--to parquet: needs pyarrow; {how_to_install('parquet')}")
     train, test = assigned
     for client, name in enumerate(names):
         for split, images, indices in (("train", data.train, train), ("test", data.test, test)):

@@ -27,7 +27,6 @@ from vitfleet.models.zoo import build_model
 INPUT, OUTPUT = "images", "logits"
 METADATA_FILE = "vitfleet.json"  # inside a program of torch.export
 BATCH = 32
-REMEDY = "--to onnx needs packages that are not installed: pip install 'vitfleet[export]'"
 
 
 @dataclass(frozen=True)
@@ -127,11 +126,8 @@ def plain_timm_model(model: Classifier) -> nn.Module | None:
 
 def write_onnx(graph: ExportGraph, path: Path) -> None:
     """Write the graph, for any number of images at a time, with the class names and the input's form as metadata."""
-    try:
-        import onnx
-        import onnxscript  # noqa: F401  (torch's exporter needs it)
-    except ImportError:
-        raise UserError(REMEDY) from None
+    import onnx
+
     batch = torch.export.Dim("batch")
     program = torch.onnx.export(
         graph,
@@ -151,11 +147,9 @@ def write_onnx(graph: ExportGraph, path: Path) -> None:
 
 def quantise_onnx(source: Path, path: Path) -> None:
     """Write a copy whose matrix products have eight-bit weights; activations are quantised as they are computed."""
-    try:
-        import onnx
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-    except ImportError:
-        raise UserError(REMEDY) from None
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
     model = onnx.load(str(source))
     # The exporter's shapes of intermediate values would contradict those that the quantiser infers.
     del model.graph.value_info[:]
@@ -168,10 +162,8 @@ def quantise_onnx(source: Path, path: Path) -> None:
 
 def onnx_logits(path: Path, images: Tensor) -> Tensor:
     """Return the logits that onnxruntime computes on the CPU."""
-    try:
-        import onnxruntime
-    except ImportError:
-        raise UserError(REMEDY) from None
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

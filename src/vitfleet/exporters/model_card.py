@@ -39,7 +39,7 @@ def model_card(model: Classifier, export: Export, config: Config | None, summary
         f"Image classifier, trained by federated learning with vitfleet {__version__}: {whose}, "
         f"after round {info.rounds}; {parameters:,} parameters.",
         _use(export),
-        _data(model),
+        _data(model, export.format),
         _method(info.method),
         _fleet(config),
         _accuracy(export, summary),
@@ -88,15 +88,32 @@ def _use(export: Export) -> str:
     return f"## Use\n\n```python\n{_USES[export.format]}\n```\n\n{checked}"
 
 
-def _data(model: Classifier) -> str:
-    info, data = model.info, model.info.data
+def _data(model: Classifier, format: str) -> str:
+    data = model.info.data
     names = ", ".join(data.classes[:CLASSES_LISTED]) + (", …" if len(data.classes) > CLASSES_LISTED else "")
-    return (
-        f"## Data\n\n{data.name}: {len(data.classes)} classes: {names}.\n\n"
-        f"An image is cropped to a square at its centre, resized to {data.image_size} x {data.image_size} pixels "
-        f"({data.channels} channels), then to the network's {info.input_size} x {info.input_size}, and normalised with "
-        f"mean {list(info.mean)} and standard deviation {list(info.std)} of pixels in 0…1."
+    return f"## Data\n\n{data.name}: {len(data.classes)} classes: {names}.\n\n{_preprocessing(model, format)}"
+
+
+def _preprocessing(model: Classifier, format: str) -> str:
+    """Return what has to be done with an image before the model in this format takes it, and what the model does."""
+    info, stored, network = model.info, model.info.data.image_size, model.info.input_size
+    size = min(stored, network)
+    resized = f"resized to {network} x {network} (bilinear), and " if size != network else ""
+    normalised = f"normalised with mean {list(info.mean)} and standard deviation {list(info.std)} of pixels in 0…1"
+    text = (
+        f"An image is cropped to a square at its centre and resized to {size} x {size} pixels of {model.channels} "
+        f"channel{'s' if model.channels > 1 else ''} (bilinear, with antialiasing). "
     )
+    if format == "safetensors":
+        text += f"Then it is {resized}{normalised}. `vitfleet.load_model` does all of it."
+    elif format == "timm":
+        text += f"Then it is {resized}{normalised}: see `pretrained_cfg` in `config.json`."
+    else:
+        shape = f"[batch, {model.channels}, {size}, {size}]"
+        text += f"The model takes it as {shape}, pixels in 0…1. Inside it is {resized}{normalised}."
+    if stored > network:
+        text += f" In training images were stored at {stored} x {stored} pixels first."
+    return text
 
 
 def _method(method: Mapping[str, Any]) -> str:

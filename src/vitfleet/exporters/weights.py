@@ -104,10 +104,8 @@ def has_lora(model: Classifier) -> bool:
 
 def write_peft_adapter(model: Classifier, folder: Path) -> None:
     """Write the adapter and the head as ``adapter/``, and the frozen weights as ``base.safetensors``."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise UserError("the adapter of a LoRA model needs peft: pip install 'vitfleet[export]'") from None
+    from peft import LoraConfig, get_peft_model
+
     layers = {path: module for path, module in model.vit.named_modules() if isinstance(module, LowRankLinear)}
     base = frozen_base(model)
     weights = {name: tensor for name, tensor in base.state_dict().items() if not name.startswith(f"{HEAD}.")}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.data.images import ImageSet
-from vitfleet.errors import UserError
+from vitfleet.errors import UserError, how_to_install
 from vitfleet.exporters.graph import BATCH, GRAPH_FORMATS, ExportGraph, onnx_logits, quantise_onnx
 from vitfleet.exporters.weights import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter, write_timm
 from vitfleet.files import MODEL_FILE, make_folder, write_atomically
@@ -27,6 +29,7 @@ Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes t
 COMPARED_IMAGES = 100  # with which an exported model is compared with the original
 MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
 PREPROCESSING_FILE = "preprocessing.json"
+PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}  # that a format needs
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,24 @@ def write_export(
         raise UserError(f"--to {format}: must be one of {', '.join(FORMATS)}")
     if int8 and format != "onnx":
         raise UserError(f"--int8: eight-bit weights are written for --to onnx only, not for {format}")
+    _check_packages(model, format)
+    is_new = not folder.exists()
     make_folder(folder)
-    model = model.cpu()
+    try:
+        return _write_compared(model.cpu(), format, folder, int8, labelled)
+    except BaseException:
+        if is_new:  # nothing is better than a part of a model
+            shutil.rmtree(folder)
+        raise
+
+
+def _check_packages(model: Classifier, format: str) -> None:
+    needed = PACKAGES.get(format, ()) or (("peft",) if has_lora(model) and format not in GRAPH_FORMATS else ())
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise UserError(f"--to {format}: needs {', '.join(missing)}; {how_to_install('export')}")
+
+
+def _write_compared(model: Classifier, format: str, folder: Path, int8: bool, labelled: ImageSet | None) -> Export:
     graph = ExportGraph(model)
     images = graph.example(COMPARED_IMAGES) if labelled is None else graph.prepare(labelled.images[:COMPARED_IMAGES])
     with warnings.catch_warnings():

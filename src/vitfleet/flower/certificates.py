@@ -1,16 +1,13 @@
 """A fleet's certificates and keys: a certificate authority, the server's certificate, a key pair for every client.
 
 All files are in one folder on the server. Copy two of them to each client by hand: ``ca.crt`` and ``nodes/NAME``. A
-second call keeps existing files and adds missing ones. :func:`check_authority` looks at a server's certificate before
-Flower connects, which answers a wrong one with a traceback.
+second call keeps existing files and adds missing ones.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import socket
-import ssl
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +23,6 @@ from vitfleet.flower.processes import check_client_name
 CURVE = ec.SECP384R1()
 VALIDITY = timedelta(days=3650)
 LOOPBACK = ("127.0.0.1", "localhost")
-CONNECT_TIMEOUT_S = 10.0
 
 
 class Certs:
@@ -52,11 +48,16 @@ class Certs:
         """Return the names of the clients that have a key, sorted."""
         return sorted(path.name.removesuffix(".pub") for path in (self.folder / "nodes").glob("*.pub"))
 
-    def check_server(self) -> None:
-        """Raise an error if a file that the server needs is missing."""
+    def check_server(self, names: Sequence[str] = ()) -> None:
+        """Raise an error if a file that the server of these clients needs is missing."""
         for path in (self.ca, self.server, self.server_key):
             if not path.is_file():
                 raise UserError(f"{path}: missing; `vitfleet certs {self.folder} --host HOST --names A,B` creates it")
+        if missing := [name for name in names if not self.node_public_key(name).is_file()]:
+            raise UserError(
+                f"client {missing[0]} has no key in {self.folder}; `vitfleet certs {self.folder} --names "
+                f"{','.join(missing)}` makes it"
+            )
 
     def check_client(self, name: str) -> None:
         """Raise an error if a file that a client needs is missing."""
@@ -165,34 +166,3 @@ def _write_secret(path: Path, data: bytes) -> None:
     """Write a file that only its owner can read, from the moment of its creation."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
-
-
-def check_authority(address: str, ca: Path) -> None:
-    """Check that the certificate of the server at ``HOST:PORT`` is of this fleet's authority, and for this host.
-
-    A server that does not answer is not checked.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        context = ssl.create_default_context(cafile=str(ca))
-    except ssl.SSLError:
-        raise UserError(
-            f"{ca}: is no certificate; copy it from the server, where `vitfleet certs` created it"
-        ) from None
-    try:
-        number = int(port)
-    except ValueError:
-        raise UserError(f"--server {address}: must be HOST or HOST:PORT") from None
-    try:
-        with (
-            socket.create_connection((host.strip("[]"), number), timeout=CONNECT_TIMEOUT_S) as connection,
-            context.wrap_socket(connection, server_hostname=host.strip("[]")),
-        ):
-            return
-    except ssl.SSLCertVerificationError as error:
-        raise UserError(
-            f"the server at {address} is not the one that {ca} belongs to ({error.verify_message}); copy ca.crt and "
-            "nodes/NAME from the server, and use a host name that its certificate has"
-        ) from None
-    except OSError:  # not running yet: a client waits for its server
-        return

@@ -7,31 +7,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitfleet.data.images import ImageSet
 from vitfleet.inference.classifier import Classifier
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.run.evaluate.metric_context import Predictions
-from vitfleet.run.evaluate.metrics import class_accuracies, confusion_matrix
+from vitfleet.run.evaluate.metrics import class_accuracies
+from vitfleet.run.evaluate.predictions import (
+    CalibrationBin,
+    Predictions,
+    calibration_bins,
+    calibration_error,
+    confusion_matrix,
+)
 from vitfleet.training.evaluator import logits_by_batch, score
 
 CPU = torch.device("cpu")
-CALIBRATION_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", 2017
-
-
-@dataclass(frozen=True)
-class CalibrationBin:
-    """Images whose predicted class has a probability within an interval: their number, mean probability, accuracy."""
-
-    low: float
-    high: float
-    images: int
-    confidence: float | None
-    accuracy: float | None
 
 
 @dataclass(frozen=True)
@@ -89,33 +81,16 @@ def evaluate_images(
 
 def summarise(model: str, logits: Tensor, labels: Tensor, class_names: Sequence[str]) -> Evaluation:
     """Return the evaluation of logits ``[images, classes]`` against the true classes ``[images]``."""
-    scores = score([(logits, labels)])
-    ((accuracy, loss),) = scores.means()
-    confusion = confusion_matrix(Predictions(labels.numpy(), logits.argmax(dim=1).numpy()), len(class_names))
-    confidence = logits.double().softmax(dim=1).amax(dim=1).numpy()
-    bins = calibration_bins(confidence, scores.correct.bool().numpy())
-    gaps = [bin.images * abs((bin.accuracy or 0.0) - (bin.confidence or 0.0)) for bin in bins]
+    ((accuracy, loss),) = score([(logits, labels)]).means()
+    predictions = Predictions(labels.numpy(), logits.float().numpy())
+    confusion, bins = confusion_matrix(predictions), calibration_bins(predictions)
     return Evaluation(
         model=model,
         images=len(labels),
         accuracy=accuracy,
         loss=loss if math.isfinite(loss) else None,
-        calibration_error=sum(gaps) / len(labels),
+        calibration_error=calibration_error(bins),
         class_accuracy=dict(zip(class_names, class_accuracies(confusion), strict=True)),
         confusion=confusion.tolist(),
         calibration=bins,
     )
-
-
-def calibration_bins(confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> list[CalibrationBin]:
-    """Sort predictions into intervals of equal width by the probability of the predicted class."""
-    edges = np.linspace(0, 1, CALIBRATION_BINS + 1)
-    # Intervals are open below and closed above: a probability of exactly 1 belongs to the last one.
-    which = np.clip(np.ceil(confidence * CALIBRATION_BINS).astype(np.int64) - 1, 0, CALIBRATION_BINS - 1)
-    bins = []
-    for index in range(CALIBRATION_BINS):
-        inside = which == index
-        count = int(inside.sum())
-        mean = (float(confidence[inside].mean()), float(correct[inside].mean())) if count else (None, None)
-        bins.append(CalibrationBin(float(edges[index]), float(edges[index + 1]), count, *mean))
-    return bins

@@ -28,6 +28,7 @@ from vitfleet.randomness import Address, Purpose
 
 DEFAULT_TIMM_SIZE = 224
 DEFAULT_NORMALISATION = (0.5, 0.5, 0.5)  # mean and std of models that declare none: maps 0…1 to −1…1
+PATCH_KERNEL = "patch_embed.proj.weight"
 HEAD_PREFIXES = ("head.", "head_dist.")
 # Weights of a file that a model need not have.
 OPTIONAL_PREFIXES = (*HEAD_PREFIXES, "pre_logits.")
@@ -148,7 +149,12 @@ def load_pretrained(vit: nn.Module, weights: str, name: str) -> None:
         if key not in head and (key not in given or given[key].shape != tensor.shape)
     ]
     if wrong:
-        remedy = f"{len(wrong)} weights are missing or of another shape, the first is {wrong[0]}"
+        first = wrong[0]
+        found = f"{_sizes(given[first])} there" if first in given else "missing there"
+        remedy = f"{len(wrong)} weights differ, the first is {first}: {_sizes(expected[first])} in the model, {found}"
+        if first == PATCH_KERNEL:  # [width, colour channels, patch, patch]
+            channels = expected[first].shape[1]
+            remedy += f"; the images have {channels} colour channel{'s' if channels > 1 else ''}"
         raise ConfigError("model.weights", weights, f"does not fit model.name = {name!r}: {remedy}")
     surplus = [key for key in given if key not in state and not key.startswith(OPTIONAL_PREFIXES)]
     if surplus:
@@ -180,10 +186,13 @@ def _resize(weights: dict[str, Tensor], vit: Any) -> dict[str, Tensor]:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     resized: dict[str, Tensor] = checkpoint_filter_fn(weights, vit)
-    patch_kernel = "patch_embed.proj.weight"
-    if patch_kernel in resized:
-        resized[patch_kernel] = adapt_input_conv(vit.patch_embed.proj.in_channels, resized[patch_kernel])
+    if PATCH_KERNEL in resized:
+        resized[PATCH_KERNEL] = adapt_input_conv(vit.patch_embed.proj.in_channels, resized[PATCH_KERNEL])
     return resized
+
+
+def _sizes(weight: Tensor) -> str:
+    return " × ".join(map(str, weight.shape))
 
 
 def _fits(weights: dict[str, Tensor], vit: nn.Module) -> bool:

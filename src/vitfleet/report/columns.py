@@ -133,6 +133,22 @@ def metric_text(metric: str, values: Mapping[str, Any]) -> str:
     return ", ".join(parts) or UNKNOWN
 
 
+def columns_of(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
+    """Return every column that a table of runs may have, by name: ``metrics.NAME.VALUE`` for those of metrics."""
+    measured = {
+        (metric, key)
+        for summary in summaries
+        for metric, values in summary.get("metrics", {}).items()
+        for key, value in values.items()
+        if isinstance(value, int | float)
+    }
+    of_metrics = [
+        Column(".".join(path), metric_title(*path[1:]), metric_unit(*path[1:]), path, None, "after the last round")
+        for path in [("metrics", *names) for names in sorted(measured)]
+    ]
+    return {**COLUMNS, **{column.name: column for column in of_metrics}}
+
+
 def metric_columns(summaries: Iterable[Mapping[str, Any]]) -> list[Column]:
     """Return the numbers of the metrics that runs were configured with."""
     shown: dict[tuple[str, str], None] = {}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitfleet.config.registry import method_label
-from vitfleet.errors import UserError
-from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, Column, best_rows, comparable_rows
+from vitfleet.errors import UserError, how_to_install
+from vitfleet.report.columns import COMPARABLE_NOTE, Column, best_rows, columns_of, comparable_rows
 from vitfleet.report.runs import RunGroup, eval_splits, read_groups
 from vitfleet.report.units import UNKNOWN, Unit, format_target
 from vitfleet.run.output.summary import MeanStd, mean_std, seed_values
@@ -151,7 +151,7 @@ def result_table(
     Parameters
     ----------
     columns
-        Names from ``COLUMNS``; default: accuracies, upload and operations.
+        Names from ``COLUMNS``, or ``metrics.NAME.VALUE``; default: accuracies, upload and operations.
     target
         The accuracy, 0…1, of the columns ``rounds`` and ``traffic``.
     versus
@@ -177,11 +177,12 @@ def _row(cells: Mapping[str, object], name: str) -> str:
 
 
 def _choose_columns(groups: Sequence[RunGroup], names: Sequence[str], target: float | None) -> list[Column]:
-    if unknown := [name for name in names if name not in COLUMNS]:
-        raise UserError(f"columns {unknown[0]}: there is no such column; there are {', '.join(COLUMNS)}")
+    known = columns_of(run.summary or {} for group in groups for run in group.runs)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"columns {unknown[0]}: there is no such column; there are {', '.join(known)}")
     continual = all("continual" in (run.summary or {}) for group in groups for run in group.runs)
     usual = _CONTINUAL if continual else _USUAL if target is None else (*_USUAL, *_TO_TARGET)
-    chosen = [COLUMNS[name] for name in names or usual]
+    chosen = [known[name] for name in names or usual]
     if target is None and (needing := [column.name for column in chosen if column.path[0] == "to_target"]):
         raise UserError(f"columns {needing[0]}: needs a target accuracy, such as --target 0.8")
     return chosen
@@ -206,7 +207,7 @@ def paired_t_test(first: Mapping[int, float], second: Mapping[int, float]) -> Pa
     try:
         from scipy.stats import t as student
     except ImportError:
-        raise UserError("a significance test needs SciPy; install it with `pip install vitfleet[sim]`") from None
+        raise UserError(f"a significance test needs SciPy; {how_to_install('sim')}") from None
     t = mean / (deviation / math.sqrt(len(seeds)))
     return PairedTest(len(seeds), mean, t, float(2 * student.sf(abs(t), len(seeds) - 1)))
 

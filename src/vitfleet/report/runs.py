@@ -111,9 +111,11 @@ def read_run(path: Path, name: str | None = None) -> RunData:
     devices = _read_json(path / files.DEVICES_FILE)
     partition = _read_partition(path)
     data = _read_json(path / files.DATA_FILE) or partition or {}
+    plugins = read_json(path / files.PLUGINS_FILE) if (path / files.PLUGINS_FILE).exists() else []
+    titles = {used["name"]: used.get("title", "") for used in plugins if used["kind"] == "method"}
     return RunData(
         path=path,
-        label=method_label(name or config["method"]["name"]),
+        label=method_label(name or config["method"]["name"], titles),
         config=config,
         about=_read_json(path / files.ABOUT_FILE) or {},
         records=list(read_records(path)),

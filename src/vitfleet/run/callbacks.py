@@ -10,17 +10,20 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vitfleet.config.base import CallbackParams
-from vitfleet.config.registry import CALLBACKS, register_callback
+from vitfleet.config.registry import CALLBACKS, METRICS, register_callback
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError, UserError
 from vitfleet.files import BEST_MODEL_FILE
 from vitfleet.run.context import RunContext
 from vitfleet.run.output.model_file import model_round, write_run_model
-from vitfleet.run.records import RoundRecord
+from vitfleet.run.records import UNAVAILABLE, RoundRecord
 from vitfleet.run.state import RunState
 
-# Values of a round's record that can be watched, for messages.
-_EXAMPLES = "accuracy.global, accuracy.local, accuracy.loss, loss, task.average_accuracy, metrics.local_accuracy.mean"
+# The numbers of a round's record that can be watched, besides those of metrics.
+_MONITORED = (
+    *("accuracy.global", "accuracy.local", "accuracy.loss", "loss", "total_up_bytes", "total_down_bytes"),
+    *("virtual_seconds", "task.average_accuracy", "task.forgetting", "task.backward_transfer", "task.forward_transfer"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,25 +69,36 @@ def make_callbacks(config: Config) -> list[Callback]:
     return [CALLBACKS[name].target(params) for name, params in config.callbacks.items()]
 
 
+def check_monitored(key: str, name: str, config: Config) -> None:
+    """Raise an error if no record of a run has a number of this dotted name: the ``key`` would have no effect."""
+    table, _, value = name.partition(".")
+    metric = value.partition(".")[0]
+    if table != "metrics" and name not in _MONITORED:
+        known = ", ".join([*_MONITORED, "metrics.NAME.VALUE"])
+        raise ConfigError(key, name, f"must be a number of a round's record: {known}")
+    if table == "task" and config.data.tasks is None:
+        raise ConfigError(key, name, "needs tasks (data.tasks); without them accuracy.global, for example")
+    if table == "metrics" and metric not in METRICS:
+        raise ConfigError(key, name, f"there is no metric {metric!r}; there are {', '.join(METRICS.names())}")
+    if table == "metrics" and (metric not in config.metrics or config.metrics[metric].every == "end"):
+        raise ConfigError(key, name, f"is not measured during the run; add -o metrics.{metric}.every=1")
+
+
 def monitored_value(record: RoundRecord, name: str) -> float | None:
     """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round."""
-    value: Any = record
-    for part in name.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(part)
-        else:
-            fields = getattr(value, "__dataclass_fields__", {})
-            attribute = part if part in fields else f"{part}_"  # `global` is a keyword: its field is `global_`
-            if attribute not in fields:
-                raise UserError(
-                    f"monitor = {name!r}: a round's record has no {part!r}; it has {_EXAMPLES}, for example"
-                )
-            value = getattr(value, attribute)
-        if value is None:
+    table, _, value = name.rpartition(".")
+    if table.startswith("metrics."):
+        measured = record.metrics.get(table.removeprefix("metrics."))
+        if measured is None or UNAVAILABLE in measured:
             return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"monitor = {name!r}: is not a number of a round's record; such are {_EXAMPLES}")
-    return float(value)
+        numbers = {key: number for key, number in measured.items() if number is None or isinstance(number, int | float)}
+        if value not in numbers:
+            raise UserError(f"monitor = {name!r}: the metric has the numbers {', '.join(numbers)}")
+        number = numbers[value]
+    else:
+        parent = getattr(record, table) if table else record
+        number = None if parent is None else getattr(parent, "global_" if value == "global" else value)
+    return None if number is None else float(number)
 
 
 @dataclass
@@ -131,6 +145,10 @@ class EarlyStopping(Callback):
         """Recompute the best value so far, and how long ago it was measured."""
         for record in records:
             self._update(record)
+
+    def on_run_start(self, context: RunContext, state: RunState) -> None:
+        """Check that the value is measured in this run."""
+        check_monitored("callbacks.early_stopping.monitor", self.params.monitor, context.config)
 
     def on_round_end(self, state: RunState, record: RoundRecord) -> StopRun | None:
         """Stop the run if the value was measured and patience is exhausted."""
@@ -184,7 +202,8 @@ class BestModel(Callback):
             self._best = Best(self.params.mode)
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
-        """Check that the method has a global model."""
+        """Check that the value is measured in this run, and that the method has a global model."""
+        check_monitored("callbacks.best_model.monitor", self.params.monitor, context.config)
         if not context.method.has_global_model:
             method = context.config.method.name
             raise ConfigError("callbacks.best_model", self.params.monitor, f"{method} has no global model to keep")

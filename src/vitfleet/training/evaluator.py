@@ -117,9 +117,9 @@ class Evaluator:
         return score(self._logits(weights.tensors, images, None, len(models)))
 
     @torch.inference_mode()
-    def predict(self, weights: Tensors, images: ImageSet) -> Tensor:
-        """Return the predicted class of each image."""
-        return torch.cat([logits.argmax(dim=1) for logits, _ in self._logits(weights, images, None)])
+    def logits(self, weights: Tensors, images: ImageSet) -> Tensor:
+        """Return the logits of each image, ``[images, classes]``."""
+        return torch.cat([logits for logits, _ in self._logits(weights, images, None)])
 
     def _logits(
         self, weights: Tensors, images: ImageSet, index: Tensor | None, num_models: int | None = None

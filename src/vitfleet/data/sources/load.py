@@ -89,7 +89,7 @@ def _load(request: DataRequest) -> DataSet:
         data: DataSet = entry.target(params, request)
         return data
     if config.path is not None:
-        return read_dataset(DatasetInfo(config.name), request)
+        return read_dataset(DatasetInfo(config.name, channels=None), request)
     if config.name.startswith(HUB_PREFIX):
         return _load_from_hub(request)
     names = DATASETS.names()

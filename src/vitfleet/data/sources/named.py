@@ -77,7 +77,7 @@ def digits(params: NoParams, request: DataRequest) -> DataSet:
     """Return scikit-learn's digits. They have no files: with ``data.path``, the images there are read instead."""
     path = request.config.path  # `digits` is the default name: a user who sets only a path means their own images
     if path is not None:
-        return read_dataset(DatasetInfo(Path(path).resolve().stem), request)
+        return read_dataset(DatasetInfo(Path(path).resolve().stem, channels=None), request)
     return request.decode(DIGITS, _read_digits(), channels=1)
 
 

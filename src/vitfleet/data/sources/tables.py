@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vitfleet.data.decode import EncodedSplit, RawDataset
 from vitfleet.data.sources.image_folder import TEST_SPLITS, TRAIN_SPLIT, natural_sort_key
-from vitfleet.errors import DataError
+from vitfleet.errors import DataError, how_to_install
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -214,8 +214,8 @@ def _read_file(file: Path) -> TablePart:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
-        remedy = "pip install 'vitfleet[parquet]', or use folders of images"
-        raise DataError(f"{file}: parquet files are read by pyarrow, which is not installed: {remedy}") from error
+        remedy = f"{how_to_install('parquet')}, or use folders of images"
+        raise DataError(f"{file}: parquet files are read by pyarrow; {remedy}") from error
     try:
         # Not read_table: it would make columns of folder names such as `client=3`.
         with pq.ParquetFile(file) as opened:

@@ -26,7 +26,7 @@ from vitfleet.files import MODEL_FILE, link_atomically, parse_json
 from vitfleet.fleet.base import NO_ROUND, ClientTask, EvalReply, EvalResult, Reply
 from vitfleet.fleet.build import build_components, build_net
 from vitfleet.fleet.client_runtime import ClientRuntime
-from vitfleet.flower.device.activity import ActivityLog
+from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload

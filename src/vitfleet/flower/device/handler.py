@@ -20,7 +20,7 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.sources.local import DataSpec, LocalDataset
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE
-from vitfleet.flower.device.activity import ACTIVITY_FILE, ActivityLog, round_line
+from vitfleet.flower.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.limits import ClientLimits
 from vitfleet.flower.device.storage import IMAGES_FOLDER, free_bytes

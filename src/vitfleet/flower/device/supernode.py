@@ -10,17 +10,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from vitfleet.errors import UserError
+from vitfleet.files import write_atomically
+from vitfleet.flower.activity import ActivityReader
 from vitfleet.flower.certificates import Certs
-from vitfleet.flower.device.activity import ActivityReader
 from vitfleet.flower.processes import STOP_TIMEOUT_S, cut_log, environment, free_port, is_long
 from vitfleet.system import die_with_parent
 
 SUPERNODE_LOG = "supernode.log"
+SETTINGS_FILE = "client.toml"  # what the owner chose, for Flower's process
 RESTART_DELAY_S = 15.0
 REPORT_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 15.0  # between two looks at a server that has not accepted the client yet
 HEAD_BYTES = 2**14  # what a SuperNode writes while it connects
 TAIL_BYTES = 2**16  # what it writes when it ends
 
+STARTED = "Started server process"
 ACTIVATED = "SuperNode ID:"
 ENDED = "SuperNode terminated gracefully"
 NOT_REACHED = "Connection attempt failed"
@@ -36,15 +41,19 @@ def client_command(
     plugins: Sequence[Path] = (),
     limits: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that starts a client's SuperNode."""
-    node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
-    if plugins:
-        node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
-    if limits:
-        node_config["limits"] = json.dumps(list(limits))
-    # Values are TOML: strings and numbers look the same in JSON.
-    toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
-    command = ["flower-supernode", "--superlink", server, "--node-config", toml]
+    """Write a client's settings to a file, and return the command that starts its SuperNode with them.
+
+    On the command line Flower takes no value with a quote in it.
+    """
+    settings: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
+    settings["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
+    settings["limits"] = json.dumps(list(limits))
+    # Strings and numbers look the same in TOML as in JSON.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()]
+    state.mkdir(parents=True, exist_ok=True)
+    file = state / SETTINGS_FILE
+    write_atomically(file, "".join(lines).encode())
+    command = ["flower-supernode", "--superlink", server, "--node-config", str(file)]
     command += ["--host", "127.0.0.1", "--port", str(free_port())]
     if certs is None:
         return [*command, "--insecure"]
@@ -57,11 +66,13 @@ def run_forever(
     activity: Path,
     report: Callable[[str], None],
     explain: Callable[[str], str | None] = lambda log: None,
+    check: Callable[[], object] = lambda: None,
 ) -> NoReturn:
-    """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
+    """Run a client's SuperNode and restart it whenever it ends. A signal ends both, and what no new attempt changes.
 
     Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`. The client's own lines, in the
     file ``activity``, are passed to ``report``; ``explain`` returns why a SuperNode ended, see :func:`ending_cause`.
+    ``check`` looks at the server now and then until it has accepted the client; it raises what ends the client.
 
     A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
     same node is connected: for a minute after it was killed.
@@ -69,10 +80,17 @@ def run_forever(
     home.mkdir(parents=True, exist_ok=True)
     lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)
 
-    def show_news() -> None:
+    checked = time.monotonic()
+
+    def watch() -> None:
+        nonlocal checked
         supernode_log.cut()
         for line in lines.new_lines():
             report(line)
+        if time.monotonic() >= checked + CHECK_INTERVAL_S:
+            checked = time.monotonic()
+            if ACTIVATED not in supernode_log.text():
+                check()
 
     while True:
         with supernode_log.open() as log:
@@ -80,8 +98,8 @@ def run_forever(
                 command, env=environment(home), stdout=log, stderr=log, preexec_fn=die_with_parent
             )
         try:
-            code = _wait_and_poll(process, show_news)
-        except KeyboardInterrupt:
+            code = _wait_and_poll(process, watch)
+        except (KeyboardInterrupt, UserError):
             process.terminate()
             try:
                 process.wait(STOP_TIMEOUT_S)
@@ -89,7 +107,11 @@ def run_forever(
                 process.kill()
                 process.wait()
             raise
-        cause = explain(supernode_log.text()) or f"Flower's SuperNode ended with code {code}"
+        text = supernode_log.text()
+        if STARTED not in text:
+            reason = (text.strip().splitlines() or [f"code {code}"])[-1]
+            raise UserError(f"Flower's SuperNode cannot start: {reason} (see {supernode_log.path})")
+        cause = explain(text) or f"Flower's SuperNode ended with code {code}"
         report(f"{cause} (see {supernode_log.path}); trying again in {RESTART_DELAY_S:g} seconds")
         time.sleep(RESTART_DELAY_S)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from flwr.common import MessageType
@@ -13,6 +13,7 @@ from vitfleet.config.registry import AGGREGATIONS, SERVER_OPTIMIZERS
 from vitfleet.config.schema import Config, DataConfig, FleetConfig, MachineConfig
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
+from vitfleet.flower.activity import FLEET_FILE, ActivityLog
 from vitfleet.flower.server.exchange import Exchange, ReplyFactory
 from vitfleet.flower.server.nodes import NodeDirectory
 from vitfleet.flower.transport.codec import pack_eval_request, pack_train_request, unpack_eval_reply, unpack_reply
@@ -50,7 +51,8 @@ def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:
     """Return a function with which :func:`vitfleet.run.setup.open_run` makes a fleet behind a Flower grid."""
 
     def make_fleet(config: Config, data: DataSet, folder: Path, base: Content) -> FlowerFleet:
-        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, run_id(folder)), base, clock)
+        report = ActivityLog(folder / FLEET_FILE).add
+        return FlowerFleet(grid, config.fleet, make_run_spec(config, data, run_id(folder)), base, clock, report)
 
     return make_fleet
 
@@ -62,14 +64,20 @@ class FlowerFleet:
     """
 
     def __init__(
-        self, grid: Grid, config: FleetConfig, run_spec: RunSpec, base: Content, clock: Clock | None = None
+        self,
+        grid: Grid,
+        config: FleetConfig,
+        run_spec: RunSpec,
+        base: Content,
+        clock: Clock | None = None,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.grid = grid
         self.config = config
         self.run_spec = run_spec
         self.base = base
         self.clock = clock or Clock()
-        self.nodes = NodeDirectory(grid, config, self.clock)
+        self.nodes = NodeDirectory(grid, config, self.clock, report)
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send the requests, then yield replies until all have arrived or the deadline has passed.

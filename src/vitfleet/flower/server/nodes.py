@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
@@ -30,10 +30,13 @@ class NodeDirectory:
     has no registered name and is queried for it once.
     """
 
-    def __init__(self, grid: Grid, config: FleetConfig, clock: Clock) -> None:
+    def __init__(
+        self, grid: Grid, config: FleetConfig, clock: Clock, report: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.grid = grid
         self.config = config
         self.clock = clock
+        self.report = report  # tells the server's owner which clients are lost, and which are back
         self._clients = {config.name_of(client): client for client in range(config.clients)}
         self._reported_names: dict[int, str] = {}  # by node, where no name is registered
         self._started = False
@@ -66,10 +69,13 @@ class NodeDirectory:
     def connected(self) -> dict[int, Node]:
         """Return the node of every client that is connected now."""
         nodes = self._find_nodes()
-        for client in self._connected.keys() - nodes.keys():
+        for client in sorted(self._connected.keys() - nodes.keys()):
             self._lost_at[client] = self.clock.now()
-        for client in self._lost_at.keys() & nodes.keys():
+            wait = 0.0 if self.config.over_provision else self.config.rejoin_s
+            self.report(f"{self.config.name_of(client)} lost" + (f", waiting up to {wait:g} s" if wait else ""))
+        for client in sorted(self._lost_at.keys() & nodes.keys()):
             del self._lost_at[client]
+            self.report(f"{self.config.name_of(client)} is back")
         self._connected = nodes
         return nodes
 

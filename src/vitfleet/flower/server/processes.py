@@ -5,6 +5,7 @@ docs/fleet.md shows how to start the same processes with Flower's own commands.
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import socket
@@ -107,6 +108,21 @@ def wait_for_superlink(settings: ServerSettings, port: int, superlink: subproces
                     return
             time.sleep(POLL_INTERVAL_S)
     raise UserError(f"the SuperLink did not start; see {settings.home / SUPERLINK_LOG}")
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise an error if no server can listen at this address."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"--port {port}: is in use by another program; choose another, and give it to the clients: "
+                f"--server HOST:{port + 1}"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise UserError(f"--port {port}: is not open to you ({error.strerror}); choose one above 1023") from None
+        raise UserError(f"--host {host}: is no address of this machine; 0.0.0.0 listens at all of them") from None
 
 
 def _wait_for_proxy(settings: ServerSettings, proxy: subprocess.Popen[bytes]) -> None:

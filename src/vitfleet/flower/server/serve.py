@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from vitfleet.errors import UserError
 from vitfleet.files import SUMMARY_FILE
+from vitfleet.flower.activity import FLEET_FILE, ActivityReader
 from vitfleet.flower.processes import cut_log
 from vitfleet.flower.server.processes import (
     PROXY_LOG,
@@ -36,16 +37,17 @@ def serve(
     show_round: ShowRound,
     on_ready: Callable[[], None],
     progress: Progress = NO_PROGRESS,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Start the server for the clients of these names, run all remaining rounds, and stop the server.
 
-    ``on_ready`` is called as soon as clients can connect.
+    ``on_ready`` is called as soon as clients can connect, ``report`` with each line about the fleet.
     """
     for stale in (folder / ERROR_FILE, folder / SUMMARY_FILE, folder / PROGRESS_FILE):
         stale.unlink(missing_ok=True)
     with running_server(settings, names):
         on_ready()
-        follow(settings, folder, start_run(settings, folder), show_round, progress)
+        follow(settings, folder, start_run(settings, folder), show_round, progress, report)
 
 
 def follow(
@@ -54,14 +56,17 @@ def follow(
     flower_run_id: int,
     show_round: ShowRound = lambda record, seconds: None,
     progress: Progress = NO_PROGRESS,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Show every round, and the progress of the current round, until the run has ended."""
-    mirror = ProgressMirror(progress)
+    mirror, news = ProgressMirror(progress), ActivityReader(folder / FLEET_FILE)
     shown = max((record.round for record in read_records(folder)), default=-1)
     seconds, last_query = read_seconds(folder), time.monotonic()
     while not (folder / SUMMARY_FILE).exists():
         shown, seconds = _show_new_rounds(folder, show_round, shown, seconds)
         mirror.show(read_progress(folder))
+        for line in news.new_lines():
+            report(line)
         for log in (SUPERLINK_LOG, PROXY_LOG):
             cut_log(settings.home / log)
         if (folder / ERROR_FILE).exists():

@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from vitfleet.config import load_config
 from vitfleet.config.registry import method_label
+from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE, write_atomically
 from vitfleet.flower.server.fleet import fleet_factory
@@ -30,8 +31,8 @@ app = ServerApp()
 class RoundPrinter(Callback):
     """Prints one line per round, which goes to Flower's log."""
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, config: Config) -> None:
+        self.rounds, self.name_of = config.rounds, config.fleet.name_of
         self.round_started = time.perf_counter()
 
     def on_run_start(self, context: RunContext, state: RunState) -> None:
@@ -42,7 +43,9 @@ class RoundPrinter(Callback):
         """Print the outcome of a round, and the failure of each client that was skipped."""
         now = time.perf_counter()
         seconds, self.round_started = now - self.round_started, now
-        failures = [f"client {client.client}: {client.failure}" for client in record.clients if client.failure]
+        failures = [
+            f"client {self.name_of(client.client)}: {client.failure}" for client in record.clients if client.failure
+        ]
         accuracy = record.accuracy.global_ if record.accuracy else None
         shown = "" if accuracy is None else f", accuracy {accuracy:.1%}"
         used = len(record.clients) - len(failures)
@@ -82,5 +85,5 @@ def run_on_grid(folder: RunFolder, grid: Grid) -> None:
     state = load_state(context)
     print(f"{method_label(config.method.name)} in {folder.path}: {config.rounds - state.round} rounds left")
     started = time.perf_counter()
-    run_rounds(context, state, [RoundPrinter(config.rounds)], ProgressFile(folder.path))
+    run_rounds(context, state, [RoundPrinter(config)], ProgressFile(folder.path))
     print(f"finished in {time.perf_counter() - started:.0f} s")

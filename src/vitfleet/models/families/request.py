@@ -10,7 +10,7 @@ from typing import Any
 from vitfleet.config.base import Table
 from vitfleet.config.schema import ModelConfig
 from vitfleet.config.train import HUB_WEIGHTS
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, how_to_install
 
 MAX_PATCHES = 4096  # attention costs their square: more is a mistake
 SMALL_IMAGE = 96  # pixels: smaller images get a family's small configuration
@@ -69,7 +69,7 @@ def timm_required_for(key: str, value: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("timm", "torchvision"):
             raise
-        raise ConfigError(key, value, "needs timm, which is not installed: pip install 'vitfleet[timm]'") from error
+        raise ConfigError(key, value, f"needs timm; {how_to_install('timm')}") from error
 
 
 def refuse_hub_weights(request: ModelRequest) -> None:

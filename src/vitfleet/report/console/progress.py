@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,11 +73,18 @@ class RoundDisplay:
     """Shows the last rounds of a run, its progress and the remaining time.
 
     ``done`` of all ``rounds`` were finished before this process started. ``clock`` has the time of all runs if this is
-    one of several.
+    one of several. ``name_of`` returns a client's name.
     """
 
-    def __init__(self, console: Console, rounds: int, done: int, clock: ComparisonClock | None = None) -> None:
-        self.console, self.clock = console, clock
+    def __init__(
+        self,
+        console: Console,
+        rounds: int,
+        done: int,
+        clock: ComparisonClock | None = None,
+        name_of: Callable[[int], str] = str,
+    ) -> None:
+        self.console, self.clock, self.name_of = console, clock, name_of
         self.rounds, self.done = rounds, done
         self.warned: set[str] = set()  # metrics that cannot be measured
         self.recent: list[tuple[RoundRecord, float]] = []
@@ -117,7 +124,7 @@ class RoundDisplay:
         for client in record.asked_clients:
             # Clients that miss a simulated deadline are expected; they are in the records only.
             if client.failure is not None and not client.failure.startswith(TOO_LATE):
-                self._print(f"round {record.round}: client {client.client} left out, {client.failure}")
+                self._print(f"round {record.round}: client {self.name_of(client.client)} left out, {client.failure}")
         for metric in sorted({name for name, values in record.metrics.items() if UNAVAILABLE in values} - self.warned):
             self.warned.add(metric)
             self._print(f"{metric_title(metric)}: {metric_text(metric, record.metrics[metric])}")

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitfleet.errors import UserError
-from vitfleet.files import RECORDS_FILE, Data, sync_folder, write_durably
+from vitfleet.files import CHECKPOINT_FOLDER, RECORDS_FILE, Data, sync_folder, write_durably
 from vitfleet.message import State
 from vitfleet.packing import pack_tensors
 from vitfleet.run.checkpoints.manifest import (
@@ -61,7 +61,7 @@ class StoredStates:
     @classmethod
     def of_run(cls, run_folder: Path) -> StoredStates:
         """Return the states in a run's last checkpoint."""
-        return cls.of_folder(run_folder / "checkpoint")
+        return cls.of_folder(run_folder / CHECKPOINT_FOLDER)
 
     @classmethod
     def of_folder(cls, folder: Path) -> StoredStates:
@@ -95,7 +95,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, verify: bool = True, keep_every: int | None = None) -> None:
-        self.folder = folder / "checkpoint"
+        self.folder = folder / CHECKPOINT_FOLDER
         self.keep_every = keep_every
         self.folder.mkdir(exist_ok=True)
         self.latest: Manifest | None = None

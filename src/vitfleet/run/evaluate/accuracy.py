@@ -23,6 +23,7 @@ from vitfleet.methods.base import Method
 from vitfleet.models.net import Net
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
+from vitfleet.run.evaluate.predictions import Predictions
 from vitfleet.training.evaluator import Evaluator, Scores
 from vitfleet.training.execution.settings import ExecutionSettings
 
@@ -107,10 +108,10 @@ class FleetEvaluator:
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
         return self._evaluator.evaluate(weights, self.test, chosen)
 
-    def predict(self, weights: Tensors) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the true and the predicted class of each image of the common test set."""
-        predicted = self._evaluator.predict(weights, self.test)
-        return self.test.labels.cpu().numpy(), predicted.cpu().numpy()
+    def predict(self, weights: Tensors) -> Predictions:
+        """Return a model's predictions for the common test set."""
+        logits = self._evaluator.logits(weights, self.test)
+        return Predictions(self.test.labels.cpu().numpy(), logits.float().cpu().numpy())
 
     @property
     def _evaluator(self) -> Evaluator:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vitfleet.config.registry import METRICS
 from vitfleet.errors import UserError
@@ -19,6 +18,7 @@ from vitfleet.message import Tensors
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.randomness import Address, Purpose
 from vitfleet.run.clients import held_out_clients, training_clients
+from vitfleet.run.evaluate.predictions import Predictions
 from vitfleet.run.records import UNAVAILABLE, MetricValue, RoundRecord
 
 if TYPE_CHECKING:
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 class MetricUnavailableError(Exception):
     """A metric cannot be measured in this run; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """A model's predictions on the common test set: true and predicted class of each image."""
-
-    labels: NDArray[np.int64]
-    predicted: NDArray[np.int64]
 
 
 class MetricContext:
@@ -78,8 +70,7 @@ class MetricContext:
     def predictions(self) -> Predictions:
         """The global model's predictions on the common test set."""
         with self._progress.task(f"round {self.round}: predictions", 1):
-            labels, predicted = self._run.evaluator.predict(self.global_weights)
-        return Predictions(labels, predicted)
+            return self._run.evaluator.predict(self.global_weights)
 
     def sample_clients(self, share: float) -> list[int]:
         """Return a share of the training clients, at least one. The same share has the same clients in every round."""

@@ -1,4 +1,4 @@
-"""Built-in metrics: the distribution of local accuracy, accuracy per class, confusion, held-out clients.
+"""Built-in metrics: local accuracy and its distribution, per class, confusion, AUROC, calibration, top k.
 
 A metric is a function ``(params, context) -> values``, registered with its parameter table::
 
@@ -23,7 +23,8 @@ from vitfleet.config.base import MetricParams
 from vitfleet.config.registry import register_metric
 from vitfleet.errors import ConfigError
 from vitfleet.fleet.base import EvalResult
-from vitfleet.run.evaluate.metric_context import MetricContext, Predictions
+from vitfleet.run.evaluate.metric_context import MetricContext, MetricUnavailableError
+from vitfleet.run.evaluate.predictions import area_under_roc, calibration_bins, calibration_error, confusion_matrix
 from vitfleet.run.records import MetricValues
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class PerClassParams(MetricParams):
 @register_metric("per_class", PerClassParams)
 def per_class_accuracy(params: PerClassParams, context: MetricContext) -> MetricValues:
     """Return the accuracy of each class, their mean (balanced accuracy) and the worst of them."""
-    matrix = confusion_matrix(context.predictions, len(context.class_names))
+    matrix = confusion_matrix(context.predictions)
     accuracy = class_accuracies(matrix)
     measured = [value for value in accuracy if value is not None]
     return {
@@ -100,8 +101,65 @@ class ConfusionParams(MetricParams):
 @register_metric("confusion", ConfusionParams)
 def confusion(params: ConfusionParams, context: MetricContext) -> MetricValues:
     """Return ``matrix[true class][predicted class]``, in images, and the most frequent mistakes."""
-    matrix = confusion_matrix(context.predictions, len(context.class_names))
+    matrix = confusion_matrix(context.predictions)
     return {"matrix": matrix.tolist(), "most_confused": most_confused(matrix, context.class_names)}
+
+
+class AurocParams(MetricParams):
+    """Area under the ROC curve of each class against the others: the global model, the common test set."""
+
+    shown = ("mean", "worst")
+    fractions = ("mean", "worst", "by_class")
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"by_class": ("class",)}
+
+
+@register_metric("auroc", AurocParams)
+def auroc(params: AurocParams, context: MetricContext) -> MetricValues:
+    """Return the area of each class, their mean (macro average) and the worst of them."""
+    labels, probabilities = context.predictions.labels, context.predictions.probabilities
+    areas = [area_under_roc(probabilities[:, label], labels == label) for label in range(probabilities.shape[1])]
+    measured = [area for area in areas if area is not None]
+    mean = float(np.mean(measured)) if measured else None
+    return {"mean": mean, "worst": min(measured, default=None), "by_class": areas}
+
+
+class CalibrationParams(MetricParams):
+    """How well probabilities match accuracies (expected calibration error): the global model, the common test set."""
+
+    shown = ("error",)
+    fractions = ("error", "confidence", "accuracy")
+    axes: ClassVar[Mapping[str, tuple[str, ...]]] = {"accuracy_by_confidence": ("interval of the probability",)}
+
+
+@register_metric("calibration", CalibrationParams)
+def calibration(params: CalibrationParams, context: MetricContext) -> MetricValues:
+    """Return the error, mean probability of the predicted class, accuracy, and the accuracy in intervals of it."""
+    predictions = context.predictions
+    bins = calibration_bins(predictions)
+    return {
+        "error": calibration_error(bins),
+        "confidence": float(predictions.probabilities.max(axis=1).mean()),
+        "accuracy": float((predictions.predicted == predictions.labels).mean()),
+        "accuracy_by_confidence": [bin.accuracy for bin in bins],
+    }
+
+
+class TopKParams(MetricParams):
+    """Share of the common test set whose class is among the k most probable ones of the global model."""
+
+    fractions = ("accuracy",)
+
+    k: int = Field(5, ge=1, description="classes that count as the prediction")
+
+
+@register_metric("top_k", TopKParams)
+def top_k(params: TopKParams, context: MetricContext) -> MetricValues:
+    """Return the share; a class counts where fewer than k others are more probable."""
+    labels, logits = context.predictions.labels, context.predictions.logits
+    if params.k >= logits.shape[1]:
+        raise MetricUnavailableError(f"k = {params.k}: must be below the {logits.shape[1]} classes")
+    others = (logits > logits[np.arange(len(labels)), labels][:, None]).sum(axis=1)
+    return {"accuracy": float((others < params.k).mean())}
 
 
 def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
@@ -117,12 +175,6 @@ def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
     worst = accuracies[: math.ceil(WORST_SHARE * len(accuracies))]
     figures = (accuracies.mean(), accuracies.std(), worst.mean(), *np.percentile(accuracies, PERCENTILES))
     return {**{name: float(figure) for name, figure in zip(names, figures, strict=True)}, "clients": len(accuracies)}
-
-
-def confusion_matrix(predictions: Predictions, num_classes: int) -> NDArray[np.int64]:
-    """Count images by true class (row) and predicted class (column)."""
-    cells = predictions.labels * num_classes + predictions.predicted
-    return np.bincount(cells, minlength=num_classes**2).astype(np.int64).reshape(num_classes, num_classes)
 
 
 def class_accuracies(matrix: NDArray[np.int64]) -> list[float | None]:

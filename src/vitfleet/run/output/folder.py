@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import platform
 import re
@@ -11,22 +12,40 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from vitfleet.config.load import read_config
 from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, SUMMARY_FILE, make_folder, read_json, write_atomically
+from vitfleet.files import (
+    ABOUT_FILE,
+    CHECKPOINT_FILE,
+    CONFIG_FILE,
+    PLUGINS_FILE,
+    RECORDS_FILE,
+    SUMMARY_FILE,
+    make_folder,
+    read_json,
+    write_atomically,
+)
 
-# Files that a process which was killed before it wrote config.json may have left.
-_TEMPORARY = {f".{name}.tmp" for name in (ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE)}
-_BEFORE_CONFIG = {".lock", ABOUT_FILE, PLUGINS_FILE, *_TEMPORARY}
+# What a run may have written when its first round has not ended.
+_BEFORE_FIRST_ROUND = re.compile(
+    r"\.lock|identity|base\.safetensors|timings\.jsonl|records\.jsonl|fleet\.log|error\.txt|tensorboard|checkpoint|patches\.png|"
+    r"\.?(about|config|plugins|machine|data|devices|progress)\.json(\.tmp)?|"
+    r"\.?(partition|tasks)\.(json|safetensors|png)(\.tmp)?"
+)
+# What may change when a run is resumed; all else decides what its rounds compute.
+_MAY_CHANGE = (
+    *("rounds", "title", "machine", "trackers", "plugins", "data.dir", "data.path"),
+    *("fleet.join_s", "fleet.rejoin_s", "fleet.deadline_s"),
+)
 _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 
 
@@ -69,19 +88,42 @@ def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequenc
     Without ``out`` it is the next free ``runs/<name>-<method>-NNN``. ``argv`` is the command that started the run.
     """
     path = out or next_free_folder(Path("runs"), f"{name}-{config.method.name}")
-    if (path / CONFIG_FILE).exists():
+    if (path / CONFIG_FILE).exists() and has_begun(path):
         raise UserError(f"{path} already holds a run: `vitfleet resume {path}` resumes it, or choose another --out")
-    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    if foreign := [name for name in entries if name not in _BEFORE_CONFIG]:
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    if foreign := [entry.name for entry in entries if not _BEFORE_FIRST_ROUND.fullmatch(entry.name)]:
         raise UserError(f"--out {path}: is not empty ({foreign[0]} is in it); choose another --out")
     folder = RunFolder(make_folder(path))
-    write_atomically(path / ABOUT_FILE, json.dumps(_about(argv), indent=2).encode())
+    for entry in entries:  # of a run that never began
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != ".lock":
+            entry.unlink()
+    text = config.model_dump_json(indent=2)
+    about = {**_about(argv), "config": _digests(json.loads(text))}
+    write_atomically(path / ABOUT_FILE, json.dumps(about, indent=2).encode())
     used = [asdict(component) for component in used_components(config)]
     if used:
         write_atomically(path / PLUGINS_FILE, json.dumps(used, indent=2).encode())
     # Last: a folder with a configuration in it can be resumed.
-    write_atomically(path / CONFIG_FILE, config.model_dump_json(indent=2).encode())
+    write_atomically(path / CONFIG_FILE, text.encode())
     return folder
+
+
+def has_begun(path: Path) -> bool:
+    """Whether a run has ended a round."""
+    records = path / RECORDS_FILE
+    return (path / CHECKPOINT_FILE).exists() or (records.exists() and records.stat().st_size > 0)
+
+
+def _digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each table of a configuration, and of each key outside of them, by its name."""
+    tables = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    for key in _MAY_CHANGE:
+        table, _, leaf = key.rpartition(".")
+        (tables[table] if table else tables).pop(leaf, None)
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in tables.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def _about(argv: Sequence[str]) -> dict[str, object]:
@@ -99,7 +141,20 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
     """Lock the folder of a run to resume it."""
     if not (path / CONFIG_FILE).is_file():
         raise UserError(f"{path}: holds no run (there is no {CONFIG_FILE} in it)")
+    _check_unchanged(path)
     return RunFolder(path, lock_seconds)
+
+
+def _check_unchanged(path: Path) -> None:
+    """Raise an error if the configuration of a run was changed by hand: its records would belong to two of them."""
+    about = path / ABOUT_FILE
+    recorded = read_json(about).get("config", {}) if about.exists() else {}
+    found = _digests(read_json(path / CONFIG_FILE)) if recorded else {}
+    if changed := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
+        raise UserError(
+            f"{path / CONFIG_FILE}: was changed after the run began ({', '.join(changed)}); undo that, or start "
+            f"another with `vitfleet run {path / CONFIG_FILE}`"
+        )
 
 
 def add_rounds(folder: RunFolder, rounds: int) -> None:
@@ -118,8 +173,8 @@ def add_rounds(folder: RunFolder, rounds: int) -> None:
             f"--rounds {rounds}: the run was stopped after round {stopped['round']} ({stopped['reason']}); "
             "start a new one without that callback"
         )
-    longer = config.model_copy(update={"rounds": rounds})
-    write_atomically(folder.path / CONFIG_FILE, longer.model_dump_json(indent=2).encode())
+    tree = {**read_json(folder.path / CONFIG_FILE), "rounds": rounds}
+    write_atomically(folder.path / CONFIG_FILE, json.dumps(tree, indent=2, ensure_ascii=False).encode())
     summary.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from vitfleet.config.base import TrackerParams
 from vitfleet.config.registry import TRACKERS, register_tracker
 from vitfleet.config.schema import Config
-from vitfleet.errors import ConfigError, UserError
+from vitfleet.errors import ConfigError, UserError, how_to_install
 from vitfleet.files import write_atomically
 from vitfleet.run.output.folder import run_id
 from vitfleet.run.records import RoundRecord, metric_scalars
@@ -90,7 +90,7 @@ def make_tracker(name: str, params: TrackerParams, config: Config, folder: Path,
     except MissingPackageError as error:
         if getattr(entry.target, "optional", False):
             return None
-        raise ConfigError("trackers", name, f"is not installed; pip install 'vitfleet[{error}]'") from None
+        raise ConfigError("trackers", name, f"is not installed; {how_to_install(str(error))}") from None
     except UserError:
         raise
     except Exception as error:  # every tracker raises exceptions of its own

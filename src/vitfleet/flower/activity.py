@@ -1,7 +1,7 @@
-"""What a client tells its owner: lines in a file of its state folder, which ``vitfleet client`` prints.
+"""What a client and a server tell their owners: lines in a file, which ``vitfleet client`` and ``server`` print.
 
-A client trains in a worker process, which Flower's process starts and whose output is Flower's log. Its own lines are
-therefore passed on in a file.
+Both work in processes that Flower starts and whose output is Flower's log. Their own lines are therefore passed on in a
+file: a client's in its state folder, a server's in the folder of the run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from vitfleet.fleet.base import Reply
 from vitfleet.flower.transport.payloads import TrainPayload
 
 ACTIVITY_FILE = "activity.log"  # in the folder of a client's files
+FLEET_FILE = "fleet.log"  # in the folder of a server's run
 MAX_BYTES = 2**20  # a longer file is begun anew
 MAX_LINE = 1000  # characters; a server chooses some of them
 MAX_RUN_ID = 80  # characters of a run's name, which is shown even if the run is refused for it
@@ -21,7 +22,7 @@ MAX_RUN_ID = 80  # characters of a run's name, which is shown even if the run is
 
 @dataclass(frozen=True)
 class ActivityLog:
-    """The file with a client's lines."""
+    """The file with the lines."""
 
     path: Path
 
