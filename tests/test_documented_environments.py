@@ -96,7 +96,7 @@ def test_the_tutorial_for_edge_engineers_as_it_stands(tmp_path: Path) -> None:
     running: list[subprocess.Popen[bytes]] = []
 
     def start(arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        command = [commands / "vitfleet", *arguments]
+        command = [str(commands / "vitfleet"), *arguments]
         return subprocess.Popen(
             command, cwd=tmp_path / "here", env=environment_without(commands), start_new_session=True
         )
@@ -126,7 +126,7 @@ def test_the_peers_are_compared_where_their_page_was_followed(tmp_path: Path) ->
     ]
     commands = make_environment(tmp_path / "environment", requirement_of(page), *peers)
     write_small_cifar10(tmp_path / "data")
-    command = [commands / "python", ROOT / "benchmarks" / "peers.py", *PEERS.split()]
+    command = [str(commands / "python"), str(ROOT / "benchmarks" / "peers.py"), *PEERS.split()]
     result = subprocess.run(command, cwd=tmp_path, env=environment_without(commands), capture_output=True, text=True)
     assert result.returncode == 0, f"{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
 

@@ -90,13 +90,14 @@ def test_confusion_matrix_matches_scikit_learn(predictions: Predictions) -> None
 def test_auroc_matches_scikit_learn(predictions: Predictions) -> None:
     values = auroc(AurocParams(), context_of(predictions))
     assert predictions.probabilities.sum(axis=1) == pytest.approx(1)
-    for label, area in enumerate(values["by_class"]):
+    by_class: Any = values["by_class"]
+    for label, area in enumerate(by_class):
         positive = predictions.labels == label
         if area is None:
             assert positive.all() or not positive.any()
         else:
             assert area == pytest.approx(roc_auc_score(positive, predictions.probabilities[:, label]))
-    measured = [area for area in values["by_class"] if area is not None]
+    measured = [area for area in by_class if area is not None]
     assert values["mean"] == (pytest.approx(np.mean(measured)) if measured else None)
     assert values["worst"] == min(measured, default=None)
 
@@ -129,7 +130,8 @@ def test_calibration_by_hand() -> None:
     assert values["error"] == pytest.approx((2 * 0.4 + 0.4) / 3, abs=1e-6)
     assert values["confidence"] == pytest.approx(0.8, abs=1e-6)
     assert values["accuracy"] == pytest.approx(2 / 3)
-    assert [value for value in values["accuracy_by_confidence"] if value is not None] == [1.0, 0.5]
+    by_confidence: Any = values["accuracy_by_confidence"]
+    assert [value for value in by_confidence if value is not None] == [1.0, 0.5]
 
 
 def test_most_confused_names_classes_and_orders_mistakes() -> None:

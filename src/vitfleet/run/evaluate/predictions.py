@@ -21,7 +21,8 @@ class Predictions:
     @cached_property
     def predicted(self) -> NDArray[np.int64]:
         """The predicted class of each image."""
-        return self.logits.argmax(axis=1)
+        predicted: NDArray[np.int64] = self.logits.argmax(axis=1)
+        return predicted
 
     @cached_property
     def probabilities(self) -> NDArray[np.float64]:
