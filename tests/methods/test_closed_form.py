@@ -15,23 +15,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import vitfleet
-from conftest import CLASSES, InterruptAfter, MakeShard, context_of
+from conftest import CLASSES, Command, InterruptAfter, MakeShard, context_of
 from digests import digest
 from emulated_graphs import set_up_with_graphs
 from vitfleet.config import load_config
 from vitfleet.config.load import from_tree
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.flower.server.fleet import fleet_factory
 from vitfleet.message import Message, State, Tensors, with_prefix
 from vitfleet.methods.base import ClientRoundInput, ClientUpdate
 from vitfleet.methods.closed_form.closed_form import (
     ANSWERED,
     ANSWERS,
+    CLIENT_MEANS,
     COUNTED,
     HEADS,
     SUMS,
     ClosedForm,
     ClosedFormParams,
+    SumsUpdate,
 )
 from vitfleet.methods.closed_form.held_out import (
     CORRECT,
@@ -48,6 +50,7 @@ from vitfleet.methods.closed_form.sums import FEATURES, Sums
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
 from vitfleet.run import setup
+from vitfleet.run.checkpoints.store import StoredStates
 from vitfleet.run.context import load_state
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.records import read_records
@@ -95,6 +98,13 @@ def _without_figures(without_figure_files: None) -> None:
     """Figures take most of the time of a run of a second."""
 
 
+@pytest.fixture(name="vitfleet_command")
+def _vitfleet_command(request: pytest.FixtureRequest) -> Command:
+    """Return the fixture ``vitfleet``, whose name is that of the package here."""
+    command: Command = request.getfixturevalue("vitfleet")
+    return command
+
+
 def train(out: Path, *keys: Mapping[str, Any], **options: Any) -> vitfleet.Run:
     overrides = {key: value for changes in (KEYS, *keys) for key, value in changes.items()}
     return vitfleet.train("digits", method="closed-form", overrides=overrides, out=out, **options)
@@ -102,6 +112,10 @@ def train(out: Path, *keys: Mapping[str, Any], **options: Any) -> vitfleet.Run:
 
 def head_of(run: vitfleet.Run) -> dict[str, Tensor]:
     assert run.summary["total"]["failures"] == 0
+    return head_of_file(run)
+
+
+def head_of_file(run: vitfleet.Run) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in load_file(run.path / "model.safetensors").items() if name[:5] == "head."}
 
 
@@ -285,6 +299,67 @@ def test_what_cannot_be_an_answer_is_rejected(tiny_net: Net, changes: dict[str, 
     method.aggregator(state, 2).add(0, Message(honest, {"samples": 2}))
     with pytest.raises(RejectedUpdateError, match=reason):
         method.aggregator(state, 2).add(0, Message({**honest, **changes}, {"samples": 2}))
+
+
+# Without a client
+
+
+@pytest.mark.parametrize("kind", ["lda", "ridge of all tokens", "means", "means-covariance", "features"])
+def test_a_forgotten_client_is_as_if_it_had_never_taken_part(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**KINDS[kind], "rounds": 3, "fleet.per_round": 3, "method.dtype": "fp32"}
+    run = train(tmp_path / "run", keys)
+    forgotten = run.forget([2, 4])
+    assert forgotten.path == tmp_path / "run-without-2-4"
+    add = SumsUpdate.add
+    monkeypatch.setattr(
+        SumsUpdate, "add", lambda self, client, message: None if client in (2, 4) else add(self, client, message)
+    )
+    without = train(tmp_path / "without", keys)
+    states = [StoredStates.of_run(each.path).server() for each in (forgotten, without)]
+    sums = [with_prefix(state.tensors, SUMS) or with_prefix(state.tensors, CLIENT_MEANS) for state in states]
+    torch.testing.assert_close(*sums, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(head_of_file(forgotten), head_of_file(without), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(head_of_file(forgotten)["head.weight"], head_of_file(run)["head.weight"])
+    assert forgotten.summary["forgotten"]["clients"] == [2, 4]
+    assert forgotten.summary["forgotten"]["accuracy"] == pytest.approx(accuracy_of(without))
+    assert forgotten.resume(rounds=4).summary["rounds"] == 4
+    assert_close(head_of_file(forgotten), head_of_file(without))
+
+
+@pytest.mark.parametrize(
+    ("keys", "clients", "reason"),
+    [
+        ({"method.regularization": "held-out", "rounds": 2}, [0], "have chosen the head"),
+        ({}, [7], "has sent nothing"),
+        ({}, [0, 1, 2, 3, 4], "no images remain"),
+    ],
+)
+def test_what_cannot_be_forgotten_is_said(
+    keys: dict[str, Any], clients: list[int], reason: str, tmp_path: Path
+) -> None:
+    run = train(tmp_path / "run", keys)
+    with pytest.raises(UserError, match=reason):
+        run.forget(clients)
+    assert not list(tmp_path.glob("run-without*"))
+
+
+def test_what_was_averaged_cannot_be_forgotten(tmp_path: Path, vitfleet_command: Command) -> None:
+    run = vitfleet.train("digits", overrides={**KEYS, "data.limit": 100}, out=tmp_path / "run")
+    done = vitfleet_command(tmp_path, "forget", "run", "--client", "3")
+    assert done.returncode == 2
+    assert "with fedavg, what clients sent cannot be subtracted" in " ".join(done.stderr.split())
+    assert not list(tmp_path.glob("run-without*"))
+    assert run.finished
+
+
+def test_the_command_says_what_remains(tmp_path: Path, vitfleet_command: Command) -> None:
+    train(tmp_path / "run")
+    done = vitfleet_command(tmp_path, "forget", "run", "--client", "3", "--out", "less")
+    assert done.returncode == 0, done.stderr
+    assert "without 3" in done.stdout + done.stderr
+    assert (tmp_path / "less" / "model.safetensors").exists()
 
 
 # What is sent

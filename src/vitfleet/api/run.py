@@ -32,6 +32,7 @@ from vitfleet.report.console.costs import estimate_line, too_much
 from vitfleet.report.figures.folder import draw_results, draw_setup
 from vitfleet.report.html.page import write_report
 from vitfleet.run.callbacks import Callback
+from vitfleet.run.forget import write_forgotten
 from vitfleet.run.loop import run_rounds
 from vitfleet.run.output.folder import (
     RunFolder,
@@ -157,6 +158,39 @@ class Run:
         finally:
             folder.release()
         return self
+
+    def forget(
+        self,
+        clients: Sequence[int],
+        *,
+        out: str | Path | None = None,
+        data: Any = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> Run:
+        """Write a run whose model is as if some clients had never taken part, into a new folder, and return it.
+
+        It is exact, and only for methods whose server adds up what clients send (closed-form). This run remains as it
+        is: delete its folder to forget the clients for good. The new run's records are those of this one; what changed
+        is in its summary (``forgotten``) and in its model.
+
+        Parameters
+        ----------
+        clients
+            Their numbers.
+        out
+            The new run's folder; by default, beside this one.
+        data
+            The data set of a run that was started with data from Python: the same again.
+        """
+        names = "-".join(map(str, clients))
+        target = self.path.with_name(f"{self.path.name}-without-{names}") if out is None else Path(out)
+        folder = open_run_folder(self.path)
+        try:
+            context = open_run(folder.config(), self.path, progress, data=as_data_set(data))
+            write_forgotten(context, clients, target)
+        finally:
+            folder.release()
+        return Run(target)
 
     def report(self) -> Path:
         """Write the run's report, an HTML page with its figures, and return its path."""

@@ -168,6 +168,27 @@ def export(
 
 
 @app.command()
+def forget(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    client: Annotated[list[int], typer.Option(metavar="N", help="A client to leave out. May be repeated.")],
+    out: Annotated[Path | None, typer.Option(help="The new run's folder. Default: RUN-without-N.")] = None,
+    plugin: options.Plugins = [],  # noqa: B006
+) -> None:
+    """Write a run whose model is as if some clients had never taken part: exactly, where a server adds up sums.
+
+    It needs the method closed-form and a simulation. RUN remains: delete it to forget the clients for good.
+
+    Example: `vitfleet forget runs/first --client 3`
+    """
+    from vitfleet.api import load_run
+
+    _prepare(plugin, False)
+    written = load_run(run).forget(client, out=out, progress=_progress())
+    forgotten = written.summary["forgotten"]
+    say(f"written: {written.path}, accuracy {forgotten['accuracy']:.1%} without {', '.join(map(str, client))}")
+
+
+@app.command()
 def demo(
     model: options.Model,
     clients: Annotated[

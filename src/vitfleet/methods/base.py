@@ -30,7 +30,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, TrainConfig
 from vitfleet.data.images import Shard
 from vitfleet.data.tasks import class_to_task
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Message, Number, Numbers, State, Tensors
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.net import Net
@@ -323,6 +323,16 @@ class Method(ABC, Generic[Params]):
         """Train on the server after the aggregation, yielding each training: nothing by default."""
         return server_state
         yield  # makes this function a generator
+
+    def without_client(self, server_state: State, client: int, sent: Callable[[], Message]) -> State:
+        """Return the server's state as if a client had never taken part; ``sent`` computes what it sent once more.
+
+        Raises
+        ------
+        UserError
+            It cannot be told: by default, what a client sent is part of all that came after.
+        """
+        raise UserError(f"--client {client}: with {self.name}, what clients sent cannot be subtracted; run again")
 
     def server_work(self, stored_images: int, new_images: int) -> ServerWork | None:
         """Return what the server itself trains after a round, for an estimate of its time: nothing by default.

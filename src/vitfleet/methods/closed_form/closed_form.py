@@ -14,7 +14,7 @@ A client is asked once, or twice where images that it holds out choose the regul
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.head import HeadSolver
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.message import Message, State, Tensors, add_prefix, label_dtype, with_prefix
 from vitfleet.methods.aggregation.limits import check_rms
 from vitfleet.methods.base import (
@@ -133,6 +133,24 @@ class ClosedForm(Method[ClosedFormParams]):
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the addition of clients' sums."""
         return SumsUpdate(self, server_state)
+
+    def without_client(self, server_state: State, client: int, sent: Callable[[], Message]) -> State:
+        """Return the server's state without a client's sums; the client is never asked again."""
+        if self.params.regularization == "held-out":
+            raise UserError(
+                f"--client {client}: with method.regularization = held-out its images have chosen the head; run again"
+            )
+        tensors = dict(server_state.tensors)
+        if self.params.solver == "means-covariance":
+            means = ClientMeans(**with_prefix(tensors, CLIENT_MEANS)).without(client)
+            tensors |= add_prefix(CLIENT_MEANS, means.tensors())
+        elif (message := sent()).tensors:
+            remaining = Sums.of_tensors(with_prefix(tensors, SUMS)) - self.received(message)
+            tensors |= add_prefix(SUMS, remaining.tensors())
+        sums = sums_of_state(tensors, self.context.num_classes)
+        if sums is None or not float(sums.samples):
+            raise UserError(f"--client {client}: no images remain without it")
+        return replace(server_state, tensors={**tensors, **self.solve(sums)})
 
     def solve(self, sums: Sums) -> dict[str, Tensor]:
         """Return the tensors of the head that these sums give, as the model has them."""

@@ -298,6 +298,11 @@ class ClientMeans:
         columns = zip(*(of_client.tensors().values() for of_client in means), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
+    def without(self, client: int) -> ClientMeans:
+        """Return the class means of all other clients."""
+        others = self.clients != client
+        return ClientMeans(*(column[others] for column in self.tensors().values()))
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
