@@ -27,8 +27,8 @@ from safetensors import safe_open
 
 COMMON = (
     "rounds=2 fleet.clients=6 fleet.per_round=3 machine.device=cpu machine.precision=fp32 machine.threads=1 "
-    "machine.workers=1 data.limit=400 train.epochs=2 train.schedule=cosine data.augment.flip=true data.augment.crop=0.1 "
-    "model.patch_size=2 data.partition.beta=0.5"
+    "machine.workers=1 data.limit=400 train.epochs=2 train.schedule=cosine data.augment.flip=true "
+    "data.augment.crop=0.1 model.patch_size=2 data.partition.beta=0.5"
 )
 TASKS = (
     "data.tasks.count=2 data.tasks.classes=2 data.tasks.per_client=[1,2] data.tasks.rounds_per_task=2 "
