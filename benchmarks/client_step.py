@@ -79,7 +79,7 @@ def measure(method_name: str, model: str, batch: int, steps: int, device: str) -
     # The difference of a long and a short training: everything but steps cancels out.
     times = [(seconds(count) - seconds(batch)) / steps for _ in range(3)]
     cost_model = CostModel(method, net, config.train)
-    flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
+    flops = cost_model.per_image(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
     return {
         "train_gflops_per_sample": flops.training / 1e9,
         "step_seconds": statistics.median(times),

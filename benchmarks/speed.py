@@ -254,7 +254,7 @@ def main() -> None:
             memory = torch.cuda.max_memory_allocated() / 2**20 if base.device.type == "cuda" else float("nan")
             rate = args.clients * args.samples * args.epochs / best
             cost_model = CostModel(task.method, task.net, task.train)
-            flops = cost_model.average(cost_model.dry_run(task.method.cost_round, 0, NO_LABELS)).training
+            flops = cost_model.per_image(cost_model.dry_run(task.method.cost_round, 0, NO_LABELS)).training
             reference = next(
                 (other["samples/s"] for other in rows if other["batch"] == batch and other["way"] == "eager"), rate
             )

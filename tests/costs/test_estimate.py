@@ -14,7 +14,15 @@ from made_photos import draw_photos, make_run
 from vitfleet.config import load_config
 from vitfleet.config.schema import Config, DataConfig
 from vitfleet.costs.dataset_size import DATASET_SIZES, DatasetSize, known_size
-from vitfleet.costs.estimate import RunEstimate, _free_memory, available, combine, estimate_run
+from vitfleet.costs.estimate import (
+    PROCESS_SECONDS,
+    REPORT_SECONDS,
+    RunEstimate,
+    _free_memory,
+    available,
+    combine,
+    estimate_run,
+)
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.report import cost_net, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
@@ -187,13 +195,15 @@ def test_many_patches_of_large_images_are_remarked_on_with_the_keys(tmp_path: Pa
 def test_runs_at_a_time_need_memory_together_and_disk_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     runs = [RunEstimate(10, 1, 5), RunEstimate(20, 4, 6), RunEstimate(30, 2, 7)]
-    assert combine(runs) == RunEstimate(60, 4, 18)
-    assert combine(runs, jobs=2) == RunEstimate(30, 6, 18)
-    assert combine(runs, jobs=8) == RunEstimate(30, 7, 18)
+    page, start = REPORT_SECONDS, PROCESS_SECONDS
+    assert combine(runs) == RunEstimate(60 + page, 4, 18)
+    # The third run follows the first one: 10 and 30 s, beside 20 s.
+    assert combine(runs, jobs=2) == RunEstimate(40 + 2 * start + page, 6, 18)
+    assert combine(runs, jobs=8) == RunEstimate(40 + 2 * start + page, 7, 18)
     on_both_cores = [replace(run, cores=2) for run in runs]  # two at a time would have one each
-    assert combine(on_both_cores, jobs=2) == RunEstimate(60, 6, 18, cores=2)
+    assert combine(on_both_cores, jobs=2) == RunEstimate(60 + 3 * start + page, 6, 18, cores=2)
     on_a_gpu = [replace(run, device="cuda") for run in runs]
-    assert combine(on_a_gpu, jobs=2) == RunEstimate(60, 6, 18, "cuda")
+    assert combine(on_a_gpu, jobs=2) == RunEstimate(60 + 3 * start + page, 6, 18, "cuda")
 
 
 def test_free_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:

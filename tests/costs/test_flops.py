@@ -42,7 +42,7 @@ def layer_macs(tokens: int) -> int:
 def flops_per_sample(method: Method[Any], net: Net) -> Flops:
     """Count the operations of a method's client training."""
     cost_model = CostModel(method, net, method.context.train)
-    return cost_model.average(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
+    return cost_model.per_image(cost_model.dry_run(method.cost_round, 0, NO_LABELS))
 
 
 def method_on(model: str, config: Config) -> tuple[Method[Any], Net]:
@@ -175,9 +175,9 @@ def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_confi
         assert context.cost_model.up_bytes(dry_run_result) == pytest.approx(entry.up_bytes + dropped, abs=1000)
         flops = context.cost_model.round_flops(dry_run_result, len(labels))
         assert entry.gflops == flops / 1e9
-        epochs = sum(training.epochs for training in dry_run_result.trainings)
+        epochs = sum(training.epochs for training in dry_run_result.trainings if training.trainable)
         scored = any(training.score_samples for training in dry_run_result.trainings)
-        training_flops = epochs * len(labels) * context.cost_model.average(dry_run_result).training
+        training_flops = epochs * len(labels) * context.cost_model.per_image(dry_run_result).training
         assert flops > training_flops if scored else flops == pytest.approx(training_flops, rel=1e-6)
     message_bytes, base_bytes = context.cost_model.down_bytes()
     assert {entry.down_bytes for entry in record.clients} == {message_bytes + base_bytes}

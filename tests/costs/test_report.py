@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
+from vitfleet.config.plugins import load_file
 from vitfleet.config.registry import DATASETS, METHODS
 from vitfleet.costs.dataset_size import DATASET_SIZES
 from vitfleet.costs.report import cost_reports
@@ -56,3 +59,50 @@ def test_dataset_sizes_cover_every_built_in_data_set() -> None:
 def test_cost_reports_rejects_unknown_method(tiny_config: MakeConfig) -> None:
     with pytest.raises(UserError, match="--method fedsgd: no such method"):
         list(cost_reports(tiny_config(), ["fedsgd"]))
+
+
+FEDBFPT = ["method.name=fedbfpt", "method.local_layers=3", "method.keep_last=1"]
+
+
+def test_more_passes_are_more_operations_per_image_and_per_round() -> None:
+    """MOON's step passes each image through two more models; FEDBFPT measures the features' mean by two more passes."""
+    load_file(Path(__file__).parents[2] / "examples" / "methods" / "moon.py")
+    fedavg, moon = cost_reports(load_config("digits"), ["fedavg", "moon"])
+    assert moon.train_gflops == pytest.approx(fedavg.train_gflops * 5 / 3, rel=0.01)
+    assert moon.round_gflops == pytest.approx(fedavg.round_gflops * 5 / 3, rel=0.01)
+    (plain,) = cost_reports(load_config("digits", FEDBFPT), ["fedbfpt"])
+    (centred,) = cost_reports(load_config("digits", [*FEDBFPT, "method.center_features=true"]), ["fedbfpt"])
+    assert centred.train_gflops > plain.train_gflops
+    assert centred.round_gflops > plain.round_gflops
+    for report in (plain, centred):
+        assert report.round_gflops == pytest.approx(3 * report.samples * report.train_gflops)  # train.epochs = 3
+
+
+COMBINES = """
+from vitfleet import register_method
+from vitfleet.config.base import MethodParams
+from vitfleet.message import Message
+from vitfleet.methods.averaging.fedavg import WeightAveraging
+from vitfleet.methods.base import ClientUpdate, train_metrics
+from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.step import cross_entropy_step
+import torch
+
+
+@register_method("combines", MethodParams)
+class Combines(WeightAveraging[MethodParams]):
+    def client_update(self, job):
+        received = {**job.base_weights, **job.message.tensors}
+        kept = {name: torch.zeros_like(received[name]) for name in self.trainable.names}
+        result = yield LocalTraining(received, self.trainable, 1, cross_entropy_step, kept=kept)
+        weights = {name: weight + result.kept[name] for name, weight in result.weights.items()}
+        return ClientUpdate(Message(weights, train_metrics(result)), weights)
+"""
+
+
+def test_a_plugin_that_mixes_what_has_values_with_what_has_none_is_told_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "combines.py").write_text(COMBINES)
+    load_file(tmp_path / "combines.py")
+    with pytest.raises(UserError, match=r"method combines: .*kept\.to\(weight\.device\)") as refused:
+        list(cost_reports(load_config("digits"), ["combines"]))
+    assert "\n" not in str(refused.value)

@@ -12,7 +12,7 @@ def row(name: str, accuracy: float, up: float, gflops: float) -> ComparisonRow:
     summary: dict[str, Any] = {
         "accuracy": {"global": accuracy},
         "message": {"up_bytes": up},
-        "client": {"train_gflops": gflops},
+        "client": {"round_gflops": gflops},
     }
     return ComparisonRow(name, [summary])
 

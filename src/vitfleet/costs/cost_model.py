@@ -8,7 +8,8 @@ Operations, bytes and memory thus follow from the method itself. The memory of a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from vitfleet.config.schema import TrainConfig
 from vitfleet.costs.flops import FlopCounter, Flops, shapes_of
 from vitfleet.data.images import ImageSet, Shard
+from vitfleet.errors import UserError
 from vitfleet.message import Message, Numbers, State
 from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method, start_client_update
 from vitfleet.models.net import Net
@@ -109,15 +111,16 @@ class CostModel:
         requested = start_client_update(method, job)
         kept = client_state.tensors.values() if client_state else ()
         trainings: list[LocalTraining] = []
-        try:
-            training = next(requested)
-            while True:
-                trainings.append(training)
-                result = _blank_result(training, len(targets), method.context.num_classes, len(trainings))
-                training = requested.send(result)
-        except StopIteration as end:
-            update: ClientUpdate = end.value
-            return DryRun(trainings, update, [*received.tensors.values(), *base.values(), *kept])
+        with self._explained():
+            try:
+                training = next(requested)
+                while True:
+                    trainings.append(training)
+                    result = _blank_result(training, len(targets), method.context.num_classes, len(trainings))
+                    training = requested.send(result)
+            except StopIteration as end:
+                update: ClientUpdate = end.value
+        return DryRun(trainings, update, [*received.tensors.values(), *base.values(), *kept])
 
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
@@ -147,17 +150,34 @@ class CostModel:
         before = self._after_tasks(tasks[:-1]) if tasks[1:] else None
         return self._dry_run(ONE_LABEL, task_index=tasks[-1], client_state=before).kept_state()
 
-    def average(self, dry_run_result: DryRun) -> Flops:
-        """Return the operations per sample, averaged over the epochs of all trainings of a round."""
-        per_training = [
-            (self.counter.step(training, kind_of_step(training.step, 0)).per_sample, training.epochs)
-            for training in dry_run_result.trainings
-        ]
-        epochs = sum(of_training for _, of_training in per_training)
+    def per_image(self, dry_run_result: DryRun) -> Flops:
+        """Return the operations per image seen in training, with all passes of the round.
+
+        A pass that only measures something makes no image of its own: its operations are those of the images that are
+        trained on. Where nothing trains, all passes count.
+        """
+        trainings = dry_run_result.trainings
+        with self._explained():
+            counted = [self.counter.step(one, kind_of_step(one.step, 0)).per_sample for one in trainings]
+        trained = sum(one.epochs for one in trainings if one.trainable) or sum(one.epochs for one in trainings)
         return Flops(
-            sum(flops.forward * of_training for flops, of_training in per_training) // epochs,
-            sum(flops.training * of_training for flops, of_training in per_training) // epochs,
+            sum(flops.forward * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
+            sum(flops.training * one.epochs for flops, one in zip(counted, trainings, strict=True)) // trained,
         )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn torch's error about tensors without values into one for the author of the method."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise UserError(
+                f"method {self.method.name}: for its costs its client half runs on tensors without values, and fails "
+                f"({str(error).splitlines()[0]}); read no value of a weight or a message there, and take `result.kept` "
+                "to a weight's device: kept.to(weight.device) (docs/writing-methods.md, The dry run)"
+            ) from error
 
     def round_flops(self, dry_run_result: DryRun, samples: int) -> int:
         """Count the operations of a client's whole round: all passes of all steps, and the scoring of its samples."""

@@ -34,11 +34,14 @@ from vitfleet.models.net import Net
 from vitfleet.training.execution.memory_budget import estimate_client_bytes
 from vitfleet.training.execution.settings import set_up_execution, thread_limit
 from vitfleet.training.local_training import LocalTraining
+from vitfleet.training.step import kind_of_step
 
 Labels = NDArray[np.int64]
 
 FLOAT_BYTES = 4
 START_SECONDS = 2.0  # model, partition, first figures, and figures at the end
+PROCESS_SECONDS = 2.0  # imports of a run that has a process of its own
+REPORT_SECONDS = 2.0  # tables and page of a comparison
 ROUND_SECONDS = 0.05  # records, checkpoint and evaluation, besides the passes through the model
 DECODED_BYTES_PER_SECOND = 50e6
 PROCESS_BYTES = 500 * 2**20  # Python with torch
@@ -144,7 +147,7 @@ def _patches_remark(config: Config, size: DatasetSize, net: Net) -> str:
 
 
 def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
-    """Estimate several runs, ``jobs`` of them at a time.
+    """Estimate the runs of a comparison, ``jobs`` of them at a time, in their order.
 
     Runs at a time share the cores, or the GPU: time is saved where one run leaves cores unused, and none is assumed to
     be saved on a GPU.
@@ -154,8 +157,11 @@ def combine(estimates: Sequence[RunEstimate], jobs: int = 1) -> RunEstimate:
     side_by_side = max(1, min(jobs, len(estimates), (os.cpu_count() or 1) // cores))
     if any(estimate.on_gpu for estimate in estimates):
         side_by_side = 1
+    ends = [0.0] * side_by_side
+    for estimate in estimates:  # the next run begins where one ends first
+        ends[ends.index(min(ends))] += estimate.seconds + (PROCESS_SECONDS if jobs > 1 else 0)
     return RunEstimate(
-        seconds=sum(estimate.seconds for estimate in estimates) / side_by_side,
+        seconds=max(ends) + REPORT_SECONDS,
         memory_bytes=sum(at_a_time),
         disk_bytes=sum(estimate.disk_bytes for estimate in estimates),
         device=estimates[0].device,
@@ -238,7 +244,7 @@ class _RunWork:
         features = config.fleet.clients * cost_model.up_bytes(late) if method.server_work(1, 1) else 0
         return cls(
             first.trainings[0],
-            cost_model.average(first).training,
+            cost_model.counter.step(first.trainings[0], kind_of_step(first.trainings[0].step, 0)).per_sample.training,
             config.rounds * per_round
             + _server_flops(config, size, method, net)
             + _head_flops(config, size, method, net),

@@ -49,7 +49,8 @@ class CostReport:
     Attributes
     ----------
     forward_gmac, train_gflops
-        Of one sample: multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
+        Of an image seen in training, with all passes: multiply-adds of the forward ones, and all operations, in
+        billions.
     train_ratio_to_full
         Operations of full training on an unmasked image, divided by those of this method.
     batch_size, peak_memory_bytes, memory
@@ -164,7 +165,7 @@ def _cost_report(
 ) -> CostReport:
     method, net = cost_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size, shared.flops)
-    flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
+    flops = cost_model.per_image(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
     memory = round_memory(
         net, dry_run_result, config.train, config.machine.precision == "bf16", known_steps=shared.steps

@@ -122,7 +122,7 @@ class RunContext:
 
     def client_costs(self, client_metrics: Mapping[int, Numbers]) -> dict[str, Any]:
         """Return the costs of one client for the summary, given the numbers in each client's last update."""
-        flops = self.cost_model.average(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
+        flops = self.cost_model.per_image(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
 
         def kept_bytes(numbers: Numbers) -> int:
             return (self.cost_model.kept_state(numbers) or State()).num_bytes

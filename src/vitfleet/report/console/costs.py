@@ -23,8 +23,12 @@ MANY_DAYS = 2.0
 
 # Of each column: its heading, its meaning, and its text for a method, or for a method on a device.
 _METHOD_COLUMNS: Sequence[tuple[str, str, Callable[[CostReport], str]]] = (
-    ("GMACs", "multiply-adds of a forward pass, in billions, per image", lambda of: f"{of.forward_gmac:.3g}"),
-    ("GFLOPs", "operations of forward and backward pass, in billions, per image", lambda of: f"{of.train_gflops:.3g}"),
+    ("GMACs", "multiply-adds of the forward passes, in billions, per image", lambda of: f"{of.forward_gmac:.3g}"),
+    (
+        "GFLOPs",
+        "operations of all passes, in billions, per image seen in training",
+        lambda of: f"{of.train_gflops:.3g}",
+    ),
     ("ratio", "GFLOPs of full training on whole images, divided by these", lambda of: f"{of.train_ratio_to_full:.2f}"),
     ("trained", "number of parameters that are trained", lambda of: format_count(of.trainable_params)),
     ("memory", "peak of a training step with train.batch_size = {}", lambda of: format_bytes(of.peak_memory_bytes)),

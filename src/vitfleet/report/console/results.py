@@ -16,7 +16,7 @@ from vitfleet.training.capture.path import ExecutionSummary
 _TASK_COLUMNS = ("average", "forgetting", "backward", "forward")
 _HEADINGS = {
     "average": "accuracy",
-    "gflops": "GFLOPs",
+    "work": "GFLOPs",
     "rounds": "rounds to {}",
     "traffic": "traffic",
     "clock": "clock",
@@ -43,8 +43,10 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         "download per client and round": format_bytes(message["down_bytes"]),
         "total upload, download": f"{format_bytes(total['up_bytes'])}, {format_bytes(total['down_bytes'])}",
         "parameters, of which trained": f"{client['params']:,}, {client['trainable_params']:,}",
-        "training, per sample": f"{client['train_gflops']:.3g} GFLOPs",
+        "training, per image": f"{client['train_gflops']:.3g} GFLOPs",
     }
+    if client.get("round_gflops"):
+        rows["training, per client and round"] = f"{client['round_gflops']:.3g} GFLOPs"
     if client.get("peak_memory_bytes"):
         rows["peak training memory of a client"] = format_bytes(client["peak_memory_bytes"])
     if total.get("virtual_seconds") is not None:
@@ -112,7 +114,7 @@ def comparison_tables(comparison: ComparisonResult) -> list[Table]:
 
 def comparison_costs_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return the costs of a comparison, one row per configuration."""
-    return _results(rows, ("upload", "download", "trained", "gflops", "memory", "virtual", "time"))
+    return _results(rows, ("upload", "download", "trained", "work", "memory", "virtual", "time"))
 
 
 def _results(rows: Sequence[ComparisonRow], names: Iterable[str], target: float | None = None) -> Table:
@@ -194,7 +196,7 @@ def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
     compared = f"{abs(difference):.1f} points {'more' if difference > 0 else 'less'} than {reference.label}"
     if not difference:
         compared = f"as much as {reference.label}"
-    costs = {"upload": ("message", "up_bytes"), "operations on the client": ("client", "train_gflops")}
+    costs = {"upload": ("message", "up_bytes"), "operations on the client": ("client", "round_gflops")}
     shares = {what: _share(row, reference, path) for what, path in costs.items()}
     named = [f"{share:.0%} of its {what}" for what, share in shares.items() if share is not None]
     return f"{row.label}: {accuracy:.1%} accuracy, {compared}" + (f", with {' and '.join(named)}." if named else ".")

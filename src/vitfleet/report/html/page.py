@@ -34,7 +34,7 @@ MAX_NAMES_LENGTH = 60
 # The columns of the page's table, as far as a configuration has values for them; metrics come after these.
 TABLE_COLUMNS = (
     "accuracy", "local", "rounds", "traffic", "average", "forgetting", "upload", "download", "trained", "gflops",
-    "memory", "virtual", "time",
+    "work", "memory", "virtual", "time",
 )  # fmt: skip
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
 

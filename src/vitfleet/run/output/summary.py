@@ -135,7 +135,7 @@ def write_summary(
             "failures": totals.failures,
             "failure": totals.last_failure,
         },
-        "client": dict(costs),
+        "client": {**costs, "round_gflops": totals.train_gflops / max(1, totals.participations)},
         "client_metrics": reduce_client_metrics(method_class(config.method).client_metrics, reported),
         "metrics": totals.metrics,
         **({"head": asdict(totals.head)} if totals.head.times else {}),
