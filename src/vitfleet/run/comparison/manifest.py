@@ -30,8 +30,9 @@ class ComparedRun:
 
 
 def run_folder(comparison: Path, name: str, seed: int) -> Path:
-    """Return the folder of a comparison's run."""
-    return comparison / f"{name}-s{seed}"
+    """Return the folder of a comparison's run; of older comparisons, it has the spaces of the name."""
+    older = comparison / f"{name}-s{seed}"
+    return older if older.exists() else comparison / f"{name.replace(' ', '-')}-s{seed}"
 
 
 def create_comparison(
