@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, chromium
-from conftest import Command
+from conftest import TINY, Command
 from made_runs import MakeRun
 from vitfleet.report.figures.types import AxisView, Curve, LineChart
 from vitfleet.report.html.page import render, report_figures, report_folder, watch_report, write_report
@@ -184,3 +184,14 @@ def test_tables_of_the_usual_columns_fit_into_1280_pixels(vitfleet: Command, tmp
         browser.open(page, 1280)
         hidden = "[...document.querySelectorAll('.scroll')].slice(0, 2).map((of) => of.scrollWidth - of.clientWidth)"
         assert browser.value(hidden) == [0, 0]
+
+
+def test_a_comparison_has_its_command_once_and_that_of_each_run(vitfleet: Command, tmp_path: Path) -> None:
+    small = [part for override in (*TINY, "rounds=1") for part in ("-o", override)]
+    methods = ["--method", "fedavg", "--method", "fedprox mu=0.1"]
+    done = vitfleet(tmp_path, "compare", "digits", *methods, *small, "--out", "my runs")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "my runs" / "report.html").read_text()
+    assert page.count("vitfleet compare digits") == 1
+    assert "<pre>vitfleet run &#x27;my runs/fedavg-s0/config.json&#x27;</pre>" in page
+    assert vitfleet(tmp_path, "run", "my runs/fedavg-s0/config.json", "--out", "again").returncode == 0

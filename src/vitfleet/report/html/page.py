@@ -157,6 +157,7 @@ def render(
         "table": _table(groups, result_columns(groups, target), "results"),
         "costs": _table(groups, cost_columns(groups), "costs"),
         "note": f"<p><small>{COMPARABLE_NOTE}</small></p>" if len(set(comparable_rows(groups))) > 1 else "",
+        "command": _common_command(groups),
         "configurations": "\n".join(_section(group, section_id(index)) for index, group in enumerate(groups)),
         "version": escape(__version__),
         # The data is inside a script element: nothing in it may look like the end of that element.
@@ -270,6 +271,19 @@ def _table(groups: Sequence[RunGroup], columns: Sequence[SummaryColumn], name: s
     )
 
 
+def _common_command(groups: Sequence[RunGroup]) -> str:
+    """Return the command that made all runs, where one did."""
+    runs = [run for group in groups for run in group.runs]
+    commands = {run.about.get("command", "") for run in runs}
+    if not all(run.compared for run in runs) or len(commands) > 1 or "" in commands:
+        return ""
+    return f"<p>All of them:</p>{_reproduce(commands.pop())}"
+
+
+def _reproduce(command: str) -> str:
+    return f'<div class="reproduce"><pre>{escape(command)}</pre><button class="copy" type="button">copy</button></div>'
+
+
 def _section(group: RunGroup, id: str) -> str:
     run = group.runs[0]
     seeds = f"seed {run.seed}"
@@ -284,7 +298,6 @@ def _section(group: RunGroup, id: str) -> str:
         f'<details id="{id}-runs" open><summary>{escape(group.label)} '
         f"<small>{escape(run.config['method']['name'])}, {escape(seeds)}</small></summary>"
         f'<div class="grid" id="{id}"></div>'
-        f'<p>Command ({escape(versions)}):</p><div class="reproduce"><pre>{escape(command)}</pre>'
-        f'<button class="copy" type="button">copy</button></div>'
+        f"<p>Command ({escape(versions)}):</p>{_reproduce(command)}"
         f"<details><summary>configuration</summary><pre>{escape(config)}</pre></details></details>"
     )
