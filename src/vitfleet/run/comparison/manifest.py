@@ -54,7 +54,7 @@ def create_comparison(
         raise UserError(f"--out {path}: is not empty; {hint}")
     names = [member.folder(path).name for member in members]
     if duplicates := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{duplicates[0]} would be compared with itself; name each configuration once")
+        raise UserError(f"{duplicates[0]} would be compared with itself; name each configuration and each seed once")
     path.mkdir(parents=True, exist_ok=True)
     tree: dict[str, Any] = {
         "command": command,
