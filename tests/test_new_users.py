@@ -118,3 +118,60 @@ def test_tasks_have_a_partition_of_their_own(vitfleet: Command, tmp_path: Path) 
     line = sentence(vitfleet, tmp_path, "run", "fedvit-digits", "-o", "data.partition.beta=0.1", "--out", "tasks")
     assert "data.partition" in line
     assert "data.tasks" in line
+
+
+# A command, and what its one sentence names: the option or the key, its value, and what to do instead.
+MISTAKES = {
+    "client --server h --data .": ("--name: is missing", "This client's name"),
+    "client --server h:port --data . --name a": ("--server h:port", "must be HOST or HOST:PORT"),
+    "client --server h:70000 --data . --name a": ("--server h:70000", "must be HOST or HOST:PORT"),
+    "client --server https://h --data . --name a": ("--server https://h", "must be HOST or HOST:PORT"),
+    "client --server h --data . --name a --threads 0": ("--threads: 0", "x>=1"),
+    "client --server h --data . --name a --limit epochs:5": ("--limit epochs:5", "must be NAME=VALUE"),
+    "client --server h --data . --name a --state first/config.json": ("--state", "is no folder; name one"),
+    "client --server 127.0.0.1:1 --data empty --name a": ("empty holds neither parquet files nor images", "<class>"),
+    "client --server 127.0.0.1:1 --data photos --name a --device gpu": ("--device gpu", "must be auto, cpu, cuda"),
+    "client --server 127.0.0.1:1 --data photos --name a --plugin no.py": ("plug-in no.py", "the path of a .py file"),
+    "server digits --port 70000": ("--port: 70000", "1<=x<=65535"),
+    "server digits --host 203.0.113.7": ("--host 203.0.113.7", "0.0.0.0"),
+    "server first": ("first: is a run in one process", "`vitfleet resume first`"),
+    "server digits -o fleet.kind=simulation": ("fleet.kind = 'simulation'", "`vitfleet run`"),
+    "server digits --names a,a": ("fleet.names = ['a', 'a']", "different names"),
+    "compare digits --method fedavg mu=0.1": ("mu=0.1: a key is set with -o mu=0.1", "--method 'NAME mu=0.1'"),
+    "compare digits --method fedavgg": ("method.name = 'fedavgg'", "did you mean fedavg?"),
+    "compare digits --seeds 0-2": ("--seeds 0-2", "0,1,2"),
+    "compare digits --seeds 0,0": ("digits-s0", "each seed once"),
+    "compare digits --target 85": ("--target: 85.0", "0<=x<=1"),
+    "compare digits --jobs many": ("--jobs: 'many'", "integer"),
+    "compare digits -s train.lr": ("-s train.lr", "key=value,value"),
+    "compare digits -s train.lr=1e-3,abc": ("train.lr = 'abc'", "number"),
+    "compare digits -s method.k=1,2": ("method.k: no such key", "transfl"),
+    "compare first": ("first: is the folder of a run", "first/config.json"),
+    "search digits": ("search: no such command", "`vitfleet compare`"),
+    "sweep digits": ("sweep: no such command", "`vitfleet compare`"),
+    "export first": ("--to: is missing", "safetensors, timm, onnx"),
+    "export first --to pth": ("--to pth", "must be one of safetensors, timm"),
+    "export nothing --to timm": ("nothing", "no such run folder"),
+    "export first --to timm --client 99": ("client = 99", "between 0 and 5"),
+    "export first --to timm --out first/config.json": ("--out first/config.json", "cannot be created"),
+    "run digits --epochs 5": ("--epochs", "-o train.epochs=5"),
+    "run digits -o rounds=0": ("rounds = 0", "greater than or equal to 1"),
+    "resume first --rounds 1": ("--rounds 1", "must be more than the run's 1"),
+    "table first --columns accurracy": ("columns accurracy", "there are accuracy"),
+    "keys train.lrr": ("train.lrr", "did you mean train.lr"),
+    "presets --show digit": ("'digit'", "did you mean 'digits'"),
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_answered_in_one_sentence(command: str, first: Path, vitfleet: Command) -> None:
+    (first / "empty").mkdir(exist_ok=True)
+    draw_photos(first / "photos", ("cat", "dog"), per_class=1)
+    name, *arguments = command.split()
+    insecure = ["--insecure"] if name in {"server", "client"} else []
+    result = vitfleet(first, name, *arguments, *insecure)
+    assert result.returncode == 2, result.stdout
+    line, *more = [line for line in result.stderr.strip().splitlines() if not line.startswith("warning: --insecure")]
+    assert not more
+    for words in MISTAKES[command]:
+        assert words in line

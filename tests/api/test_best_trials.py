@@ -47,7 +47,7 @@ def without_seed(config: Config) -> dict[str, Any]:
 
 def test_each_method_gets_its_best_value(tmp_path: Path) -> None:
     comparison = search(tmp_path / "search")
-    names = [f"{method} lr={rate}-s0" for method in ("fedavg", "fed-head") for rate in (0.001, 0.002, 0.004)]
+    names = [f"{method}-lr={rate}-s0" for method in ("fedavg", "fed-head") for rate in (0.001, 0.002, 0.004)]
     finish(comparison, dict(zip(names, [0.5, 0.7, 0.6, 0.2, 0.3, 0.4], strict=True)))
     average, head = comparison.best_trials()
     assert (average.name, average.trials, average.accuracy, average.values) == ("fedavg", 3, 0.7, {"train.lr": 2e-3})
@@ -156,10 +156,10 @@ def test_the_command_prints_what_was_best(vitfleet: Command, tmp_path: Path) -> 
 def test_the_mean_over_seeds_decides(tmp_path: Path) -> None:
     comparison = search(tmp_path / "search", methods=(), seeds=[0, 1], sweep={"train.lr": [1e-3, 2e-3]})
     accuracies: dict[str, float | None] = {
-        "digits lr=0.001-s0": 0.9,
-        "digits lr=0.001-s1": 0.1,
-        "digits lr=0.002-s0": 0.6,
-        "digits lr=0.002-s1": 0.6,
+        "digits-lr=0.001-s0": 0.9,
+        "digits-lr=0.001-s1": 0.1,
+        "digits-lr=0.002-s0": 0.6,
+        "digits-lr=0.002-s1": 0.6,
     }
     finish(comparison, accuracies)
     (best,) = best_trials(comparison.path)

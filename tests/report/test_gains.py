@@ -22,7 +22,8 @@ def test_savings_are_named_where_there_are_any() -> None:
     assert gain_sentence(fedavg, fedavg) == "FedAvg: 95.0% accuracy; every client sends the whole model."
     assert (
         gain_sentence(row("transfl", 0.925, 100, 5), fedavg)
-        == "TransFL: 92.5% accuracy, 2.5 points less than FedAvg, with 50% of its upload."
+        == "TransFL: 92.5% accuracy, 2.5 points less than FedAvg, with 50% of its upload: here it pays with accuracy "
+        "for what it saves."
     )
     assert (
         gain_sentence(row("eftvit", 0.96, 50, 2), fedavg)

@@ -16,7 +16,7 @@ from vitfleet.report.console.results import comparison_metrics_tables, summary_t
 from vitfleet.report.figures.curves import comparison_figures
 from vitfleet.report.figures.runs import metric_figures
 from vitfleet.report.figures.types import BarChart, Figure, HeatMap, LineChart
-from vitfleet.report.html.page import render, report_figures, summary_columns
+from vitfleet.report.html.page import cost_columns, render, report_figures, result_columns
 from vitfleet.report.runs import read_groups, read_run
 from vitfleet.run.comparison.results import ComparisonRow
 from vitfleet.run.records import MetricValues, RoundRecord
@@ -112,7 +112,7 @@ def test_numbers_of_several_rounds_are_curves_that_compare_configurations(make_r
 
 def test_page_has_columns_and_figures_of_metrics(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a", seed=0, metrics=metrics_of), make_run("b", seed=1, metrics=metrics_of)])
-    columns = {column.heading: column.cells for column in summary_columns(groups)}
+    columns = {column.heading: column.cells for column in (*result_columns(groups), *cost_columns(groups))}
     assert columns["local accuracy mean, %"] == ["50.0 ± 0.0"]
     assert columns["per class worst, %"] == ["60.0 ± 0.0"]
     assert columns["of a plugin value"] == ["1234 ± 0"]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, chromium
+from conftest import TINY, Command
 from made_runs import MakeRun
+from vitfleet.report.figures.types import AxisView, Curve, LineChart
 from vitfleet.report.html.page import render, report_figures, report_folder, watch_report, write_report
 from vitfleet.report.runs import read_groups
 
@@ -130,3 +132,66 @@ def test_page_works_in_chromium(make_run: MakeRun, tmp_path: Path) -> None:
         assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
         assert browser.value("document.documentElement.className") == ""  # the layout for paper is removed again
         assert browser.errors == []
+
+
+def test_runs_of_different_fleets_are_named_in_the_subtitle(make_run: MakeRun) -> None:
+    def subtitle(*runs: Path) -> str:
+        found = re.search(r"</header>\s*<p>(.*?)</p>", page_of(*runs))
+        assert found is not None
+        return found[1]
+
+    fleet = subtitle(make_run("a")).split(" · ")[1]
+    assert re.fullmatch(r"\d+ clients, \d+ per round", fleet)
+    assert f" · {fleet} · 2 runs" in subtitle(make_run("b"), make_run("c", method="transfl"))
+    mixed = subtitle(make_run("d", method="transfl"), make_run("e", tasks=2))
+    assert f" · {fleet} (TransFL) · {fleet}, 2 tasks (FedAvg) · 2 runs" in mixed
+
+
+def test_every_configuration_is_described_in_a_sentence(make_run: MakeRun) -> None:
+    page = page_of(make_run("a"), make_run("b", method="transfl", seed=7))
+    assert "<li>FedAvg: 50.0% accuracy; every client sends the whole model.</li>" in page
+    assert "<li>TransFL: 57.0% accuracy, 7.0 points more than FedAvg.</li>" in page
+    assert "<li>" not in page_of(make_run("c"))
+    assert "<li>" not in page_of(make_run("d"), make_run("e", method="transfl", finished_rounds=2))
+
+
+def test_axis_of_accuracies_begins_near_the_curves() -> None:
+    def chart(*values: float, percent: bool = True) -> float:
+        view = AxisView("rounds", "round", [Curve("a", 0, range(len(values)), values)])
+        return LineChart("id", "title", "label", [view], percent).floor
+
+    assert chart(0.82, 0.96) == 0.8
+    assert chart(0.8, 0.96) == 0.7  # the lowest point is not on the axis
+    assert chart(0.34, 0.96) == 0
+    assert chart(0.9, 2.0, percent=False) == 0
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_tables_of_the_usual_columns_fit_into_1280_pixels(vitfleet: Command, tmp_path: Path) -> None:
+    """With runs on tasks beside others, every column has values."""
+    small = ["-o", "data.limit=150", "-o", "rounds=1", "-o", "train.epochs=1", "--yes"]
+    runs = []
+    for preset in ("start-fedavg", "start-eftvit", "start-fedavg-tasks"):
+        tasks = "tasks" in preset
+        keys = ["-o", "data.tasks.rounds_per_task=1", "-o", "train.epochs=1"] if tasks else small
+        done = vitfleet(tmp_path, "run", preset, *keys, "--out", preset)
+        assert done.returncode == 0, done.stderr
+        runs.append(tmp_path / preset)
+    page = tmp_path / "report.html"
+    groups = read_groups(runs)
+    page.write_text(render(groups, report_figures(groups), target=0.1))
+    with chromium(tmp_path / "profile") as browser:
+        browser.open(page, 1280)
+        hidden = "[...document.querySelectorAll('.scroll')].slice(0, 2).map((of) => of.scrollWidth - of.clientWidth)"
+        assert browser.value(hidden) == [0, 0]
+
+
+def test_a_comparison_has_its_command_once_and_that_of_each_run(vitfleet: Command, tmp_path: Path) -> None:
+    small = [part for override in (*TINY, "rounds=1") for part in ("-o", override)]
+    methods = ["--method", "fedavg", "--method", "fedprox mu=0.1"]
+    done = vitfleet(tmp_path, "compare", "digits", *methods, *small, "--out", "my runs")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "my runs" / "report.html").read_text()
+    assert page.count("vitfleet compare digits") == 1
+    assert "<pre>vitfleet run &#x27;my runs/fedavg-s0/config.json&#x27;</pre>" in page
+    assert vitfleet(tmp_path, "run", "my runs/fedavg-s0/config.json", "--out", "again").returncode == 0

@@ -14,7 +14,7 @@ from browser import CHROMIUM, Browser, chromium
 from made_runs import MakeRun
 from vitfleet.report.figures.curves import comparison_figures
 from vitfleet.report.figures.files import draw_files
-from vitfleet.report.html.page import compared_names, render, report_figures, summary_columns
+from vitfleet.report.html.page import compared_names, cost_columns, render, report_figures, result_columns
 from vitfleet.report.runs import read_groups
 from vitfleet.run.records import read_records
 
@@ -137,7 +137,8 @@ def test_printed_report_has_legends_the_whole_table_and_no_heading_at_the_end_of
 
 def test_live_table_fills_with_the_rounds_so_far(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a", finished_rounds=3), make_run("b", method="transfl")])
-    columns = {column.heading: column.cells for column in summary_columns(groups, target=0.3)}
+    shown = (*result_columns(groups, target=0.3), *cost_columns(groups))
+    columns = {column.heading: column.cells for column in shown}
     assert columns["rounds"] == ["3 of 5", "5 of 5"]
     assert columns["test accuracy, %"] == ["30.0", "50.0"]
     assert columns["local test accuracy, %"] == ["15.0", "25.0"]
@@ -148,7 +149,7 @@ def test_live_table_fills_with_the_rounds_so_far(make_run: MakeRun) -> None:
 
 def test_a_seed_that_missed_the_target_leaves_no_mean(make_run: MakeRun) -> None:
     groups = read_groups([make_run("a"), make_run("b", seed=1, finished_rounds=2)])
-    columns = {column.heading: column.cells for column in summary_columns(groups, target=0.4)}
+    columns = {column.heading: column.cells for column in result_columns(groups, target=0.4)}
     assert "rounds to 40%" not in columns
     assert columns["test accuracy, %"] == ["35.5 ± 20.5"]  # 50 % after five rounds, 21 % after two
 
@@ -169,7 +170,7 @@ def test_local_accuracy_at_the_end_of_the_curve_is_that_of_the_table(make_run: M
     end = chart.views[0].curves[0].y[-1]
     assert end is not None
     assert end == pytest.approx(statistics.mean(last.values()))
-    columns = {column.heading: column.cells for column in summary_columns(groups)}
+    columns = {column.heading: column.cells for column in (*result_columns(groups), *cost_columns(groups))}
     assert columns["local test accuracy, %"] == [f"{100 * end:.1f}"]
 
 

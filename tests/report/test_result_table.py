@@ -12,7 +12,7 @@ from made_runs import MakeRun
 from vitfleet.errors import UserError
 from vitfleet.report.columns import COLUMNS
 from vitfleet.report.console.results import comparison_tables
-from vitfleet.report.html.page import summary_columns
+from vitfleet.report.html.page import cost_columns, result_columns
 from vitfleet.report.result_table import Cell, ResultTable, paired_t_test, result_table
 from vitfleet.report.runs import read_groups
 from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
@@ -162,7 +162,8 @@ def test_terminal_page_and_paper_print_the_same_numbers(make_run: MakeRun) -> No
     assert summary["message"]["up_bytes"] == 1000
     (terminal,) = comparison_tables(ComparisonResult([ComparisonRow("fedavg", [summary])], None))
     assert [next(iter(column.cells)) for column in terminal.columns][1:3] == ["75.0 %", "20.0 %"]
-    page = {column.heading: column.cells for column in summary_columns(read_groups([run]))}
+    groups = read_groups([run])
+    page = {column.heading: column.cells for column in (*result_columns(groups), *cost_columns(groups))}
     assert (page["average accuracy, %"], page["forgetting, %"], page["upload"]) == (["75.0"], ["20.0"], ["1000 B"])
     header, _, row = result_table([run], ["average", "forgetting", "upload"]).to_markdown().splitlines()[:3]
     assert header == "|  | average accuracy, % | forgetting, % | upload, MiB |"

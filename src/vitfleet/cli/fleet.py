@@ -80,10 +80,15 @@ def certs(
     _require("flower", "cryptography", "flwr")
     from vitfleet.flower.certificates import make_certs
 
+    is_new = not folder.exists()
     fleet_certs = make_certs(folder, host, _split_names(names))
     say(f"authority and server: {fleet_certs.ca}, {fleet_certs.server}")
     for name in fleet_certs.names():
         say(f"client {name}: copy {fleet_certs.ca} and {fleet_certs.node_key(name)} to it")
+    if not fleet_certs.names():
+        warn("note: no client has a key yet; add them with --names, as --names kitchen,garden")
+    if is_new and not host:
+        warn("note: clients on other machines need the server's address in its certificate; add it with --host")
 
 
 @app.command()

@@ -19,7 +19,14 @@ from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
 from vitfleet.files import read_json
 from vitfleet.run.comparison.manifest import member_folders
-from vitfleet.run.output.summary import cost_to_target, is_finished, read_summary, summary_so_far
+from vitfleet.run.output.summary import (
+    cost_to_target,
+    is_finished,
+    mean_std,
+    read_summary,
+    seed_values,
+    summary_so_far,
+)
 from vitfleet.run.records import RoundRecord, read_records
 
 
@@ -38,6 +45,7 @@ class RunData:
     patches: str | None  # the figure of masked images, PNG in base64, if the clients train on masked images
     devices: list[str] | None  # each client's hardware profile; None without a virtual clock
     class_names: Sequence[str] = ()  # empty if unknown
+    compared: bool = False  # whether it is a run of a comparison
 
     @property
     def seed(self) -> int:
@@ -61,6 +69,21 @@ class RunGroup:
 
     label: str
     runs: list[RunData]
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return str(self.runs[0].config["method"]["name"])
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether its runs learn one task after the other."""
+        return self.runs[0].config["data"]["tasks"] is not None
+
+    def mean(self, *path: str) -> float | None:
+        """Return the mean of a number of the summaries over the seeds; ``None`` if one does not have it."""
+        found = mean_std(seed_values([run.summary or {} for run in self.runs], path))
+        return found and found.mean
 
 
 def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
@@ -124,6 +147,7 @@ def read_run(path: Path, name: str | None = None) -> RunData:
         patches=base64.b64encode(patches.read_bytes()).decode() if patches.exists() else None,
         devices=devices["clients"] if devices else None,
         class_names=data.get("classes", ()),
+        compared=name is not None,
     )
 
 

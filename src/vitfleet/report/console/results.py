@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
@@ -22,6 +22,7 @@ _HEADINGS = {
     "clock": "clock",
 }
 _FEDAVG = "fedavg"  # the method that the others save something against
+_CLEAR_LOSS = 1.0  # points of accuracy
 _WORTH_SAYING = 0.9  # a cost above this share of the other's is not mentioned
 
 
@@ -164,27 +165,53 @@ def plain_table(
     return table
 
 
-def gain_sentences(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return a sentence about each row: against the first of the rows, or the first of those that learned tasks."""
-    first = {row.has_tasks: row for row in reversed(rows)}
-    return [(kept_sentence if row.has_tasks else gain_sentence)(row, first[row.has_tasks]) for row in rows]
+class Compared(Protocol):
+    """A configuration with its results: of a comparison, or of a report."""
+
+    @property
+    def name(self) -> str:
+        """The method's name, perhaps with what else distinguishes it."""
+
+    @property
+    def label(self) -> str:
+        """The name in tables."""
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether its runs learn one task after the other."""
+
+    def mean(self, *path: str) -> float | None:
+        """Return the mean of a number over the seeds."""
 
 
-def kept_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
+def gain_sentences(rows: Sequence[Compared], alike: Sequence[int] | None = None) -> list[str]:
+    """Return a sentence about each row: against the first of the rows that are ``alike``, which have the same number.
+
+    By default those without tasks are, and those with.
+    """
+    numbers = [int(row.has_tasks) for row in rows] if alike is None else alike
+    first = {number: row for number, row in reversed(list(zip(numbers, rows, strict=True)))}
+    return [
+        (kept_sentence if row.has_tasks else gain_sentence)(row, first[number])
+        for number, row in zip(numbers, rows, strict=True)
+    ]
+
+
+def kept_sentence(row: Compared, reference: Compared) -> str:
     """Return what a row still knows after the last of its tasks, against the row of another method."""
     accuracy = format_fraction(row.mean("continual", "average_accuracy"))
     text = f"{row.label}: {accuracy} accuracy over all tasks after the last one; {_forgotten(row)}"
     return f"{text}." if row is reference else f"{text}, {reference.label} {_forgotten(reference)}."
 
 
-def _forgotten(row: ComparisonRow) -> str:
+def _forgotten(row: Compared) -> str:
     share = row.mean("continual", "forgetting")
     return (
         "with one task there is nothing to forget" if share is None else f"forgets {max(0.0, 100 * share):.0f} points"
     )
 
 
-def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
+def gain_sentence(row: Compared, reference: Compared) -> str:
     """Return the accuracy of a row and what it saves, against the row of another method."""
     accuracy, other = row.mean("accuracy", "global"), reference.mean("accuracy", "global")
     if accuracy is None or other is None:
@@ -197,12 +224,13 @@ def gain_sentence(row: ComparisonRow, reference: ComparisonRow) -> str:
     if not difference:
         compared = f"as much as {reference.label}"
     costs = {"upload": ("message", "up_bytes"), "operations on the client": ("client", "round_gflops")}
-    shares = {what: _share(row, reference, path) for what, path in costs.items()}
-    named = [f"{share:.0%} of its {what}" for what, share in shares.items() if share is not None]
-    return f"{row.label}: {accuracy:.1%} accuracy, {compared}" + (f", with {' and '.join(named)}." if named else ".")
+    found = {what: share for what, path in costs.items() if (share := _share(row, reference, path)) is not None}
+    saved = ", with " + " and ".join(f"{share:.0%} of its {what}" for what, share in found.items()) if found else ""
+    paid = ": here it pays with accuracy for what it saves" if found and difference <= -_CLEAR_LOSS else ""
+    return f"{row.label}: {accuracy:.1%} accuracy, {compared}{saved}{paid}."
 
 
-def _share(row: ComparisonRow, reference: ComparisonRow, path: tuple[str, str]) -> float | None:
+def _share(row: Compared, reference: Compared, path: tuple[str, str]) -> float | None:
     """Return a cost of a row as a share of the other's; ``None`` if it saves too little to be worth saying."""
     cost, other = row.mean(*path), reference.mean(*path)
     share = cost / other if cost is not None and other else 1.0

@@ -114,7 +114,7 @@ def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     lowest = min((value for curve in view.curves for value in (*curve.y, *curve.low) if value is not None), default=0.0)
     if lowest >= 0:  # a band or a transfer may be below zero
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=figure.floor)
     if len(view.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
     _hide_spines(axes)

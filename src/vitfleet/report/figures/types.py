@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -48,6 +49,13 @@ class LineChart(Figure):
     views: Sequence[AxisView]
     percent: bool = False
     kind = "line-chart"
+
+    @property
+    def floor(self) -> float:
+        """Where the vertical axis begins: near the curves if all of them are fractions above one half, else at 0."""
+        values = [value for view in self.views for curve in view.curves for value in (*curve.y, *curve.low)]
+        lowest = min((value for value in values if value is not None), default=0.0)
+        return math.floor(round(10 * lowest - 0.1, 6)) / 10 if self.percent and lowest > 0.5 else 0.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ def to_json(figure: Figure) -> dict[str, Any]:
     tree: dict[str, Any] = {"kind": figure.kind, **{key: _round(value) for key, value in asdict(figure).items()}}
     if isinstance(figure, HeatMap):
         tree["shade_exponent"] = figure.shade_exponent
+    if isinstance(figure, LineChart):
+        tree["floor"] = figure.floor
     return tree
 
 

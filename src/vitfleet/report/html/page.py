@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from vitfleet import __version__
 from vitfleet.config.run_title import run_title
 from vitfleet.files import COMPARISON_FILE, make_folder, write_atomically
 from vitfleet.progress import NO_PROGRESS, Progress
-from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, best_rows, comparable_rows, metric_columns
+from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, Column, best_rows, comparable_rows, metric_columns
+from vitfleet.report.console.results import gain_sentences
 from vitfleet.report.figures.curves import comparison_figures
 from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.folder import can_draw
@@ -31,11 +34,10 @@ PAGE = "report.html"
 FIGURES = "figures"
 REFRESH_SECONDS = 5
 MAX_NAMES_LENGTH = 60
-# The columns of the page's table, as far as a configuration has values for them; metrics come after these.
-TABLE_COLUMNS = (
-    "accuracy", "local", "rounds", "traffic", "average", "forgetting", "upload", "download", "trained", "gflops",
-    "work", "memory", "virtual", "time",
-)  # fmt: skip
+# The columns of the page's two tables, as far as a configuration has values for them.
+RESULT_COLUMNS = ("accuracy", "local", "rounds", "traffic", "average", "forgetting")  # metrics come after these
+COST_COLUMNS = ("upload", "download", "trained", "gflops", "work", "memory", "virtual", "time")
+MAX_VERDICTS = 8  # configurations that are described in a sentence each
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
 
 
@@ -138,7 +140,7 @@ def section_id(index: int) -> str:
 def render(
     groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: bool = False, target: float | None = None
 ) -> str:
-    """Return the page; a live one reloads itself every few seconds. For ``target`` see :func:`summary_columns`."""
+    """Return the page; a live one reloads itself every few seconds. For ``target`` see :func:`result_columns`."""
     data = {
         "groups": [{"label": group.label} for group in groups],
         "figures": {section: [to_json(figure) for figure in drawn] for section, drawn in figures.items()},
@@ -151,7 +153,11 @@ def render(
         "title": escape(title),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "subtitle": _subtitle(groups, live),
-        "table": _table(groups, target),
+        "verdicts": _verdicts(groups),
+        "table": _table(groups, result_columns(groups, target), "results"),
+        "costs": _table(groups, cost_columns(groups), "costs"),
+        "note": f"<p><small>{COMPARABLE_NOTE}</small></p>" if len(set(comparable_rows(groups))) > 1 else "",
+        "command": _common_command(groups),
         "configurations": "\n".join(_section(group, section_id(index)) for index, group in enumerate(groups)),
         "version": escape(__version__),
         # The data is inside a script element: nothing in it may look like the end of that element.
@@ -167,9 +173,11 @@ def render(
 def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
     runs = [run for group in groups for run in group.runs]
     data = sorted({run.config["data"]["name"] for run in runs})
-    fleet = runs[0].config["fleet"]
-    text = f"{', '.join(data)} · {fleet['clients']} clients, {fleet['per_round']} per round · {len(runs)} run"
-    text = escape(text + ("" if len(runs) == 1 else "s"))
+    labels: dict[str, list[str]] = {}
+    for group in groups:
+        labels.setdefault(_fleet(group.runs[0].config), []).append(group.label)
+    fleets = [fleet if len(labels) == 1 else f"{fleet} ({', '.join(of)})" for fleet, of in labels.items()]
+    text = escape(f"{', '.join(data)} · {' · '.join(fleets)} · {len(runs)} run{'' if len(runs) == 1 else 's'}")
     if (split := eval_splits(groups)) != "test":
         text += f" · accuracy on {split} images"
     if not all_finished(groups):
@@ -177,6 +185,20 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
         planned = sum(int(run.config["rounds"]) for run in runs)
         text += f' · <span class="live">{"live: " if live else ""}{done} of {planned} rounds</span>'
     return text
+
+
+def _fleet(config: Mapping[str, Any]) -> str:
+    fleet, tasks = config["fleet"], config["data"].get("tasks")
+    learned = f", {tasks['count']} tasks" if tasks else ""
+    return f"{fleet['clients']} clients, {fleet['per_round']} per round{learned}"
+
+
+def _verdicts(groups: Sequence[RunGroup]) -> str:
+    """Return what each configuration gained against the first one that is comparable with it."""
+    if not all_finished(groups) or not 1 < len(groups) <= MAX_VERDICTS:
+        return ""
+    sentences = gain_sentences(groups, comparable_rows(groups))
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 @dataclass(frozen=True)
@@ -189,25 +211,36 @@ class SummaryColumn:
     best: frozenset[int] = frozenset()  # indices of the best configurations
 
 
-def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> list[SummaryColumn]:
-    """Return the columns for which at least one configuration has a value, unfinished runs with those so far.
+def result_columns(groups: Sequence[RunGroup], target: float | None = None) -> list[SummaryColumn]:
+    """Return the columns of accuracies and metrics; unfinished runs have the values so far.
 
     A target accuracy adds the rounds and the traffic after which it was reached.
     """
-    summaries = [[run.summary_until(target) for run in group.runs if run.summary or run.records] for group in groups]
     finished = [run.summary for group in groups for run in group.runs if run.summary is not None]
-    split, comparable = eval_splits(groups), comparable_rows(groups)
-    declared = [COLUMNS[name].described(split, target) for name in TABLE_COLUMNS]
-    columns = [] if all_finished(groups) else [_rounds_column(groups)]
-    for column in (*declared, *metric_columns(finished)):
+    split = eval_splits(groups)
+    declared = [COLUMNS[name].described(split, target) for name in RESULT_COLUMNS]
+    rounds = [] if all_finished(groups) else [_rounds_column(groups)]
+    return [*rounds, *_filled(groups, [*declared, *metric_columns(finished)], target)]
+
+
+def cost_columns(groups: Sequence[RunGroup]) -> list[SummaryColumn]:
+    """Return the columns of bytes, operations, memory and time."""
+    return _filled(groups, [COLUMNS[name] for name in COST_COLUMNS], None)
+
+
+def _filled(groups: Sequence[RunGroup], columns: Sequence[Column], target: float | None) -> list[SummaryColumn]:
+    """Return the columns for which at least one configuration has a value."""
+    summaries = [[run.summary_until(target) for run in group.runs if run.summary or run.records] for group in groups]
+    comparable, filled = comparable_rows(groups), []
+    for column in columns:
         spreads = [column.mean_std(of_group) for of_group in summaries]
         if any(spreads):
             means = [found and found.mean for found in spreads]
             best = best_rows(column.best, means, column.unit, comparable)
             heading = column.heading if column.unit.auto is None else column.title
             cells = [column.unit.spread(found) for found in spreads]
-            columns.append(SummaryColumn(heading, column.meaning, cells, best))
-    return columns
+            filled.append(SummaryColumn(heading, column.meaning, cells, best))
+    return filled
 
 
 def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
@@ -217,8 +250,9 @@ def _rounds_column(groups: Sequence[RunGroup]) -> SummaryColumn:
     return SummaryColumn("rounds", "finished so far, of all seeds", cells)
 
 
-def _table(groups: Sequence[RunGroup], target: float | None) -> str:
-    columns = summary_columns(groups, target)
+def _table(groups: Sequence[RunGroup], columns: Sequence[SummaryColumn], name: str) -> str:
+    if not columns:
+        return ""
     headings = "".join(
         f'<th scope="col" title="{escape(column.description)}">{escape(column.heading).replace(" %", "&nbsp;%")}</th>'
         for column in columns
@@ -231,11 +265,23 @@ def _table(groups: Sequence[RunGroup], target: float | None) -> str:
         )
         link = f'<a href="#{section_id(index)}-runs">{escape(group.label)}</a>'
         rows.append(f'<tr><th scope="row">{link}</th>{cells}</tr>')
-    note = f"<p><small>{COMPARABLE_NOTE}</small></p>" if len(set(comparable_rows(groups))) > 1 else ""
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="summary"><table>'
-        f"<thead><tr><th></th>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{note}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table>'
+        f"<thead><tr><th></th>{headings}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _common_command(groups: Sequence[RunGroup]) -> str:
+    """Return the command that made all runs, where one did."""
+    runs = [run for group in groups for run in group.runs]
+    commands = {run.about.get("command", "") for run in runs}
+    if not all(run.compared for run in runs) or len(commands) > 1 or "" in commands:
+        return ""
+    return f"<p>All of them:</p>{_reproduce(commands.pop())}"
+
+
+def _reproduce(command: str) -> str:
+    return f'<div class="reproduce"><pre>{escape(command)}</pre><button class="copy" type="button">copy</button></div>'
 
 
 def _section(group: RunGroup, id: str) -> str:
@@ -244,13 +290,14 @@ def _section(group: RunGroup, id: str) -> str:
     if len(group.runs) > 1:
         seeds = f"seeds {', '.join(str(member.seed) for member in group.runs)}; figures of seed {run.seed}"
     config = json.dumps(run.config, indent=2, ensure_ascii=False)
-    command = run.about.get("command", f"vitfleet run {run.path / 'config.json'}")
+    # The command of a comparison would make all of its runs.
+    again = f"vitfleet run {shlex.quote(str(run.path / 'config.json'))}"
+    command = again if run.compared else run.about.get("command", again)
     versions = ", ".join(f"{name} {version}" for name, version in run.about.get("versions", {}).items() if version)
     return (
         f'<details id="{id}-runs" open><summary>{escape(group.label)} '
         f"<small>{escape(run.config['method']['name'])}, {escape(seeds)}</small></summary>"
         f'<div class="grid" id="{id}"></div>'
-        f'<p>Command ({escape(versions)}):</p><div class="reproduce"><pre>{escape(command)}</pre>'
-        f'<button class="copy" type="button">copy</button></div>'
+        f"<p>Command ({escape(versions)}):</p>{_reproduce(command)}"
         f"<details><summary>configuration</summary><pre>{escape(config)}</pre></details></details>"
     )

@@ -32,7 +32,7 @@ function drawLineChart(plot, figure, view, hiddenNames) {
   const xs = curves.flatMap((curve) => curve.x);
   const largest = Math.max(...ys, 0) || 1;
   const high = figure.percent ? Math.min(1, largest * 1.05) : largest * 1.05;
-  const low = Math.min(0, ...curves.flatMap((curve) => curve.y));
+  const low = Math.min(figure.floor, ...curves.flatMap((curve) => curve.y));
   const y = drawVerticalAxis(area, low, high, figure.percent, figure.label);
   const counted = view.name === "rounds" || view.name === "tasks"; // integers from 1
   const first = counted ? 1 : 0;

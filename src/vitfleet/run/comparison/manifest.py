@@ -30,8 +30,9 @@ class ComparedRun:
 
 
 def run_folder(comparison: Path, name: str, seed: int) -> Path:
-    """Return the folder of a comparison's run."""
-    return comparison / f"{name}-s{seed}"
+    """Return the folder of a comparison's run; of older comparisons, it has the spaces of the name."""
+    older = comparison / f"{name}-s{seed}"
+    return older if older.exists() else comparison / f"{name.replace(' ', '-')}-s{seed}"
 
 
 def create_comparison(
@@ -53,7 +54,7 @@ def create_comparison(
         raise UserError(f"--out {path}: is not empty; {hint}")
     names = [member.folder(path).name for member in members]
     if duplicates := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{duplicates[0]} would be compared with itself; name each configuration once")
+        raise UserError(f"{duplicates[0]} would be compared with itself; name each configuration and each seed once")
     path.mkdir(parents=True, exist_ok=True)
     tree: dict[str, Any] = {
         "command": command,
