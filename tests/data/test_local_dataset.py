@@ -140,5 +140,5 @@ def test_class_that_cannot_be_a_folder_is_refused(tiny_config: MakeConfig, tmp_p
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "train.parquet", b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"not installed: pip install 'vitfleet\[parquet\]', or use folders"):
+    with pytest.raises(DataError, match=r"pyarrow; .*pip install -e '.\[parquet\]'"):
         load_local(tmp_path, SPEC)

@@ -143,6 +143,6 @@ def test_writing_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setattr("vitfleet.data.export.find_spec", lambda name: None)
     data = load_dataset(DataConfig(name="digits", limit=20))
     nothing = ClientIndices.from_lists([np.arange(2)], 1)
-    with pytest.raises(UserError, match=r"--to parquet: needs pyarrow.*pip install 'vitfleet\[parquet\]'"):
+    with pytest.raises(UserError, match=r"--to parquet: needs pyarrow.*pip install -e '.\[parquet\]'"):
         export_clients(data, (nothing, nothing), ["a"], tmp_path / "shards")
     assert not (tmp_path / "shards").exists()

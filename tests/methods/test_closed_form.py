@@ -65,6 +65,7 @@ from vitfleet.wire import encode
 KEYS: Mapping[str, Any] = {
     "rounds": 1,
     "model.weights": "digits",
+    "model.patch_size": 2,
     "data.limit": 300,
     "fleet.clients": 5,
     "fleet.per_round": 5,

@@ -121,7 +121,7 @@ def test_models_of_the_papers_need_no_timm() -> None:
 @pytest.mark.usefixtures("without_timm")
 @pytest.mark.parametrize("name", ["deit", "cait", "levit", "pvt", "pit", "swin", "deit_tiny_patch16_224"])
 def test_model_of_timm_says_what_to_install(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.name = '{name}': needs timm.*pip install 'vitfleet\[timm\]'"):
+    with pytest.raises(ConfigError, match=rf"model\.name = '{name}': needs timm.*pip install -e '.\[timm\]'"):
         build_model(ModelConfig(name=name), 5, 3, 32, 0)
 
 

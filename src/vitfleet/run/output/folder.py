@@ -148,8 +148,14 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
 def _check_unchanged(path: Path) -> None:
     """Raise an error if the configuration of a run was changed by hand: its records would belong to two of them."""
     about = path / ABOUT_FILE
-    recorded = read_json(about).get("config", {}) if about.exists() else {}
-    found = _digests(read_json(path / CONFIG_FILE)) if recorded else {}
+    written = read_json(about) if about.exists() else {}
+    recorded = written.get("config", {}) if isinstance(written, dict) else None
+    if not isinstance(recorded, dict):
+        raise UserError(f"{about}: is damaged; restore it from a copy")
+    config = read_json(path / CONFIG_FILE)
+    if not recorded or not isinstance(config, dict):  # what is no configuration is refused where it is read
+        return
+    found = _digests(config)
     if changed := sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name)):
         raise UserError(
             f"{path / CONFIG_FILE}: was changed after the run began ({', '.join(changed)}); undo that, or start "
