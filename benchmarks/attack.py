@@ -245,7 +245,7 @@ def drawn(reply: Reply, rng: random.Random) -> Forgery:
     draft = Draft.of(reply)
     tensors = dict(draft.tensors)
     for name in rng.sample(sorted(tensors), min(len(tensors), rng.randint(1, 4))):
-        kind, (changed, _) = rng.choice(list(tensor_changes(name, tensors[name]).items()))
+        changed, _ = rng.choice(list(tensor_changes(name, tensors[name]).values()))
         if changed is not None:
             tensors[name] = changed
     numbers = dict(draft.numbers)
@@ -306,7 +306,7 @@ class Target:
         return [*singles, *(drawn(reply, rng) for _ in range(number))]
 
     def harm(self, forgery: Forgery) -> str | None:
-        """Return what harm a forged reply does; an empty text if it is used and does none, ``None`` if it is refused."""
+        """Return the harm of a forged reply; an empty text if it is used and does none, ``None`` if it is refused."""
         started = time.process_time()
         try:
             reply = unpack_reply(forgery.content, LIAR, MAX_BYTES)
