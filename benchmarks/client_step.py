@@ -23,8 +23,7 @@ from functools import partial
 import torch
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import State, to_device
 from vitfleet.methods import ClientRoundInput, MethodContext, adapt_model, make_method

@@ -7,7 +7,7 @@ Examples::
     python benchmarks/families.py --clients 2 --samples 8 --batch 4 --repeats 1 --families cvt swin --device cpu
 
 The ways are those of speed.py. *eager*: the family's own module with torch's batch norms, `torch.optim`, one client
-after the other. *graph*: vitfleet, one client at a time in CUDA graphs. *cohort*: all clients stacked, in CUDA graphs.
+after the other. *graph*: vitfleet, one client at a time in CUDA graphs. *stacked*: all clients stacked, in CUDA graphs.
 The column `times eager` is the ratio to the eager loop of the same family.
 """
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256, help="images per client")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=["eager", "graph", "cohort"])
+    parser.add_argument("--ways", nargs="+", default=["eager", "graph", "stacked"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--out", type=Path)
@@ -110,7 +110,7 @@ def main() -> None:
     machines = {
         "eager": replace(base, graphs=False, stack_size=1),
         "graph": replace(base, graphs=on_gpu, stack_size=1),
-        "cohort": replace(base, graphs=on_gpu, stack_size=args.clients),
+        "stacked": replace(base, graphs=on_gpu, stack_size=args.clients),
     }
     rows: list[dict[str, object]] = []
     for family in args.families:

@@ -25,9 +25,9 @@ import torch
 from vitfleet.config.schema import AugmentConfig, MachineConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors, to_device
-from vitfleet.methods.continual.fedvit import StoredGradients
-from vitfleet.methods.continual.projection import solve_dual, to_chunks, zero_counts
-from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
+from vitfleet.methods.continual.gradients.fedvit import StoredGradients
+from vitfleet.methods.continual.gradients.projection import solve_dual, to_chunks, zero_counts
+from vitfleet.methods.continual.gradients.restorer import IntegratedStep, Restorer
 from vitfleet.methods.continual.stored_samples import MEMORY
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import set_up_execution

@@ -17,9 +17,9 @@ import numpy as np
 
 from vitfleet.config.load import validate
 from vitfleet.files import CONFIG_FILE, DEVICES_FILE, PARTITION_FILE, RECORDS_FILE
-from vitfleet.report.html.write import write_report
+from vitfleet.report.html.page import FIGURES, write_report
 from vitfleet.run.output.summary import write_summary
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, RoundRecord
+from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 
 METHODS = (
     "standalone",
@@ -67,7 +67,8 @@ def make_run(folder: Path, method: str, seed: int, rounds: int) -> None:
                 round, 1e-3, 1 / round, accuracy, clients, traffic, traffic, virtual_seconds=600.0 * round
             )
             file.write(record.line() + "\n")
-    write_summary(folder, config, ClientCosts(10**6, 10**6, 1.0, 3.0))
+    costs = {"params": 10**6, "trainable_params": 10**6, "forward_gflops": 1.0, "train_gflops": 3.0}
+    write_summary(folder, config, costs)
 
 
 def main() -> None:
@@ -84,10 +85,10 @@ def main() -> None:
                 runs.append(folder / f"run-{number}-s{seed}")
                 make_run(runs[-1], METHODS[number % len(METHODS)], seed, args.rounds + number // len(METHODS))
         started = time.perf_counter()
-        written = write_report(runs, folder / "report")
+        page = write_report(runs, folder / "report")
         seconds = time.perf_counter() - started
-        size = written.page.stat().st_size / 1e6
-        print(f"{len(runs)} runs: {seconds:.1f} s, page {size:.2f} MB, {len(written.figures)} figure files")
+        size, count = page.stat().st_size / 1e6, sum(1 for _ in (page.parent / FIGURES).glob("*"))
+        print(f"{len(runs)} runs: {seconds:.1f} s, page {size:.2f} MB, {count} figure files")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.config.schema import AugmentConfig, Config, MachineConfig, ModelConfig, TrainConfig
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import to_device
 from vitfleet.methods import Method, MethodContext
@@ -213,10 +212,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512, help="images per client")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", default=["eager", "solo", "graph", "cohort", "compiled"])
-    parser.add_argument(
-        "--cohorts", type=int, nargs="+", help="cohort sizes of the stacked variants; default: all clients"
-    )
+    parser.add_argument("--ways", nargs="+", default=["eager", "solo", "graph", "captured", "compiled"])
+    parser.add_argument("--stack-sizes", type=int, nargs="+", help="clients per stack; default: all clients")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--kernels", type=int, default=0, help="show this many of the kernels that take most time")
@@ -235,9 +232,15 @@ def main() -> None:
         "eager": [replace(base, graphs=False, compile=False, stack_size=1)],
         "solo": [replace(base, graphs=False, compile=False, stack_size=1)],
         "graph": [replace(base, graphs=True, compile=False, stack_size=1)],
-        "stacked": [replace(base, graphs=False, compile=False, stack_size=n) for n in args.cohorts or [args.clients]],
-        "cohort": [replace(base, graphs=True, compile=False, stack_size=n) for n in args.cohorts or [args.clients]],
-        "compiled": [replace(base, graphs=True, compile=True, stack_size=n) for n in args.cohorts or [args.clients]],
+        "stacked": [
+            replace(base, graphs=False, compile=False, stack_size=n) for n in args.stack_sizes or [args.clients]
+        ],
+        "captured": [
+            replace(base, graphs=True, compile=False, stack_size=n) for n in args.stack_sizes or [args.clients]
+        ],
+        "compiled": [
+            replace(base, graphs=True, compile=True, stack_size=n) for n in args.stack_sizes or [args.clients]
+        ],
         "compiled-solo": [replace(base, graphs=True, compile=True, stack_size=1)],
     }
     rows = []

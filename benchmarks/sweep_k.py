@@ -24,7 +24,7 @@ from subprocess import Popen
 
 from vitfleet.api.comparison import Comparison, create
 from vitfleet.api.request import ComparisonRequest
-from vitfleet.api.training import run_in
+from vitfleet.api.run import run_in
 from vitfleet.config import Config, load_config
 from vitfleet.data.image_cache import shared_images
 from vitfleet.data.sources.load import load_dataset

@@ -101,7 +101,6 @@ SLOW_FILES = (
     "models/test_net.py",
     "costs/test_flops.py",
     "test_notebooks.py",
-    "training/test_cohort_references.py",
     "test_docs.py",
     "run/test_loop.py",
     "flower/test_worker.py",

@@ -13,7 +13,7 @@ import pytest
 
 from vitfleet.config.load import validate
 from vitfleet.run.output.summary import write_summary
-from vitfleet.run.records import Accuracy, ClientCosts, ClientRecord, MetricValues, RoundRecord, TaskRecord
+from vitfleet.run.records import Accuracy, ClientRecord, MetricValues, RoundRecord, TaskRecord
 
 MakeRun: TypeAlias = Callable[..., Path]
 CLIENTS = 6
@@ -65,7 +65,8 @@ def make_run(tmp_path: Path) -> MakeRun:
                 file.write(replace(record, task=task, metrics=metrics(round)).line() + "\n")
         if finished_rounds == rounds:
             continual = {"matrix": [[0.9, 0.1], [0.7, 0.8]], "average_accuracy": 0.75, "forgetting": 0.2}
-            write_summary(folder, config, ClientCosts(100, 50, 1.0, 3.0), {"continual": continual} if tasks else None)
+            costs = {"params": 100, "trainable_params": 50, "forward_gflops": 1.0, "train_gflops": 3.0}
+            write_summary(folder, config, costs, {"continual": continual} if tasks else None)
         return folder
 
     return make

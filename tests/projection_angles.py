@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.methods.continual import gem, restorer
-from vitfleet.methods.continual.projection import References, as_row, project, to_chunks
+from vitfleet.methods.continual.gradients import gem, restorer
+from vitfleet.methods.continual.gradients.projection import References, as_row, project, to_chunks
 
 MIN_COSINE = -1e-6  # of an angle that passes as not obtuse
 

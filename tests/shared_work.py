@@ -39,5 +39,5 @@ def _shared_costs() -> Iterator[None]:
 @pytest.fixture
 def without_figure_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write no figure files, as without matplotlib: they take most of the time of a short run and its report."""
-    for module in ("vitfleet.report.html.write", "vitfleet.report.figures.folder"):
+    for module in ("vitfleet.report.html.page", "vitfleet.report.figures.folder"):
         monkeypatch.setattr(f"{module}.can_draw", lambda: False)

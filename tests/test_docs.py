@@ -16,7 +16,7 @@ import typer.main
 
 import vitfleet
 from conftest import Command
-from vitfleet.api.comparison_members import combinations, variants
+from vitfleet.api.request import combinations, variants
 from vitfleet.cli.base import app
 from vitfleet.cli.compare import parse_sweep
 from vitfleet.config import Config, load_config

@@ -31,7 +31,7 @@ ARGUMENTS = {
     "benchmarks/client_step.py": f"{TIMM} --steps 1",
     "benchmarks/digests.py": "fedavg",
     "benchmarks/families.py": "--families deit --clients 2 --samples 8 --batch 4 --repeats 1 --device cpu "
-    "--ways eager cohort",
+    "--ways eager stacked",
     "benchmarks/fedvit_step.py": "--clients 2 --k 2 --stored 2 --batch 4 --steps 1 --repeat 1 --dim 24 --depth 2",
     "benchmarks/memory.py": TIMM,
     "benchmarks/peers.py": "--data-dir data --clients 4 --per-round 2 --batch 4 --rounds 2 --threads 1 --repeats 1 "

@@ -27,7 +27,6 @@ from vitfleet.wire import (
     encode_chunks,
     encoded_size,
     read_payload,
-    tensors_size,
     write_payload,
 )
 
@@ -171,7 +170,7 @@ def test_encoded_size_of_a_model() -> None:
     weights = {f"blocks.{i}.mlp.fc{j}.weight": torch.zeros(64, 16) for i in range(12) for j in (1, 2)}
     sent = State({**weights, "steps": torch.zeros(3, dtype=torch.int64)}, {"samples": 500, "loss": 1 / 3})
     assert encoded_size(sent) == len(encode(sent))
-    assert tensors_size(sent) == 24 * 64 * 16 * 4 + 3 * 8
+    assert sent.num_bytes == 24 * 64 * 16 * 4 + 3 * 8
 
 
 @pytest.mark.parametrize(

@@ -16,25 +16,7 @@ __version__ = "0.2.0"
 install_finder()  # before anybody imports timm
 
 if TYPE_CHECKING:
-    from vitfleet.api import BestTrial as BestTrial
-    from vitfleet.api import Classifier as Classifier
-    from vitfleet.api import Comparison as Comparison
-    from vitfleet.api import Evaluation as Evaluation
-    from vitfleet.api import Export as Export
-    from vitfleet.api import ImagePrediction as ImagePrediction
-    from vitfleet.api import Prediction as Prediction
-    from vitfleet.api import ResultTable as ResultTable
-    from vitfleet.api import Run as Run
-    from vitfleet.api import compare as compare
-    from vitfleet.api import cost as cost
-    from vitfleet.api import evaluate as evaluate
-    from vitfleet.api import export as export
-    from vitfleet.api import load_comparison as load_comparison
-    from vitfleet.api import load_model as load_model
-    from vitfleet.api import load_run as load_run
-    from vitfleet.api import predict as predict
-    from vitfleet.api import result_table as result_table
-    from vitfleet.api import train as train
+    from vitfleet.api import *  # noqa: F403
     from vitfleet.config import Config as Config
     from vitfleet.config import load_config as load_config
     from vitfleet.config.registry import register_aggregation as register_aggregation

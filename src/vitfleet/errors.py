@@ -29,14 +29,9 @@ def shown(value: object, length: int = 200) -> str:
 
 def printable(text: str, length: int = 500) -> str:
     """Return the beginning of a text that another machine sent as one line, without a terminal's control sequences."""
-    line = "".join(_printable_character(character) for character in text[:length])
+    spaces = "".join(" " if character.isspace() else character for character in text[:length])
+    line = "".join(character if character.isprintable() else "?" for character in spaces)
     return line if len(text) <= length else f"{line}…"
-
-
-def _printable_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    return " " if character.isspace() else "?"
 
 
 class UserError(Exception):

@@ -21,7 +21,7 @@ DATA_FILE = "data.json"  # names of the classes and form of the images
 DEVICES_FILE = "devices.json"  # the simulated device of each client
 PARTITION_FILE, PARTITION_ARRAYS = "partition.json", "partition.safetensors"  # the images of each client
 TASKS_FILE, TASKS_ARRAYS = "tasks.json", "tasks.safetensors"  # those of each task
-PARTITION_FIGURE, PATCHES_FIGURE = "partition.png", "patches.png"
+PATCHES_FIGURE = "patches.png"
 RECORDS_FILE = "records.jsonl"  # a line per round; equal runs write equal bytes
 TIMINGS_FILE = "timings.jsonl"  # how long each round took
 BASE_FILE = "base.safetensors"  # what every client received once
@@ -34,13 +34,7 @@ COMPARISON_TABLE = "compare.csv"
 
 
 def write_atomically(path: Path, data: Data) -> None:
-    """Write a file such that after a crash at any moment it has either the old or the new contents.
-
-    Parameters
-    ----------
-    data
-        The contents, whole or in chunks.
-    """
+    """Write a file, whole or in chunks: after a crash at any moment it has either the old or the new contents."""
     temporary = path.with_name(f".{path.name}.tmp")
     write_durably(temporary, data)
     temporary.replace(path)
@@ -57,13 +51,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that vitfleet wrote.
-
-    Raises
-    ------
-    UserError
-        It is damaged.
-    """
+    """Read a JSON file that vitfleet wrote; it is a :class:`UserError` if it is damaged."""
     try:
         return parse_json(path.read_bytes())
     except ValueError as error:
@@ -71,13 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what a JSON text says that somebody else may have written.
-
-    Raises
-    ------
-    ValueError
-        It is not JSON, or nested too deeply.
-    """
+    """Return what a JSON text from elsewhere says; a ``ValueError`` if it is none, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -42,11 +42,8 @@ class Message(Payload):
 class State(Payload):
     """A payload that the server or a client keeps between rounds.
 
-    Attributes
-    ----------
-    parts
-        Parts of a server's state that rarely change, such as the features of each client. A checkpoint writes a part
-        only if it is another object than at the last checkpoint.
+    Its ``parts`` are those of a server's state that rarely change, such as the features of each client. A checkpoint
+    writes a part only if it is another object than at the last checkpoint.
     """
 
     parts: Mapping[str, State] = field(default_factory=dict)

@@ -16,12 +16,8 @@ ALIGNMENT = 256  # bytes, as of separate tensors: kernels may round differently 
 def pack_tensors(tensors: Tensors, allocate: Callable[[int, torch.dtype], Tensor] | None = None) -> dict[str, Tensor]:
     """Return copies of the tensors as views of one new block of memory per data type and device.
 
-    Parameters
-    ----------
-    allocate
-        Returns a block of a number of elements, on any device. Tensors are copied into it without waiting for the copy
-        to end, and no memory is allocated on their own device, which may be full. By default the block is on the
-        tensors' own device.
+    By default the block is on the tensors' own device. ``allocate`` returns a block of a number of elements on any
+    other: tensors are copied into it without waiting for the copy to end, and without memory on their own device.
     """
     groups: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -32,18 +28,14 @@ def pack_tensors(tensors: Tensors, allocate: Callable[[int, torch.dtype], Tensor
         block = _concatenate(group, [*offsets, length]) if allocate is None else allocate(length, dtype)
         for (name, tensor), offset in zip(group.items(), offsets, strict=True):
             packed[name] = block.as_strided(tensor.shape, tensor.stride(), offset)
-        if allocate is not None:
-            _copy_into_block(group, offsets, length, block, packed)
+        if allocate is None:
+            continue
+        if (source := _find_block(group, offsets, length)) is not None:
+            block.copy_(source, non_blocking=True)
+        else:
+            for name, tensor in group.items():
+                packed[name].copy_(tensor, non_blocking=True)
     return {name: packed[name] for name in tensors}
-
-
-def _copy_into_block(tensors: Tensors, offsets: list[int], length: int, block: Tensor, packed: Tensors) -> None:
-    source = _find_block(tensors, offsets, length)
-    if source is not None:
-        block.copy_(source, non_blocking=True)
-        return
-    for name, tensor in tensors.items():
-        packed[name].copy_(tensor, non_blocking=True)
 
 
 def _offsets(tensors: Tensors) -> list[int]:

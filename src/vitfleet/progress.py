@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
 Advance: TypeAlias = Callable[[int], None]
@@ -20,10 +20,9 @@ class Progress(Protocol):
 class NoProgress:
     """Shows nothing."""
 
-    @contextmanager
-    def task(self, label: str, total: int) -> Iterator[Advance]:
+    def task(self, label: str, total: int) -> AbstractContextManager[Advance]:
         """Ignore the task."""
-        yield lambda units: None
+        return nullcontext(lambda units: None)
 
 
 NO_PROGRESS: Progress = NoProgress()

@@ -42,13 +42,7 @@ class Purpose(StrEnum):
 
 
 def own_purpose(name: str) -> str:
-    """Return the purpose of a method's own draws, which is their name.
-
-    Raises
-    ------
-    ValueError
-        The name is that of draws of vitfleet's own: both would share their numbers.
-    """
+    """Return the purpose of a method's own draws, which is their name, unless it is one of vitfleet's own."""
     if name in set(Purpose):
         raise ValueError(f"random numbers {name!r}: the name is taken by draws of vitfleet's own; choose another one")
     return name
@@ -56,16 +50,10 @@ def own_purpose(name: str) -> str:
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a draw in a run; −1 for a level that does not apply.
-
-    Attributes
-    ----------
-    purpose
-        One of :class:`Purpose`, or a method's own: see :func:`own_purpose`.
-    """
+    """The address of a draw in a run; −1 for a level that does not apply."""
 
     seed: int
-    purpose: str
+    purpose: str  # one of Purpose, or a method's own, see own_purpose
     round: int = -1
     client: int = -1
     epoch: int = -1

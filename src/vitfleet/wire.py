@@ -76,24 +76,12 @@ def encode_chunks(payload: Payload) -> Iterator[bytes]:
 
 
 def write_payload(path: Path, payload: Payload, write_file: Callable[[Path, Data], None] = write_atomically) -> None:
-    """Write what :func:`encode` returns into a file.
-
-    Parameters
-    ----------
-    write_file
-        Writes the file; by default so that it is complete or does not exist.
-    """
+    """Write what :func:`encode` returns into a file; by default it is complete or does not exist."""
     write_file(path, _buffers(payload))
 
 
 def decode(payload_type: type[PayloadType], data: bytes) -> PayloadType:
-    """Deserialise what :func:`encode` returned.
-
-    Raises
-    ------
-    UserError
-        If the bytes are not a serialised payload, or are damaged.
-    """
+    """Deserialise what :func:`encode` returned; damaged bytes are a :class:`UserError`."""
     return decode_chunks(payload_type, [data], len(data))
 
 
@@ -146,21 +134,13 @@ def encoded_size(payload: Payload) -> int:
 
 def safetensors_size(tensors: Tensors, metadata: Mapping[str, str]) -> int:
     """Return how many bytes :func:`safetensors_chunks` yields, without reading a tensor."""
-    return len(_header(tensors, metadata)) + tensors_size(Payload(tensors))
-
-
-def tensors_size(payload: Payload) -> int:
-    """Return the bytes of the tensors, without the header."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in payload.tensors.values())
+    return len(_header(tensors, metadata)) + Payload(tensors).num_bytes
 
 
 def safetensors_chunks(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file: the header, then the bytes of one tensor after the other.
 
-    Parameters
-    ----------
-    metadata
-        A single key: the format does not keep the order of keys, and equal payloads must have equal bytes.
+    The metadata has a single key: the format does not keep the order of keys, and equal payloads must have equal bytes.
     """
     yield _header(tensors, metadata)
     for _, tensor in _in_file_order(tensors):

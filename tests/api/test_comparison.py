@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import vitfleet
-from vitfleet.api.comparison_members import combinations, variants
+from vitfleet.api.request import combinations, variants
 from vitfleet.cli.compare import parse_sweep
 from vitfleet.errors import UserError
 

@@ -29,7 +29,7 @@ def test_estimate_is_logged_and_nothing_is_printed(
 def test_run_that_does_not_fit_is_refused_unless_forced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vitfleet.api.training.available", lambda device, folder: LITTLE_MEMORY)
+    monkeypatch.setattr("vitfleet.api.run.available", lambda device, folder: LITTLE_MEMORY)
     refusal = r"not started: it needs about .* of memory, and 1000 B are free; .* force=True"
     with pytest.raises(UserError, match=refusal):
         vitfleet.train("digits", overrides=SMALL, out=tmp_path / "run")

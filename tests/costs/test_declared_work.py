@@ -175,8 +175,7 @@ def test_memory_is_that_of_the_client_that_keeps_most(tiny_config: MakeConfig, t
     )
 
     def peak(*clients: Numbers) -> int:
-        peak_bytes = context.client_costs(dict(enumerate(clients))).peak_memory_bytes
-        assert peak_bytes is not None
+        peak_bytes: int = context.client_costs(dict(enumerate(clients)))["peak_memory_bytes"]
         return peak_bytes
 
     assert peak(new) < peak(of_one_task) < peak(of_two_tasks)

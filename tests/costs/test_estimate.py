@@ -104,9 +104,9 @@ def test_stacked_clients_are_not_faster_on_a_cpu() -> None:
         at_once.append(request.clients_at_once)
         return 1e9
 
-    for cohort in (1, 5):
+    for stack_size in (1, 5):
         estimate_run(
-            load_config("digits", ["machine.device=cpu", "machine.workers=2", f"machine.stack_size={cohort}"]),
+            load_config("digits", ["machine.device=cpu", "machine.workers=2", f"machine.stack_size={stack_size}"]),
             speed=speed,
         )
     assert at_once == [2, 2]

@@ -17,9 +17,9 @@ from conftest import MakeConfig
 from family_configs import tiny_family
 from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS, typical_client
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.costs.flops import Flops, full_flops
+from vitfleet.costs.report import typical_client
 from vitfleet.message import with_prefix
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
 from vitfleet.models.net import Net

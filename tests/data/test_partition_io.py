@@ -40,8 +40,8 @@ def partition_from_file(path: Path, clients: int = 20, train: object = TRAIN, te
 
 def test_saved_partition_is_loaded_unchanged(partition: Partition, saved: Path) -> None:
     for loaded in (
-        load_partition(saved),
-        load_partition(saved.parent),
+        load_partition(saved)[0],
+        load_partition(saved.parent)[0],
         partition_from_file(saved),
         partition_from_file(saved.parent),
     ):

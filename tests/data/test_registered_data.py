@@ -64,7 +64,7 @@ def plugin(tmp_path: Path) -> Path:
 def test_run_with_a_registered_data_set_and_partition(plugin: Path, tmp_path: Path) -> None:
     keys = {"data.name": "bars", "data.params.count": 100, "data.partition": {"kind": "blocks", "size": 15}}
     run = vitfleet.train("digits", overrides={**SMALL, **keys}, plugins=[plugin], out=tmp_path / "run")
-    partition = load_partition(tmp_path / "run")
+    partition = load_partition(tmp_path / "run")[0]
     assert partition.train.sizes().tolist() == [15, 15, 15, 35]
     assert partition.train.for_client(1).tolist() == list(range(15, 30))
     assert partition.test.num_samples == 20

@@ -22,7 +22,7 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.data.subsets import hold_out_validation
 from vitfleet.errors import DataError, UserError
 from vitfleet.report.console.results import summary_table
-from vitfleet.report.html.write import write_report
+from vitfleet.report.html.page import write_report
 from vitfleet.run.output.model_file import read_data_info
 from vitfleet.run.records import RoundRecord
 from vitfleet.run.state import RunState
@@ -156,7 +156,7 @@ def test_report_summary_and_data_file_name_the_validation_images(tmp_path: Path)
     text = captured.get()
     assert "local validation accuracy" in text
     assert "test accuracy" not in text
-    page = write_report([run.path]).page.read_text()
+    page = write_report([run.path]).read_text()
     assert "accuracy on validation images" in page
     assert "Local validation accuracy" in page
     assert "est accuracy" not in page

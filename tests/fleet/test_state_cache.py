@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import MakeConfig
-from vitfleet.fleet.state_cache import StateCache
+from vitfleet.fleet.simulation import StateCache
 from vitfleet.message import State
 from vitfleet.run import setup
 from vitfleet.run.checkpoints.store import Checkpoints

@@ -177,7 +177,7 @@ def test_a_state_larger_than_the_disk_limit_is_not_stored(
     monkeypatch.setattr(ClientStorage, "check_room", check_room)
     context = open_run(config, tmp_path / "run")
     client = FlowerClient(lambda *_: data, tmp_path / "state", MachineConfig(device="cpu", threads=1))
-    weights = context.components.net.initial_weights()
+    weights = context.net.initial_weights()
     request = Request(1, 0, Message(weights))
     reply = client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
     assert reply.failure == "no room"
@@ -195,7 +195,7 @@ def test_a_run_with_the_same_name_cannot_grow_the_clients_model_unchecked(
     for number, width in enumerate((16, 64), start=1):
         config = tiny_config(f"model.dim={width}")
         context = open_run(config, tmp_path / str(number))
-        request = Request(number, 0, Message(context.components.net.initial_weights()))
+        request = Request(number, 0, Message(context.net.initial_weights()))
         before = sum(path.stat().st_size for path in (tmp_path / "state").glob("*/*"))
         client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
         after = sum(path.stat().st_size for path in (tmp_path / "state").glob("*/*"))
@@ -220,7 +220,7 @@ def test_evaluation_has_no_more_images_at_once_than_its_owner_allows(
     limits = ClientLimits(batch_size=8)
     client = FlowerClient(lambda *_: data, tmp_path / "state", MachineConfig(device="cpu", threads=1), limits)
     context = open_run(config, tmp_path / "run")
-    request = Request(1, 0, Message(context.components.net.initial_weights()), evaluate=True)
+    request = Request(1, 0, Message(context.net.initial_weights()), evaluate=True)
     reply = client.train(TrainPayload(request, make_run_spec(config, data, "run"), context.base))
     assert reply.evaluation is not None
     assert reply.evaluation.tested == len(data.test) == sum(sizes)

@@ -18,7 +18,7 @@ from made_photos import draw_photos
 from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.peft_format import frozen_base
+from vitfleet.exporters.weights import frozen_base
 from vitfleet.exporters.write import upload, write_export
 from vitfleet.fleet.build import build_net
 from vitfleet.inference.classifier import Classifier

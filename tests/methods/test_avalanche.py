@@ -19,11 +19,11 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig, TrainConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Message
 from vitfleet.methods import ClientRoundInput
-from vitfleet.methods.continual.ewc import Ewc, EwcParams
-from vitfleet.methods.continual.mas import Mas, MasParams
-from vitfleet.methods.continual.projection import References, project
-from vitfleet.methods.continual.quadratic_penalty import PenalizedStep
-from vitfleet.methods.continual.replay import DarkExperienceStep
+from vitfleet.methods.continual.gradients.projection import References, project
+from vitfleet.methods.continual.penalties.ewc import Ewc, EwcParams
+from vitfleet.methods.continual.penalties.mas import Mas, MasParams
+from vitfleet.methods.continual.penalties.quadratic_penalty import PenalizedStep
+from vitfleet.methods.continual.replay.experience_replay import DarkExperienceStep
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
 from vitfleet.training.execution.settings import ExecutionSettings

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import Bcn, ClientRoundInput
-from vitfleet.methods.continual.bcn import BcnParams
-from vitfleet.methods.continual.replay import REPLAY
+from vitfleet.methods import ClientRoundInput
+from vitfleet.methods.continual.replay.bcn import Bcn, BcnParams
+from vitfleet.methods.continual.replay.experience_replay import REPLAY
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose

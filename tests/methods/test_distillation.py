@@ -15,9 +15,9 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.fedknow import TEACHERS, DistilledGradients, distillation_losses
-from vitfleet.methods.continual.projection import zero_counts
-from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
+from vitfleet.methods.continual.gradients.fedknow import TEACHERS, DistilledGradients, distillation_losses
+from vitfleet.methods.continual.gradients.projection import zero_counts
+from vitfleet.methods.continual.gradients.restorer import IntegratedStep, Restorer
 from vitfleet.methods.continual.sparse_weights import expand_weights
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

@@ -16,9 +16,9 @@ from vitfleet.config.schema import ModelConfig
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, DyTox, adapt_model
-from vitfleet.methods.continual.dytox import DyToxParams
-from vitfleet.methods.continual.replay import REPLAY
+from vitfleet.methods import ClientRoundInput, ClientUpdate, adapt_model
+from vitfleet.methods.continual.replay.dytox import DyTox, DyToxParams
+from vitfleet.methods.continual.replay.experience_replay import REPLAY
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

@@ -13,7 +13,7 @@ import torch
 
 from conftest import InterruptAfter, MakeConfig
 from emulated_graphs import set_up_with_graphs
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.data.features import dequantize
 from vitfleet.data.images import Shard
 from vitfleet.errors import ConfigError
@@ -281,10 +281,10 @@ def test_clients_that_only_compute_features_send_the_same_and_receive_no_model(
             assert trains or not entry.numbers["samples"] or (entry.gflops or 0) < (with_head.gflops or 0)
 
 
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("stack_size", [1, 3])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_features_alone_are_the_same_stacked_and_captured(
-    cohort: int,
+    stack_size: int,
     graphs: bool,
     captured: list[CudaGraphRunner],
     monkeypatch: pytest.MonkeyPatch,
@@ -292,7 +292,13 @@ def test_features_alone_are_the_same_stacked_and_captured(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr("vitfleet.run.setup.set_up_execution", partial(set_up_with_graphs, graphs))
-    keys = "method.local_rounds=0", "rounds=1", "fleet.clients=3", "fleet.per_round=3", f"machine.stack_size={cohort}"
+    keys = (
+        "method.local_rounds=0",
+        "rounds=1",
+        "fleet.clients=3",
+        "fleet.per_round=3",
+        f"machine.stack_size={stack_size}",
+    )
     parts = []
     for train_head in ("true", "false"):
         context = open_run(eftvit_config(*keys, f"method.train_head={train_head}"), tmp_path / train_head)

@@ -11,7 +11,7 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State
 from vitfleet.methods import ClientRoundInput
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import (
     StoredSamples,
     StoredTasks,

@@ -185,9 +185,9 @@ def test_centred_clients_have_the_same_result_stacked_and_the_predicted_cost(
     tiny_config: MakeConfig, tmp_path: Path
 ) -> None:
     outcomes = []
-    for cohort in (1, 4):
+    for stack_size in (1, 4):
         sgd = ("fleet.per_round=6", "train.optimizer=sgd", "train.lr=0.05")
-        context = open_run(tiny_config(*CENTERED, *sgd, f"machine.stack_size={cohort}"), tmp_path / str(cohort))
+        context = open_run(tiny_config(*CENTERED, *sgd, f"machine.stack_size={stack_size}"), tmp_path / str(stack_size))
         state, record = run_round(context, load_state(context), 1)
         assert not [entry.failure for entry in record.clients if entry.failure]
         outcomes.append(state.server.tensors)

@@ -14,8 +14,15 @@ from torch.func import functional_call
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.message import Message, State, Tensors, with_prefix
-from vitfleet.methods import ClientRoundInput, ClientUpdate, FedKnow
-from vitfleet.methods.continual.fedknow import TEACHERS, FedKnowParams, extract_knowledge, read_knowledge, teachers
+from vitfleet.methods import ClientRoundInput, ClientUpdate
+from vitfleet.methods.continual.gradients.fedknow import (
+    TEACHERS,
+    FedKnow,
+    FedKnowParams,
+    extract_knowledge,
+    read_knowledge,
+    teachers,
+)
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.driver import run_update

@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
 from vitfleet.methods.continual.stored_samples import select_samples
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_update

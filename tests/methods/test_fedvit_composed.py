@@ -19,8 +19,8 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, State, Tensors, with_prefix
 from vitfleet.methods import ClientRoundInput, MethodContext, make_method
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
-from vitfleet.methods.continual.restorer import BEFORE
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.restorer import BEFORE
 from vitfleet.methods.continual.stored_samples import MEMORY, StoredSamples, memory_tensors
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model
@@ -35,7 +35,6 @@ from vitfleet.training.local_training import LocalTraining, SampleSet
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.stacking.inputs import ClientTraining, RngContext, stack_inputs
 from vitfleet.training.step import StepView, kind_of_step
-from vitfleet.wire import tensors_size
 
 CPU = torch.device("cpu")
 TINY = (
@@ -313,11 +312,11 @@ def test_captured_steps_follow_the_mask_of_their_training(
 
 def test_stacked_clients_end_as_each_alone(tmp_path: Path) -> None:
     outcomes = []
-    for cohort in (1, 4):
-        settings = (f"machine.stack_size={cohort}", "train.optimizer=sgd", "train.lr=0.05", "fleet.per_round=4")
-        context, server = finish(tmp_path / str(cohort), *BOTH, *settings)
+    for stack_size in (1, 4):
+        settings = (f"machine.stack_size={stack_size}", "train.optimizer=sgd", "train.lr=0.05", "fleet.per_round=4")
+        context, server = finish(tmp_path / str(stack_size), *BOTH, *settings)
         outcomes.append({**server.tensors, **client_tensors(context)})
-        assert context.trainer.execution_summary().largest_stack == cohort
+        assert context.trainer.execution_summary().largest_stack == stack_size
     for name, tensor in outcomes[0].items():
         torch.testing.assert_close(outcomes[1][name], tensor, rtol=2e-3, atol=2e-4, msg=name)
 
@@ -357,7 +356,7 @@ def test_bytes_sent_by_formula() -> None:
     others = dim * (patch + 1) + dim + tokens * dim + 2 * dim  # patch embedding, class token, positions, final norm
     for preset, layers in (("fedvit-cifar100", 6), ("fedvit-layers-cifar100", 3)):
         message = cost_model(preset).dry_run(1, 0, np.zeros(8, dtype=np.int64)).update.message
-        assert tensors_size(message) == 4 * (layers * layer + others)
+        assert message.num_bytes == 4 * (layers * layer + others)
 
 
 def test_gflops_of_a_masked_body_step_by_formula() -> None:

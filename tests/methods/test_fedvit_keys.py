@@ -14,7 +14,7 @@ from vitfleet.config import load_config
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_update
 from vitfleet.training.stacking.inputs import RngContext

@@ -19,7 +19,6 @@ from vitfleet.message import Message, Numbers, State, Tensors, with_prefix
 from vitfleet.methods.continual.fedweit import DecomposedStep, FedWeit, FedWeitParams, TaskWeights
 from vitfleet.methods.continual.sparse_weights import densify
 from vitfleet.models.net import Net
-from vitfleet.wire import tensors_size
 
 
 @pytest.fixture
@@ -146,7 +145,7 @@ def test_a_client_sends_its_base_weights_and_the_sparse_adaptive_weights(
     kept = int((adaptive.abs() > 0.01).sum())
     assert 0 < kept < len(adaptive)
     assert update.message.numbers["adaptive_kept"] == kept
-    assert tensors_size(update.message) == 4 * sum(tensor.numel() for tensor in body.values()) + 8 * kept
+    assert update.message.num_bytes == 4 * sum(tensor.numel() for tensor in body.values()) + 8 * kept
     assert update.message.tensors.keys() - {"adaptive.values", "adaptive.indices"} == body.keys()
     assert all(torch.equal(update.message.tensors[name], tasks.model[name]) for name in body)
 

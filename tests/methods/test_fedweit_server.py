@@ -15,7 +15,6 @@ from vitfleet.methods.continual.fedweit import FedWeit, read_knowledge
 from vitfleet.methods.continual.sparse_weights import check_sparse
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.models.net import Net
-from vitfleet.wire import tensors_size
 
 
 @pytest.fixture
@@ -41,11 +40,11 @@ def test_downloads_grow_with_clients_times_tasks(
 ) -> None:
     """Every client receives the adaptive weights of every other client once per task, eight bytes per number."""
     body = tiny_net.parts.body.take(tiny_net.initial_weights())
-    kept, size = 50, tensors_size(Message(body))
+    kept, size = 50, Message(body).num_bytes
     state, last_round, downloaded = State(body), dict.fromkeys(range(clients)), 0
     for round in range(1, 2 * tasks + 1):
         messages = [method.message_to_client(state, round, client, last_round[client]) for client in range(clients)]
-        downloaded += sum(tensors_size(message) - size for message in messages)
+        downloaded += sum(message.num_bytes - size for message in messages)
         aggregator = method.aggregator(state, round)
         for client, message in enumerate(updates(method, body, [kept] * clients, method.task_of(round))):
             aggregator.add(client, message)

@@ -16,8 +16,8 @@ from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.images import ImageSet
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.bcn import GameStep, unit_per_image
-from vitfleet.methods.continual.replay import REPLAY
+from vitfleet.methods.continual.replay.bcn import GameStep, unit_per_image
+from vitfleet.methods.continual.replay.experience_replay import REPLAY
 from vitfleet.models.net import Net
 from vitfleet.training.capture.runner import CudaGraphRunner
 from vitfleet.training.local_training import LocalResult, LocalTraining, SampleSet

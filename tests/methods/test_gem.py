@@ -13,8 +13,8 @@ from conftest import MakeContext, MakeShard, MakeTrainer
 from projection_angles import counting_obtuse_angles
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
-from vitfleet.methods.continual.gem import AGem, AGemParams, Gem, GemParams
-from vitfleet.methods.continual.projection import References, project
+from vitfleet.methods.continual.gradients.gem import AGem, AGemParams, Gem, GemParams
+from vitfleet.methods.continual.gradients.projection import References, project
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.training.driver import run_update

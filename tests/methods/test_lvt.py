@@ -19,9 +19,9 @@ from vitfleet.data.images import ImageSet, Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, Lvt, adapt_model
-from vitfleet.methods.continual.lvt import LvtParams
-from vitfleet.methods.continual.replay import REPLAY
+from vitfleet.methods import ClientRoundInput, ClientUpdate, adapt_model
+from vitfleet.methods.continual.replay.experience_replay import REPLAY
+from vitfleet.methods.continual.replay.lvt import Lvt, LvtParams
 from vitfleet.methods.continual.stored_samples import read_memory
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

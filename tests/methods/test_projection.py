@@ -14,7 +14,7 @@ from gradient_problems import all_present, problem
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitfleet.methods.continual.projection import (
+from vitfleet.methods.continual.gradients.projection import (
     COUNTED_STEPS,
     References,
     project,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.projection import (
+from vitfleet.methods.continual.gradients.projection import (
     CHUNK,
     References,
     as_row,
@@ -15,7 +15,7 @@ from vitfleet.methods.continual.projection import (
     project,
     to_chunks,
 )
-from vitfleet.methods.continual.restorer import angles, rotate
+from vitfleet.methods.continual.gradients.restorer import angles, rotate
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "below": {"a": (5, 7), "b": (CHUNK - 1,)},

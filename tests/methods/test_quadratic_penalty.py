@@ -21,10 +21,10 @@ from vitfleet.data.images import Shard
 from vitfleet.data.preprocess import Preprocess
 from vitfleet.message import Message, Numbers, State, Tensors
 from vitfleet.methods import ClientRoundInput, ClientUpdate
-from vitfleet.methods.continual import quadratic_penalty
-from vitfleet.methods.continual.ewc import Ewc, EwcParams, drawn_label_loss
-from vitfleet.methods.continual.mas import Mas, MasParams
-from vitfleet.methods.continual.quadratic_penalty import (
+from vitfleet.methods.continual.penalties import quadratic_penalty
+from vitfleet.methods.continual.penalties.ewc import Ewc, EwcParams, drawn_label_loss
+from vitfleet.methods.continual.penalties.mas import Mas, MasParams
+from vitfleet.methods.continual.penalties.quadratic_penalty import (
     PenalizedStep,
     Penalty,
     images_per_step,

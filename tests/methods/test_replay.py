@@ -14,8 +14,16 @@ from torch.nn import functional as F
 
 from conftest import CLASSES, MakeContext, MakeShard, MakeTrainer
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods import ClientRoundInput, ClientUpdate, DerPlusPlus, ExperienceReplay
-from vitfleet.methods.continual.replay import REPLAY, DarkExperienceStep, DerPlusPlusParams, ErParams, drawn_before
+from vitfleet.methods import ClientRoundInput, ClientUpdate
+from vitfleet.methods.continual.replay.experience_replay import (
+    REPLAY,
+    DarkExperienceStep,
+    DerPlusPlus,
+    DerPlusPlusParams,
+    ErParams,
+    ExperienceReplay,
+    drawn_before,
+)
 from vitfleet.methods.continual.stored_samples import StoredSamples, read_memory
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose

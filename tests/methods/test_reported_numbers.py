@@ -9,7 +9,7 @@ import pytest
 from conftest import MakeContext
 from vitfleet.methods.averaging.fedavg import FedAvg, FedAvgParams
 from vitfleet.methods.base import Method
-from vitfleet.methods.continual.fedvit import FedVit, FedVitParams
+from vitfleet.methods.continual.gradients.fedvit import FedVit, FedVitParams
 from vitfleet.methods.reported import MAX_NUMBER, RejectedUpdateError, parse_numbers
 
 HONEST: dict[str, Any] = {"samples": 3, "loss": 0.5}

@@ -11,8 +11,8 @@ from scipy.stats import wasserstein_distance
 from torch import Tensor
 
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.projection import References
-from vitfleet.methods.continual.restorer import (
+from vitfleet.methods.continual.gradients.projection import References
+from vitfleet.methods.continual.gradients.restorer import (
     Ranking,
     Restorer,
     RotatedStep,

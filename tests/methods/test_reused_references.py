@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from conftest import MakeShard, MakeTrainer
 from vitfleet.data.images import ImageSet
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.fedvit import StoredGradients
-from vitfleet.methods.continual.projection import References, project, zero_counts
-from vitfleet.methods.continual.restorer import IntegratedStep, Restorer
+from vitfleet.methods.continual.gradients.fedvit import StoredGradients
+from vitfleet.methods.continual.gradients.projection import References, project, zero_counts
+from vitfleet.methods.continual.gradients.restorer import IntegratedStep, Restorer
 from vitfleet.methods.continual.stored_samples import MEMORY
 from vitfleet.models.net import Net
 from vitfleet.randomness import Address, Purpose

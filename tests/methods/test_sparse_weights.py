@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from vitfleet.message import Message
 from vitfleet.methods.continual.sparse_weights import densify, sparsify
-from vitfleet.wire import tensors_size
 
 
 @given(st.integers(0, 10**6), st.integers(0, 9))
@@ -30,4 +29,4 @@ def test_a_value_at_the_threshold_is_not_sent() -> None:
     vector = sparsify({"w": torch.tensor([[0.5, -0.5], [0.75, -0.625]])}, 0.5)
     assert vector.values.tolist() == [0.75, -0.625]
     assert vector.indices.tolist() == [2, 3]
-    assert tensors_size(Message(vector.tensors())) == 2 * 8
+    assert Message(vector.tensors()).num_bytes == 2 * 8

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
-from vitfleet.methods.continual.projection import References, project
+from vitfleet.methods.continual.gradients.projection import References, project
 
 Floats = NDArray[np.float64]
 SHAPES = ((2, 1), (5, 2), (8, 3), (14, 4), (9, 6), (11, 8), (22, 9), (24, 11))  # references, parameters

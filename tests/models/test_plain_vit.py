@@ -66,7 +66,7 @@ def test_images_under_timms_names_are_timms() -> None:
     known = NAMED_VITS.keys() & {*timm.list_models("vit_*"), *timm.list_pretrained("vit_*")}
     assert len(known) > 25
     for name in known:
-        declared, size = timm.models.get_pretrained_cfg(name), NAMED_VITS[name].image_size
+        declared, (*_, size) = timm.models.get_pretrained_cfg(name), NAMED_VITS[name]
         assert (declared.input_size, declared.mean, declared.std) == ((3, size, size), HALF, HALF), name
 
 

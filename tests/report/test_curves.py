@@ -9,7 +9,7 @@ import pytest
 from made_runs import MakeRun
 from vitfleet.report.figures.curves import comparison_figures
 from vitfleet.report.figures.types import LineChart, to_json
-from vitfleet.report.runs import RunGroup, read_groups
+from vitfleet.report.runs import RunGroup, all_finished, read_groups
 
 
 def chart(groups: list[RunGroup], id: str) -> LineChart:
@@ -41,7 +41,7 @@ def test_curve_of_unfinished_runs_ends_with_the_shortest(make_run: MakeRun) -> N
     groups = read_groups([make_run("a", seed=0), make_run("b", seed=1, finished_rounds=2)])
     (curve,) = chart(groups, "accuracy").views[0].curves
     assert list(curve.x) == [1, 2]
-    assert not groups[0].finished
+    assert not all_finished(groups)
 
 
 def test_traffic_per_round_is_the_sum_over_clients(make_run: MakeRun) -> None:

@@ -14,7 +14,7 @@ from made_runs import CLASSES, MakeRun
 from vitfleet.report.console.progress import RoundDisplay
 from vitfleet.report.console.results import comparison_metrics_tables, summary_table
 from vitfleet.report.figures.curves import comparison_figures
-from vitfleet.report.figures.metrics import metric_figures
+from vitfleet.report.figures.runs import metric_figures
 from vitfleet.report.figures.types import BarChart, Figure, HeatMap, LineChart
 from vitfleet.report.html.page import render, report_figures, summary_columns
 from vitfleet.report.runs import read_groups, read_run

@@ -8,8 +8,7 @@ import pytest
 
 from browser import CHROMIUM, chromium
 from made_runs import MakeRun
-from vitfleet.report.html.page import render, report_figures
-from vitfleet.report.html.write import report_folder, watch_report, write_report
+from vitfleet.report.html.page import render, report_figures, report_folder, watch_report, write_report
 from vitfleet.report.runs import read_groups
 
 WIDTHS = (390, 1440)
@@ -73,7 +72,7 @@ def test_report_folder_is_that_of_a_single_run_or_a_new_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run, other = make_run("a"), make_run("b", method="fedprox")
-    assert write_report([run]).page == run / "report.html"
+    assert write_report([run]) == run / "report.html"
     assert report_folder([run, other], None) == Path("runs/report-001")
     assert report_folder([run, other], tmp_path / "here") == tmp_path / "here"
 
@@ -89,12 +88,12 @@ def test_watched_page_refreshes_until_runs_are_finished(make_run: MakeRun) -> No
             (run / name).write_bytes((whole / name).read_bytes())
 
     announced: list[Path] = []
-    written = watch_report([run], announce=announced.append, wait=finish_run)
+    page = watch_report([run], announce=announced.append, wait=finish_run)
     assert len(pages) == 1
     assert 'http-equiv="refresh"' in pages[0]
     assert "live: 2 of 5 rounds" in pages[0]
-    assert announced == [written.page]
-    assert 'http-equiv="refresh"' not in written.page.read_text()
+    assert announced == [page]
+    assert 'http-equiv="refresh"' not in page.read_text()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)")

@@ -1,4 +1,4 @@
-"""The plot of a data partition, for fleets of different sizes."""
+"""The figure of a data partition, for fleets of different sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitfleet.report.figures.folder import by_dominant_class, draw_partition
+from vitfleet.report.figures.files import draw_files
+from vitfleet.report.figures.runs import by_dominant_class, partition_heat_map
 
 pytest.importorskip("matplotlib")
 
 
-def pixels(path: Path) -> NDArray[np.uint8]:
+def draw(counts: NDArray[np.int64], folder: Path) -> NDArray[np.uint8]:
+    class_names = [f"class {index}" for index in range(counts.shape[1])]
+    (path,) = draw_files(partition_heat_map("partition", counts, class_names), folder, endings=("png",))
     with Image.open(path) as image:
         return np.asarray(image.convert("RGB"))
 
@@ -24,27 +27,26 @@ def pixels(path: Path) -> NDArray[np.uint8]:
 @pytest.mark.parametrize(
     ("clients", "num_classes"), [(1, 1), (2, 3), (10, 10), (60, 30), (61, 31), (100, 100), (10_000, 10)]
 )
-def test_draw_partition_handles_every_fleet_size(clients: int, num_classes: int, tmp_path: Path) -> None:
-    counts = np.random.default_rng(0).poisson(3, (clients, num_classes)).astype(np.int64)
-    draw_partition(counts, [f"class {c}" for c in range(num_classes)], tmp_path / "new" / "partition.png")
-    image = pixels(tmp_path / "new" / "partition.png")
+def test_partition_is_drawn_for_every_fleet_size(clients: int, num_classes: int, tmp_path: Path) -> None:
+    image = draw(np.random.default_rng(0).poisson(3, (clients, num_classes)).astype(np.int64), tmp_path)
     assert min(image.shape[:2]) > 300
     assert image.std() > 5
 
 
 @pytest.mark.parametrize("clients", [10, 100])
-def test_draw_partition_distinguishes_even_from_skewed(clients: int, tmp_path: Path) -> None:
+def test_drawn_partition_distinguishes_even_from_skewed(clients: int, tmp_path: Path) -> None:
     even = np.full((clients, 10), 10, np.int64)
     skewed = 100 * (np.arange(clients)[:, None] % 10 == np.arange(10)).astype(np.int64)
-    for name, counts in (("even", even), ("skewed", skewed)):
-        draw_partition(counts, list("abcdefghij"), tmp_path / f"{name}.png")
-    differing = np.any(pixels(tmp_path / "even.png") != pixels(tmp_path / "skewed.png"), axis=2)
-    assert differing.mean() > 0.3
+    first, second = draw(even, tmp_path), draw(skewed, tmp_path)
+    assert np.any(first != second, axis=2).mean() > 0.3
 
 
-def test_draw_partition_handles_clients_without_images(tmp_path: Path) -> None:
-    draw_partition(np.array([[0, 0], [0, 5]]), ["a", "b"], tmp_path / "partition.png")
-    assert (tmp_path / "partition.png").stat().st_size > 1000
+def test_partition_with_clients_without_images_says_so(tmp_path: Path) -> None:
+    counts = np.array([[0, 0], [0, 1200]])
+    assert partition_heat_map("partition", counts, ["a", "b"]).title == (
+        "1,200 training images on 2 clients, 1 without images"
+    )
+    assert draw(counts, tmp_path).std() > 5
 
 
 def test_by_dominant_class_puts_clients_without_images_last() -> None:

@@ -81,7 +81,7 @@ def assert_only_named(checkpoints: Checkpoints) -> None:
     named = {"checkpoint.json", latest.server, *latest.clients.values()} if latest else set()
     assert {path.name for path in checkpoints.folder.iterdir()} - {"previous"} == named
     before = read_manifest(checkpoints.folder / "previous")
-    kept = {"checkpoint.json"} | before.manifest.files() - named if before else set()
+    kept = {"checkpoint.json"} | before.files() - named if before else set()
     assert {path.name for path in (checkpoints.folder / "previous").glob("*")} == kept
 
 

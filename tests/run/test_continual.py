@@ -275,7 +275,7 @@ def test_the_learning_rate_schedule_restarts_with_each_task(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("checked_angles")
 @pytest.mark.parametrize("more", [(), OTHER_KEYS, ("method.task_ranking=angle",)], ids=["paper", "other keys", "angle"])
-def test_a_stacked_cohort_trains_like_single_clients(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_stacked_clients_train_like_single_ones(more: tuple[str, ...], tmp_path: Path) -> None:
     """Memories of unequal sizes, parts that some clients lack, ranking and rotation: with a client dimension."""
     keys = *more, "method.k=1", "train.optimizer=sgd", "train.lr=0.05"
     alone, together = (open_run(tiny(*keys, f"machine.stack_size={size}"), tmp_path / str(size)) for size in (1, 3))
@@ -368,8 +368,8 @@ def test_clients_of_other_methods_train_stacked_as_alone(method: str, tmp_path: 
 def test_client_costs_of_methods_that_train_all_parameters(name: str, tmp_path: Path) -> None:
     config = load_config("fedvit-digits", [*WITHOUT_HEAD_EPOCHS, f"method.name={name}"])
     costs = open_run(config, tmp_path).client_costs({})
-    assert costs.trainable_params == costs.params
-    assert costs.train_gflops > costs.forward_gflops > 0
+    assert costs["trainable_params"] == costs["params"]
+    assert costs["train_gflops"] > costs["forward_gflops"] > 0
 
 
 def test_rounds_are_tasks_times_rounds_per_task() -> None:

@@ -186,8 +186,8 @@ def test_evaluate_global_with_a_large_limit_evaluates_all_clients(
 # Stacked models
 
 
-def stacked(evaluator: FleetEvaluator, cohort: int = 3) -> FleetEvaluator:
-    return replace(evaluator, machine=replace(evaluator.machine, stack_size=cohort))
+def stacked(evaluator: FleetEvaluator, stack_size: int = 3) -> FleetEvaluator:
+    return replace(evaluator, machine=replace(evaluator.machine, stack_size=stack_size))
 
 
 def assert_equal_evaluations(one: GlobalEvaluation, other: GlobalEvaluation) -> None:
@@ -215,16 +215,16 @@ class SpyForward:
         return self.functional(weights, images, *more)
 
 
-@pytest.mark.parametrize("cohort", [2, 3, 5, 100])
+@pytest.mark.parametrize("stack_size", [2, 3, 5, 100])
 @pytest.mark.parametrize("class_to_task", [None, torch.tensor([0, 0, 1, 1, 1])], ids=["all classes", "tasks"])
 def test_stacked_models_are_evaluated_as_one_after_the_other(
-    cohort: int, class_to_task: Tensor | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
+    stack_size: int, class_to_task: Tensor | None, evaluator: FleetEvaluator, tiny_net: Net, make_context: MakeContext
 ) -> None:
     method = Standalone(StandaloneParams(), make_context())
     arguments = (method, 1, State(), random_weights(tiny_net, 3), client_models(tiny_net)[1])
     alone = replace(evaluator, class_to_task=class_to_task)
     spy = SpyForward(tiny_net)
-    together = stacked(replace(alone, net=spy.net), cohort)
+    together = stacked(replace(alone, net=spy.net), stack_size)
     assert_equal_evaluations(together.evaluate_global(*arguments), alone.evaluate_global(*arguments))
     assert any(len(shape) == 5 for shape in spy.shapes)
 
@@ -261,7 +261,7 @@ def test_memory_of_a_forward_pass_does_not_grow_with_the_clients(
     clients = 30
     fleet = ClientIndices.from_owners(np.zeros(40, dtype=np.int64), clients)
     spy = SpyForward(tiny_net)
-    many = stacked(replace(evaluator, net=spy.net, client_indices=fleet), cohort=clients)
+    many = stacked(replace(evaluator, net=spy.net, client_indices=fleet), stack_size=clients)
     loaded: list[int] = []
 
     def client_state(client: int) -> State | None:

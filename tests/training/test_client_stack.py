@@ -18,7 +18,7 @@ from vitfleet.config.schema import AugmentConfig, ModelConfig
 from vitfleet.data.batches import draw_epoch
 from vitfleet.data.images import ImageSet
 from vitfleet.message import State, Tensors
-from vitfleet.methods.continual.replay import REPLAY, DarkExperienceStep
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, DarkExperienceStep
 from vitfleet.models.adapters import add_lora, add_prompts
 from vitfleet.models.net import Net
 from vitfleet.models.zoo import build_model

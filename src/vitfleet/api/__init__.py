@@ -13,8 +13,7 @@ run.model()          # the trained model, a torch.nn.Module
 from vitfleet.api.best_trials import BestTrial
 from vitfleet.api.comparison import Comparison, compare, load_comparison
 from vitfleet.api.models import evaluate, export, load_model, predict
-from vitfleet.api.run import Run, load_run, train
-from vitfleet.api.training import cost
+from vitfleet.api.run import Run, cost, load_run, train
 from vitfleet.exporters.write import Export
 from vitfleet.inference.classifier import Classifier, ImagePrediction, Prediction
 from vitfleet.inference.evaluate import Evaluation

@@ -68,13 +68,9 @@ class _Trial:
 
 
 def best_trials(path: str | Path) -> list[BestTrial]:
-    """Return the best trial of each configuration of a comparison.
+    """Return the best trial of each configuration of a finished comparison with a sweep and held-out images.
 
-    Raises
-    ------
-    UserError
-        If there is no comparison or nothing was swept, if a run is not finished, or if accuracies are those of test
-        images: a setting that was chosen on them makes the final accuracy too good.
+    A setting that was chosen on test images would make the final accuracy too good.
     """
     path = Path(path)
     if not (path / COMPARISON_FILE).is_file():

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vitfleet.api.best_trials import BestTrial, best_trials
-from vitfleet.api.comparison_members import final_members, members_of
-from vitfleet.api.request import ComparisonRequest, ConfigSource, as_data_set
-from vitfleet.api.run import Row, Run, as_frame
-from vitfleet.api.training import check_estimate, discard_unstarted, run_in
+from vitfleet.api.request import ComparisonRequest, ConfigSource, as_data_set, final_members, members_of
+from vitfleet.api.run import Row, Run, as_frame, check_estimate, discard_unstarted, run_in
 from vitfleet.config.load import Overrides, parse_overrides
 from vitfleet.config.schema import DataConfig
 from vitfleet.costs.dataset_size import DatasetSize
@@ -24,16 +22,11 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.files import COMPARISON_FILE, CONFIG_FILE, OUTPUT_FILE
 from vitfleet.progress import NO_PROGRESS, Progress
+from vitfleet.report.html.page import write_report
 from vitfleet.run.callbacks import Callback
+from vitfleet.run.comparison import manifest
 from vitfleet.run.comparison.jobs import JobResult, run_jobs
-from vitfleet.run.comparison.manifest import (
-    ComparedRun,
-    create_comparison,
-    discard_comparison,
-    read_best_of,
-    read_command,
-    read_members,
-)
+from vitfleet.run.comparison.manifest import ComparedRun
 from vitfleet.run.comparison.results import ComparisonResult, read_comparison
 from vitfleet.run.output.folder import RunFolder, create_run_folder, open_run_folder
 from vitfleet.run.output.summary import flatten, is_finished, mean_std
@@ -56,13 +49,13 @@ class Comparison:
             raise UserError(f"{self.path}: holds no comparison (there is no {COMPARISON_FILE} in it)")
 
     def __repr__(self) -> str:
-        names = list(dict.fromkeys(member.name for member in read_members(self.path)))
+        names = list(dict.fromkeys(member.name for member in manifest.read_members(self.path)))
         return f"Comparison({str(self.path)!r}, {', '.join(names)})"
 
     @property
     def members(self) -> list[ComparedRun]:
         """The runs that are compared, with their configurations."""
-        return read_members(self.path)
+        return manifest.read_members(self.path)
 
     @property
     def runs(self) -> list[Run]:
@@ -86,7 +79,7 @@ class Comparison:
     @property
     def best_of(self) -> dict[str, Any] | None:
         """Where the values of its configurations were chosen, and how good they were; ``None`` if they were given."""
-        return read_best_of(self.path)
+        return manifest.read_best_of(self.path)
 
     def best_trials(self) -> list[BestTrial]:
         """Return the best trial of each swept configuration, by accuracy on held-out images (``data.validation``)."""
@@ -129,11 +122,7 @@ class Comparison:
         """Estimate each run that is left, see :func:`vitfleet.costs.estimate.estimate_run`.
 
         Configurations that differ only in their seed are estimated once, and only the first few in all: the others are
-        taken for the mean of these.
-
-        Returns
-        -------
-        ``None`` if the sizes of a data set are not known before it is loaded.
+        taken for the mean of these. ``None`` if the sizes of a data set are not known before it is loaded.
         """
         images, known = as_data_set(data), dict[str, RunEstimate]()
         size = None if images is None else DatasetSize.of(images)
@@ -183,13 +172,11 @@ class Comparison:
         folder = member.folder(self.path)
         if (folder / CONFIG_FILE).exists():
             return open_run_folder(folder)
-        return create_run_folder(member.config, folder, member.name, shlex.split(read_command(self.path)))
+        return create_run_folder(member.config, folder, member.name, shlex.split(manifest.read_command(self.path)))
 
     def report(self, progress: Progress = NO_PROGRESS, figure_files: bool = True) -> Path:
         """Write the comparison's report, an HTML page, and its figures as files too; return the page's path."""
-        from vitfleet.report.html.write import write_report
-
-        return write_report([self.path], progress=progress, figure_files=figure_files).page
+        return write_report([self.path], progress=progress, figure_files=figure_files)
 
 
 def compare(
@@ -249,7 +236,7 @@ def compare(
         estimates = comparison.estimate(images)
         check_estimate(combine(estimates, jobs) if estimates else None, comparison.path, force)
     except UserError:
-        discard_comparison(comparison.path)
+        manifest.discard_comparison(comparison.path)
         raise
     return comparison.resume(jobs=jobs, data=images, callbacks=callbacks, progress=progress)
 
@@ -277,7 +264,7 @@ def create(request: ComparisonRequest) -> tuple[Comparison, DataSet | None]:
         origin = {"comparison": str(request.best_of), "trials": [trial.as_tree() for trial in trials]}
     command = shlex.join(request.command or ["vitfleet.compare"])
     out = None if request.out is None else Path(request.out)
-    return Comparison(create_comparison(members, out, command, request.target, origin)), images
+    return Comparison(manifest.create_comparison(members, out, command, request.target, origin)), images
 
 
 def load_comparison(path: str | Path) -> Comparison:

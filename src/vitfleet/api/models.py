@@ -13,7 +13,6 @@ from vitfleet.api.run import Run
 from vitfleet.config.registry import method_label
 from vitfleet.data.images import ImageSet
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.demo.predictions import NamedModel
 from vitfleet.demo.server import DemoServer
 from vitfleet.errors import UserError
 from vitfleet.exporters.model_card import model_card
@@ -196,17 +195,14 @@ def demo_server(
         Address to listen at: this machine only by default. Port 0: any free one.
     """
     opened = open_source(source)
-    models = [NamedModel("server's model", load_model(opened, None, device))]
-    if isinstance(opened, Run):
-        chosen = _with_own_models(opened) if clients is None else clients
-        models += [NamedModel(f"client {client}'s model", load_model(opened, client, device)) for client in chosen]
-        method, data = method_label(opened.config.method.name), models[0].model.info.data.name
-        title = f"{method} on {data}: {opened.path.resolve().name}"
-    else:
-        info = models[0].model.info
-        models = [NamedModel("model", models[0].model)]
-        title = f"{info.method['name']} on {info.data.name}"
-    return DemoServer(host, port, title, models)
+    first = load_model(opened, None, device)
+    if not isinstance(opened, Run):
+        return DemoServer(host, port, f"{first.info.method['name']} on {first.info.data.name}", {"model": first})
+    # The first clients that have a state, and so a model, of their own.
+    chosen = sorted(StoredStates.of_run(opened.path).manifest.clients)[:SHOWN_CLIENTS] if clients is None else clients
+    own = {f"client {client}'s model": load_model(opened, client, device) for client in chosen}
+    title = f"{method_label(opened.config.method.name)} on {first.info.data.name}: {opened.path.resolve().name}"
+    return DemoServer(host, port, title, {"server's model": first, **own})
 
 
 def open_source(source: ModelSource) -> Run | Classifier:
@@ -255,8 +251,3 @@ def _comparison_images(
             raise
         return None  # the run was moved away from its data: the comparison needs no labels
     return found.take(torch.linspace(0, len(found) - 1, min(count, len(found))).long())
-
-
-def _with_own_models(run: Run) -> list[int]:
-    """Return the first clients that have a state, and so a model, of their own."""
-    return sorted(StoredStates.of_run(run.path).manifest.clients)[:SHOWN_CLIENTS]

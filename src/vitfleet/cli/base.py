@@ -1,4 +1,4 @@
-"""Shared by all commands: the application, its two consoles, common options, and consent to runs that take long."""
+"""Shared by all commands: the application, its two consoles, and consent to runs that take long."""
 
 from __future__ import annotations
 
@@ -29,35 +29,6 @@ app = typer.Typer(
 )
 console = Console()
 error_console = Console(stderr=True)
-
-Overrides = Annotated[
-    list[str],
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Set a key: `-o train.lr=1e-3`. May be repeated."),
-]
-Plugins = Annotated[
-    list[Path],
-    typer.Option(
-        "--plugin", metavar="FILE", help="A Python file of your own methods, data sets, metrics, …. May be repeated."
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="Output folder. Default: the next free one in runs/.")]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one line of JSON at the end; everything else goes to standard error.")
-]
-Jobs = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Number of runs at a time, each in a process of its own. On a GPU each has an equal share of its memory.",
-    ),
-]
-DataDir = Annotated[
-    str | None, typer.Option(envvar="VITFLEET_DATA", help="Folder of the data sets, one subfolder each.")
-]
-
-Yes = Annotated[
-    bool, typer.Option("--yes", "-y", help="Start it even if it would take days, or more memory or disk than is free.")
-]
 
 
 def _print_version(requested: bool) -> None:
@@ -105,7 +76,7 @@ def raise_interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
     """Create the folder of a new run whose start is wanted."""
-    from vitfleet.api.training import create_run
+    from vitfleet.api.run import create_run
 
     folder, _ = create_run(request)
     try:
@@ -117,7 +88,7 @@ def create_confirmed(request: RunRequest, yes: bool) -> RunFolder:
 
 
 def confirm_run(config: Config, folder: Path, yes: bool) -> None:
-    """Show what a run will take on this machine, and see that it is wanted: see :func:`require_consent`.
+    """Show what a run will take on this machine, and require consent if it is much.
 
     The sizes of data that must be decoded or downloaded first are not known: then nothing is shown. What clients on
     other machines take is not part of it.
@@ -141,19 +112,9 @@ def show_estimate(heading: str, estimate: RunEstimate) -> None:
 
 
 def require_consent(estimate: RunEstimate, folder: Path, yes: bool) -> None:
-    """If runs take too much, ask, or refuse them where nobody can answer.
+    """If runs that are stored in a folder take too much, ask, or refuse them where nobody can answer.
 
-    Parameters
-    ----------
-    folder
-        Where the runs are stored.
-    yes
-        Whether the user has consented already.
-
-    Raises
-    ------
-    UserError
-        The runs would take days or do not fit, and nobody consented.
+    With ``yes`` the user has consented already.
     """
     from vitfleet.costs.estimate import available
     from vitfleet.report.console.costs import too_much

@@ -9,30 +9,16 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli.base import (
-    AsJson,
-    DataDir,
-    Jobs,
-    Out,
-    Overrides,
-    Plugins,
-    Yes,
-    app,
-    console,
-    require_consent,
-    reserve_stdout,
-    say,
-    show_estimate,
-    warn,
-    with_options,
-)
+from vitfleet.cli import options
+from vitfleet.cli.base import app, console, require_consent, reserve_stdout, say, show_estimate, warn, with_options
 from vitfleet.cli.train import resumable
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
@@ -82,18 +68,18 @@ Target = Annotated[
 @app.command()
 def compare(
     sources: Annotated[list[str] | None, typer.Argument(metavar="PRESET|FILE…", help="What to compare.")] = None,
-    override: Overrides = [],  # noqa: B006
-    plugin: Plugins = [],  # noqa: B006
+    override: options.Overrides = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
     seeds: Annotated[str, typer.Option(help="Seeds, as 0,1,2: one run of every configuration per seed.")] = "0",
     sweep: Sweep = [],  # noqa: B006
     method: Methods = [],  # noqa: B006
     best_of: BestOf = None,
-    jobs: Jobs = 1,
+    jobs: options.Jobs = 1,
     target: Target = None,
-    out: Out = None,
-    data_dir: DataDir = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
+    out: options.Out = None,
+    data_dir: options.DataDir = None,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run several configurations on the same partition, one after the other or several at a time, and show one table.
 
@@ -188,12 +174,7 @@ def run_comparison(
 ) -> None:
     """Run what is left of a comparison, if what it takes is wanted, show its table and write its report.
 
-    Parameters
-    ----------
-    is_new
-        Whether its folder only has its manifest: it is removed if the comparison is not wanted.
-    figure_files
-        Whether the report's figures are written as files too.
+    If it is not wanted, a folder ``is_new``, which only has the manifest, is removed.
     """
     from vitfleet.cli.display import TerminalRun
     from vitfleet.report.console.results import comparison_costs_table, comparison_metrics_tables, comparison_tables
@@ -208,8 +189,9 @@ def run_comparison(
         raise
     path = comparison.path
     display = TerminalRun(clock)
-    with resumable(path, f" --jobs {jobs}" if jobs > 1 else "", display):
-        comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=_JobLines(comparison.left, path))
+    with resumable(path, display, jobs):
+        show_job = _job_lines(comparison.left, path)
+        comparison.resume(jobs=jobs, callbacks=[display], progress=display, on_job_end=show_job)
     result = comparison.result
     accuracies = comparison_tables(result)
     for table in (*accuracies, *comparison_metrics_tables(result.rows), comparison_costs_table(result.rows)):
@@ -230,10 +212,7 @@ def run_comparison(
 def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock | None:
     """Print what the runs that are left will take; return the clock of runs that are made one after the other.
 
-    Raises
-    ------
-    UserError
-        They take too much, and nobody consented: see :func:`vitfleet.cli.base.require_consent`.
+    If they take too much, consent is required.
     """
     from vitfleet.costs.estimate import combine
     from vitfleet.report.console.progress import ComparisonClock
@@ -241,36 +220,29 @@ def _show_plan(comparison: Comparison, jobs: int, yes: bool) -> ComparisonClock 
     left = comparison.left
     if not left:
         return None
-    count = f"{len(left)} run{'s' if len(left) > 1 else ''}"
+    runs = f"{len(left)} run{'s' if len(left) > 1 else ''}"
+    seeds = [member.config.seed for member in left]
     estimates = comparison.estimate()
     if estimates is None:
-        say(f"{count}; how long they take is known after the first rounds")
+        say(f"{runs}; how long they take is known after the first rounds")
         rounds = [float(member.config.rounds) for member in left]
-        return None if jobs > 1 else ComparisonClock(rounds, _seeds(left), in_seconds=False)
+        return None if jobs > 1 else ComparisonClock(rounds, seeds, in_seconds=False)
     total = combine(estimates, jobs)
-    show_estimate(f"{count}, estimated", total)
+    show_estimate(f"{runs}, estimated", total)
     require_consent(total, comparison.path, yes)
-    return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], _seeds(left))
+    return None if jobs > 1 else ComparisonClock([estimate.seconds for estimate in estimates], seeds)
 
 
-def _seeds(members: Sequence[ComparedRun]) -> list[int]:
-    return [member.config.seed for member in members]
+def _job_lines(members: Sequence[ComparedRun], comparison: Path) -> Callable[[JobResult], None]:
+    """Return a function that prints a line about each run that has ended, where several are made at a time."""
+    by_folder = {member.folder(comparison): member for member in members}
+    numbers = count(1)
 
-
-class _JobLines:
-    """Prints a line about each run of a comparison that has ended, where several are made at a time."""
-
-    def __init__(self, members: Sequence[ComparedRun], comparison: Path) -> None:
-        self._members = {member.folder(comparison): member for member in members}
-        self._ended = 0
-
-    def __call__(self, job: JobResult) -> None:
-        """Print how a run ended."""
+    def show(job: JobResult) -> None:
         from vitfleet.run.output.summary import read_summary
 
-        self._ended += 1
-        member = self._members[job.folder]
-        which = f"run {self._ended} of {len(self._members)}: {method_label(member.name)}, seed {member.config.seed}"
+        member = by_folder[job.folder]
+        which = f"run {next(numbers)} of {len(members)}: {method_label(member.name)}, seed {member.config.seed}"
         if job.code:
             warn(f"{which}: failed: {job.last_line}")
             return
@@ -279,6 +251,8 @@ class _JobLines:
         reached = continual["average_accuracy"] if continual else accuracy
         shown = "" if reached is None else f", {reached:.1%} accuracy{' over all tasks' if continual else ''}"
         say(f"{which}: finished after {job.seconds:.0f} s{shown}")
+
+    return show
 
 
 def check_single_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,7 @@ from vitfleet.run.state import RunState
 class TerminalRun(Callback):
     """Shows one run after the other. Outside a run, progress is shown as a bar of its own.
 
-    Parameters
-    ----------
-    clock
-        The time of all runs of a comparison; ``None`` for a single run.
+    ``clock`` has the time of all runs of a comparison.
     """
 
     def __init__(self, clock: ComparisonClock | None = None) -> None:
@@ -40,12 +38,14 @@ class TerminalRun(Callback):
         _show_start(context, state, "" if self._clock is None else f"{self._clock.start_next()}: ")
         self._display = RoundDisplay(console, context.config.rounds, state.round, self._clock)
         self._display.__enter__()
-        self._display.on_run_start(context, state)
+        self._round_started = time.perf_counter()
 
     def on_round_end(self, state: RunState, record: RoundRecord) -> None:
-        """Show a finished round."""
+        """Show a finished round, and the time since the one before."""
         assert self._display is not None
-        self._display.on_round_end(state, record)
+        now = time.perf_counter()
+        self._display.show_round(record, now - self._round_started)
+        self._round_started = now
 
     def on_run_end(self, state: RunState, summary: Mapping[str, Any]) -> None:
         """Take the live display down."""

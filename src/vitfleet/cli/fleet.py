@@ -12,21 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from vitfleet.cli.base import (
-    DataDir,
-    Out,
-    Overrides,
-    Plugins,
-    Yes,
-    app,
-    console,
-    create_confirmed,
-    error_console,
-    raise_interrupt,
-    say,
-    warn,
-    with_options,
-)
+from vitfleet.cli import options
+from vitfleet.cli.base import app, console, create_confirmed, error_console, raise_interrupt, say, warn, with_options
+from vitfleet.cli.train import print_summary
 from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE, RECORDS_FILE
 
@@ -48,13 +36,13 @@ def export_data(
         str, typer.Argument(metavar="PRESET|FILE", help="Configuration of the data and of its partition.")
     ],
     out: Annotated[Path, typer.Option(help="Output folder, with one subfolder per client.")],
-    override: Overrides = [],  # noqa: B006  (typer copies it)
-    plugin: Plugins = [],  # noqa: B006
+    override: options.Overrides = [],  # noqa: B006  (typer copies it)
+    plugin: options.Plugins = [],  # noqa: B006
     names: Annotated[str, typer.Option(help="The clients' names, as a,b,c; default: 0, 1, 2, …")] = "",
     to: Annotated[
         str, typer.Option(metavar="folders|parquet", help="PNG files by class, or tables that keep the images' order.")
     ] = "folders",
-    data_dir: DataDir = None,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Write each client's images to a folder of its own, to try out a fleet whose clients have no images yet.
 
@@ -103,11 +91,11 @@ def server(
     source: Annotated[
         str, typer.Argument(metavar="PRESET|FILE|DIR", help="Configuration to run, or the folder of a run to resume.")
     ],
-    override: Overrides = [],  # noqa: B006
-    plugin: Plugins = [],  # noqa: B006
-    out: Out = None,
-    data_dir: DataDir = None,
-    seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
+    override: options.Overrides = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
+    out: options.Out = None,
+    data_dir: options.DataDir = None,
+    seed: options.Seed = None,
     certs: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the certificates made by `vitfleet certs`.")
     ] = CERTS_DIR,
@@ -117,7 +105,7 @@ def server(
     port: Annotated[int, typer.Option(help="Port that clients connect to.")] = PORT,
     names: Annotated[str, typer.Option(help="The clients, as a,b,c; default: all that have a key.")] = "",
     insecure: Insecure = False,
-    yes: Yes = False,
+    yes: options.Yes = False,
 ) -> None:
     """Run a configuration on clients on other machines: start the server, run all rounds, stop the server.
 
@@ -159,13 +147,13 @@ def client(
     state: Annotated[
         Path | None, typer.Option(help="Folder of this client's own files; default: ~/.vitfleet/NAME.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+    device: options.Device = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: torch's own.")] = None,
     limit: Annotated[
         list[str],
         typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
     ] = [],  # noqa: B006
-    plugin: Plugins = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
     """Join a fleet as a client with this machine's images, until stopped. It can be restarted at any time.
@@ -193,9 +181,8 @@ def client(
     home = (state or Path.home() / ".vitfleet" / name).resolve()
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
-    command = client_command(
-        address, name, data.resolve(), home, None if insecure else fleet_certs, machine, plugin, limit
-    )
+    used_certs = None if insecure else fleet_certs
+    command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit)
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         if not insecure:
@@ -213,7 +200,6 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     from vitfleet.config.run_title import run_title
     from vitfleet.flower.server.serve import serve
     from vitfleet.report.console.progress import RoundDisplay
-    from vitfleet.report.console.results import summary_table
     from vitfleet.report.figures.folder import draw_results
     from vitfleet.run.output.summary import read_summary
     from vitfleet.run.records import read_records
@@ -232,13 +218,11 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
         with RoundDisplay(console, config.rounds, done) as display:
             serve(settings, folder, names, display.show_round, show_address, display)
     except KeyboardInterrupt:
-        command = f"vitfleet server {shlex.quote(str(folder))}"
-        warn(f"\nStopped. To resume from the last checkpoint: {command}")
+        warn(f"\nStopped. To resume from the last checkpoint: vitfleet server {shlex.quote(str(folder))}")
         raise typer.Exit(130) from None
     draw_results(folder)
     summary = read_summary(folder)
-    console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
-    say(f"run folder: {folder}")
+    print_summary(summary, config, folder)
     if summary["total"]["failures"] == summary["total"]["participations"]:
         raise UserError(f"no client's reply could be used; see {folder / RECORDS_FILE}")
 

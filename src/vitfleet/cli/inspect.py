@@ -14,7 +14,8 @@ from click import Context
 from rich.table import Table
 from typer.core import TyperCommand
 
-from vitfleet.cli.base import Overrides, Plugins, app, console, say
+from vitfleet.cli import options
+from vitfleet.cli.base import app, console, say
 from vitfleet.errors import UserError
 from vitfleet.files import write_atomically
 
@@ -42,8 +43,8 @@ class _CostCommand(TyperCommand):
 @app.command(cls=_CostCommand)
 def cost(
     source: Annotated[str, typer.Argument(metavar="[PRESET|FILE]", help="The configuration.")] = "eftvit-cifar100",
-    override: Overrides = [],  # noqa: B006
-    plugin: Plugins = [],  # noqa: B006
+    override: options.Overrides = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
     method: Annotated[
         list[str], typer.Option("--method", help="Report this method only. May be repeated. Default: all methods.")
     ] = [],  # noqa: B006
@@ -89,7 +90,7 @@ def cost(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")],
+    runs: options.Runs,
     out: Annotated[
         Path | None,
         typer.Option(help="The report's folder. Default: the run's folder, or for several runs a new one in runs/."),
@@ -109,16 +110,16 @@ def report(
     * `vitfleet report --watch runs/a`, while `vitfleet run` is running in another terminal
     """
     from vitfleet.report.console.progress import TerminalProgress
-    from vitfleet.report.html.write import watch_report, write_report
+    from vitfleet.report.html.page import watch_report, write_report
 
     if not watch:
-        say(f"report: {write_report(runs, out, TerminalProgress(console), target).page}")
+        say(f"report: {write_report(runs, out, TerminalProgress(console), target)}")
         return
     try:
-        written = watch_report(runs, out, lambda page: say(f"live report: {page} (stop with Ctrl-C)"), target=target)
+        page = watch_report(runs, out, lambda live: say(f"live report: {live} (stop with Ctrl-C)"), target=target)
     except KeyboardInterrupt:
         return
-    say(f"report: {written.page}")
+    say(f"report: {page}")
 
 
 @app.command()
@@ -150,7 +151,7 @@ def presets(
 
 @app.command()
 def keys(
-    plugin: Plugins = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
 ) -> None:
     """List every configuration key with its allowed values, default and meaning."""
@@ -175,7 +176,7 @@ def keys(
 
 @app.command()
 def table(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs and comparisons.")] = [],  # noqa: B006
+    runs: options.Runs = [],  # noqa: B006
     to: Annotated[str, typer.Option("--to", help="tex, md or csv.")] = "md",
     columns: Annotated[
         str | None, typer.Option(help="Columns, as accuracy,local,upload. `--columns help` lists all of them.")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli.base import AsJson, Plugins, app, console, error_console, reserve_stdout, say, warn
+from vitfleet.cli import options
+from vitfleet.cli.base import app, console, error_console, reserve_stdout, say, warn
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,28 +21,21 @@ if TYPE_CHECKING:
 
 MAX_NOTES = 20
 
-Model = Annotated[
-    Path, typer.Argument(metavar="RUN|MODEL", help="Folder of a run, or a model file such as a device's own.")
-]
-Client = Annotated[int | None, typer.Option(help="Use this client's own model. Default: the server's model.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Images at a time.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
-
 
 @app.command()
 def predict(
-    model: Model,
+    model: options.Model,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE…|FOLDER…", help="Image files, and folders of them.")],
-    client: Client = None,
+    client: options.Client = None,
     top: Annotated[int, typer.Option(min=1, help="Number of classes to show per image.")] = 5,
     task: Annotated[
         int | None, typer.Option(help="The images' task, of a model trained on tasks: only its classes are candidates.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: one line per image.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    batch_size: BatchSize = 64,
-    device: Device = "auto",
-    plugin: Plugins = [],  # noqa: B006
+    batch_size: options.BatchSize = 64,
+    device: options.Device = "auto",
+    plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Predict the classes of images with a trained model. Files that cannot be read are named, the others predicted.
 
@@ -75,7 +69,7 @@ def predict(
 
 @app.command()
 def evaluate(
-    model: Model,
+    model: options.Model,
     data: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="One subfolder per class. Default: the test images of the run's data."),
@@ -91,10 +85,10 @@ def evaluate(
         typer.Option("--after-tasks", help="Compute the accuracies after each task again (data.tasks.keep_models)."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write evaluation.json and figures to this folder.")] = None,
-    as_json: AsJson = False,
-    batch_size: BatchSize = 64,
-    device: Device = "auto",
-    plugin: Plugins = [],  # noqa: B006
+    as_json: options.AsJson = False,
+    batch_size: options.BatchSize = 64,
+    device: options.Device = "auto",
+    plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Evaluate a trained model on labelled images: accuracy, per class, confusion matrix, calibration.
 
@@ -128,10 +122,10 @@ def evaluate(
 
 @app.command()
 def export(
-    model: Model,
+    model: options.Model,
     to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, timm, onnx, executorch, torch-export.")],
     out: Annotated[Path | None, typer.Option(help="Output folder. Default: RUN/export/FORMAT[-client-N].")] = None,
-    client: Client = None,
+    client: options.Client = None,
     int8: Annotated[
         bool, typer.Option("--int8", help="Write ONNX with eight-bit weights too, and measure its accuracy.")
     ] = False,
@@ -143,7 +137,7 @@ def export(
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face hub; needs a token.")
     ] = None,
-    plugin: Plugins = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Write a trained model in the format of other software, with class names, preprocessing and a model card.
 
@@ -175,15 +169,15 @@ def export(
 
 @app.command()
 def demo(
-    model: Model,
+    model: options.Model,
     clients: Annotated[
         str | None, typer.Option(help="Clients to show, as 3,7. Default: the first two with a model of their own.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at. Default: this machine only.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any free one.")] = 8765,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-    device: Device = "auto",
-    plugin: Plugins = [],  # noqa: B006
+    device: options.Device = "auto",
+    plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Open a local page: drop an image, and see what the server's model and two clients' models predict, and why.
 

@@ -14,28 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitfleet.cli.base import (
-    AsJson,
-    DataDir,
-    Jobs,
-    Out,
-    Overrides,
-    Plugins,
-    Yes,
-    app,
-    console,
-    create_confirmed,
-    raise_interrupt,
-    reserve_stdout,
-    say,
-    warn,
-    with_options,
-)
+from vitfleet.cli import options
+from vitfleet.cli.base import app, console, create_confirmed, raise_interrupt, reserve_stdout, say, warn, with_options
 from vitfleet.errors import UserError, describe_os_error
 from vitfleet.files import COMPARISON_FILE, CONFIG_FILE
 
 if TYPE_CHECKING:
     from vitfleet.cli.display import TerminalRun
+    from vitfleet.config.schema import Config
     from vitfleet.run.output.folder import RunFolder
 
 
@@ -44,13 +30,13 @@ def run(
     source: Annotated[
         str | None, typer.Argument(metavar="[PRESET|FILE]", help="Name of a preset, or a .toml or .json file.")
     ] = None,
-    override: Overrides = [],  # noqa: B006  (typer copies it)
-    plugin: Plugins = [],  # noqa: B006
-    out: Out = None,
-    data_dir: DataDir = None,
-    seed: Annotated[int | None, typer.Option(help="The same as -o seed=N.")] = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
+    override: options.Overrides = [],  # noqa: B006  (typer copies it)
+    plugin: options.Plugins = [],  # noqa: B006
+    out: options.Out = None,
+    data_dir: options.DataDir = None,
+    seed: options.Seed = None,
+    yes: options.Yes = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train one configuration. Without one, compare FedAvg, TransFL, EFTViT and FedViT in a minute.
 
@@ -90,7 +76,7 @@ def resume(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Give the run this many rounds in all, even if it is finished.")
     ] = None,
-    jobs: Jobs = 1,
+    jobs: options.Jobs = 1,
 ) -> None:
     """Resume a run or a comparison from its last checkpoint. It ends as if it had never been stopped.
 
@@ -122,16 +108,13 @@ def resume(
 def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
     """Run the remaining rounds of a run, show them, and return its summary.
 
-    Parameters
-    ----------
-    is_new
-        Whether the folder was just created: if the run cannot be set up, it is removed.
+    If the run cannot be set up, a folder ``is_new`` that was just created is removed.
     """
-    from vitfleet.api.training import discard_unstarted, run_in
+    from vitfleet.api.run import discard_unstarted, run_in
     from vitfleet.cli.display import TerminalRun
 
     display = TerminalRun()
-    with resumable(run_folder.path, "", display):
+    with resumable(run_folder.path, display):
         try:
             return run_in(run_folder, None, [display], display)
         except UserError:
@@ -141,35 +124,39 @@ def train(run_folder: RunFolder, is_new: bool = False) -> dict[str, Any]:
 
 
 @contextmanager
-def resumable(path: Path, options: str, display: TerminalRun) -> Iterator[None]:
+def resumable(path: Path, display: TerminalRun, jobs: int = 1) -> Iterator[None]:
     """Print how to resume what is interrupted, and close the display in any case."""
+    command = f"vitfleet resume {shlex.quote(str(path))}" + (f" --jobs {jobs}" if jobs > 1 else "")
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         yield
     except KeyboardInterrupt:
         display.close()
-        arguments = shlex.quote(str(path)) + options
-        warn(f"\nStopped. To resume from the last checkpoint: vitfleet resume {arguments}")
+        warn(f"\nStopped. To resume from the last checkpoint: {command}")
         raise typer.Exit(130) from None
     except OSError as error:
         sentence = describe_os_error(error)
         if sentence is None or not (path / "checkpoint" / "checkpoint.json").exists():
             raise
-        command = f"vitfleet resume {shlex.quote(str(path))}{options}"
         raise UserError(f"{sentence}. The last checkpoint is sound: then resume with {command}") from None
     finally:
         display.close()
 
 
 def _show_summary(summary: dict[str, Any], run_folder: RunFolder) -> None:
-    from vitfleet.config.run_title import run_title
-    from vitfleet.report.console.results import summary_table
-
-    console.print(summary_table(summary, run_title(run_folder.config().model_dump(mode="json"))))
-    say(f"run folder: {run_folder.path}")
+    print_summary(summary, run_folder.config(), run_folder.path)
     total = summary["total"]
     if total["failures"] == total["participations"]:
         raise UserError(f"no client's update could be used: {total['failure']}")
+
+
+def print_summary(summary: dict[str, Any], config: Config, folder: Path) -> None:
+    """Print what came out of a run, and where it is."""
+    from vitfleet.config.run_title import run_title
+    from vitfleet.report.console.results import summary_table
+
+    console.print(summary_table(summary, run_title(config.model_dump(mode="json"))))
+    say(f"run folder: {folder}")
 
 
 def process_rank() -> int:
@@ -179,7 +166,7 @@ def process_rank() -> int:
 
 def _follow() -> None:
     """Take part in the run that the first process started."""
-    from vitfleet.api.training import full_memory_as_sentence
+    from vitfleet.api.run import full_memory_as_sentence
     from vitfleet.config.load import read_config
     from vitfleet.fleet.distributed import join_process_group
     from vitfleet.run.loop import follow

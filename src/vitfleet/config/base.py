@@ -50,11 +50,8 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
     """Yield the numbers of a value: of a table's own, in lists and in tables of values."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _numbers_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _numbers_in(item)
 
 
@@ -63,15 +60,9 @@ def _check_number(number: int | float, has_upper: bool, has_lower: bool) -> None
     most = MAX_INTEGER if isinstance(number, int) else MAX_FLOAT
     if (not has_upper and number > most) or number < -most:
         sign = "-" if number < 0 else ""
-        raise PydanticCustomError(
-            "number_limit",
-            f"Input should be {'at least' if sign else 'at most'} {sign}{most:g}",
-        )
+        raise PydanticCustomError("number_limit", f"Input should be {'at least' if sign else 'at most'} {sign}{most:g}")
     if isinstance(number, float) and not has_lower and 0 < abs(number) < MIN_FLOAT:
-        raise PydanticCustomError(
-            "number_limit",
-            f"Input should be 0 or at least {MIN_FLOAT:g} in absolute value",
-        )
+        raise PydanticCustomError("number_limit", f"Input should be 0 or at least {MIN_FLOAT:g} in absolute value")
 
 
 class MethodParams(Table):

@@ -53,7 +53,7 @@ class TasksConfig(Table):
         return self.count * self.rounds_per_task
 
     def task_index(self, round: int) -> int:
-        """Return how many tasks lie behind a client in a round (both of them counted as everywhere: rounds from 1)."""
+        """Return the index of the task that is learned in a round; rounds count from 1, tasks from 0."""
         return (round - 1) // self.rounds_per_task
 
 

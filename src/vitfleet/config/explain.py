@@ -13,15 +13,7 @@ from vitfleet.errors import ConfigError, UserError
 
 
 def explain(error: ErrorDetails, table: type[BaseModel], where: str = "") -> UserError:
-    """Turn pydantic's description of an error into an error for the user.
-
-    Parameters
-    ----------
-    table
-        The table that was validated.
-    where
-        Its dotted name; empty for the whole configuration.
-    """
+    """Turn pydantic's description of an error in a table (``where``: its dotted name) into an error for the user."""
     path = [str(part) for part in error["loc"] if part != "[key]"]  # pydantic's mark for a name in a table of names
     key = ".".join([where, *path] if where else path)
     value = error["input"]

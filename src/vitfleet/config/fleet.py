@@ -52,13 +52,8 @@ class BufferedSchedule(Schedule):
     )
 
 
-for _kind, _schedule in (
-    ("synchronous", SynchronousSchedule),
-    ("deadline", DeadlineSchedule),
-    ("over-selection", OverSelectionSchedule),
-    ("buffered", BufferedSchedule),
-):
-    SCHEDULES.register(_kind, _schedule)(_schedule)
+for _schedule in (SynchronousSchedule, DeadlineSchedule, OverSelectionSchedule, BufferedSchedule):
+    SCHEDULES.register(_schedule.model_fields["kind"].default, _schedule)(_schedule)
 
 
 class FleetConfig(Table):
@@ -94,20 +89,14 @@ class FleetConfig(Table):
 
     @model_validator(mode="after")
     def _clients_suffice(self) -> FleetConfig:
-        if self.per_round > self.clients:
-            raise ValueError(
-                f"fleet.per_round = {self.per_round}: must be between 1 and fleet.clients = {self.clients}"
-            )
-        if self.per_round + self.over_provision > self.clients:
-            most = self.clients - self.per_round
-            raise ValueError(
-                f"fleet.over_provision = {self.over_provision}: must be between 0 and {most}, the clients not asked "
-                "anyway"
-            )
-        if self.min_replies > self.per_round:
-            raise ValueError(
-                f"fleet.min_replies = {self.min_replies}: must be between 1 and fleet.per_round = {self.per_round}"
-            )
+        not_asked = self.clients - self.per_round
+        for key, least, most, what in (
+            ("per_round", 1, self.clients, f"fleet.clients = {self.clients}"),
+            ("over_provision", 0, not_asked, f"{not_asked}, the clients not asked anyway"),
+            ("min_replies", 1, self.per_round, f"fleet.per_round = {self.per_round}"),
+        ):
+            if getattr(self, key) > most:
+                raise ValueError(f"fleet.{key} = {getattr(self, key)}: must be between {least} and {what}")
         return self
 
     @model_validator(mode="after")

@@ -35,12 +35,12 @@ def every_key(table: type[BaseModel] = Config, prefix: str = "") -> Iterator[Key
     for name, field in table.model_fields.items():
         path = f"{prefix}{name}"
         mark = parameters_of(field)
-        inner = [member for member in _members(field.annotation) if _is_table(member)]
-        if mark is not None and mark.registry.part_paths == "by name":
+        inner = [one for one in _members(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        if mark is not None and mark.registry.layout == "by name":
             for entry in mark.registry:
                 yield Key(f"{path}.{entry.name}", "", "table", "", entry.summary)
                 yield from every_key(entry.params, f"{path}.{entry.name}.")
-        elif mark is not None and mark.registry.part_paths == "tagged":
+        elif mark is not None and mark.registry.layout == "tagged":
             default = str(getattr(field.get_default(call_default_factory=True), mark.registry.tag))
             yield from _tagged_keys(mark.registry, default)
         elif inner:
@@ -56,10 +56,6 @@ def _tagged_keys(registry: Registry[Any], default: str) -> Iterator[Key]:
         for key in every_key(entry.params, f"{registry.table}."):
             if key.name != registry.key:
                 yield replace(key, variant=entry.name)
-
-
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def markdown() -> str:

@@ -23,15 +23,7 @@ _LONG_WORD = re.compile(rf"[\w.+-]{{{MAX_KEY + 1}}}")
 
 
 def check_text(source: str, length: int, limit: int = MAX_TEXT) -> None:
-    """Refuse the text of a configuration if it is too long.
-
-    Parameters
-    ----------
-    source
-        Where it comes from, for the message.
-    length
-        Its length: it need not have been read.
-    """
+    """Refuse the text of a configuration if it is too long; it need not have been read."""
     if length > limit:
         raise UserError(f"{source}: has {length} characters; a configuration has at most {limit}")
 

@@ -43,11 +43,9 @@ PATHS = ("data.path", "data.dir", "data.partition.path", "model.weights")
 @cache
 def _preset_texts() -> dict[str, str]:
     """Return the text of every shipped preset's file."""
-    folder = files("vitfleet") / "presets"
-    entries = sorted(
-        (entry for entry in folder.iterdir() if entry.name.endswith(".toml")), key=lambda entry: entry.name
-    )
-    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in entries}
+    entries = {entry.name: entry for entry in (files("vitfleet") / "presets").iterdir()}
+    names = sorted(name for name in entries if name.endswith(".toml"))
+    return {name.removesuffix(".toml"): entries[name].read_text(encoding="utf-8") for name in names}
 
 
 def presets() -> dict[str, str]:
@@ -82,8 +80,7 @@ def load_config(
     plugins
         Plug-in files to load in addition to those that the source names.
     """
-    tree = _read_source(source)
-    return from_tree(tree, overrides, base, plugins)
+    return from_tree(_read_source(source), overrides, base, plugins)
 
 
 def from_tree(
@@ -124,16 +121,8 @@ def read_config(path: Path) -> Config:
 def validate(tree: Tree, load_plugins: bool = True) -> Config:
     """Turn a tree of plain values into a configuration.
 
-    Parameters
-    ----------
-    load_plugins
-        Whether the plug-ins that the tree names are loaded. False for a tree that came from another machine: then only
-        what is installed or loaded here already can be used.
-
-    Raises
-    ------
-    UserError
-        Describes the first wrong key.
+    ``load_plugins`` is false for a tree that came from another machine: then only what is installed or loaded here
+    already can be used.
     """
     check_tree([tree])
     if load_plugins:

@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitfleet.config.registry import ALL, Entry, Registry
+from vitfleet.config.registry import ALL, Registry
 from vitfleet.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,32 +32,16 @@ _entry_points_loaded = False
 
 @dataclass(frozen=True)
 class UsedComponent:
-    """A component that a configuration uses and that is not part of vitfleet.
+    """A component that a configuration uses and that is not part of vitfleet."""
 
-    Attributes
-    ----------
-    kind, name
-        What it is (``method``, …) and the name it is registered under.
-    origin
-        Its file, or its module where it has none.
-    sha256
-        Hash of the file; empty where it has none.
-    """
-
-    kind: str
-    name: str
-    origin: str
-    sha256: str
+    kind: str  # what it is: `method`, …
+    name: str  # under which it is registered
+    origin: str  # its file, or its module where it has none
+    sha256: str  # of the file; empty where it has none
 
 
 def load_plugins(paths: Iterable[str | Path]) -> None:
-    """Load plug-in files, and those of installed packages; one that is loaded already is not run again.
-
-    Raises
-    ------
-    UserError
-        A file is missing, or its import fails; names the file and the line.
-    """
+    """Load plug-in files, and those of installed packages; one that is loaded already is not run again."""
     load_installed()
     for path in paths:
         load_file(Path(path))
@@ -132,32 +117,19 @@ def resolve(reference: str, registry: Registry[Any]) -> tuple[str, str]:
 
 def used_components(config: Config) -> list[UsedComponent]:
     """Return the components of a configuration that come from plug-ins, notebooks or installed packages."""
-    return [
-        UsedComponent(registry.kind, entry.name, entry.origin.file or entry.origin.module, entry.origin.sha256)
-        for registry, entry in _named_by(config)
-        if not entry.origin.built_in
-    ]
-
-
-def _named_by(config: Config) -> Iterator[tuple[Registry[Any], Entry[Any]]]:
+    used = []
     for registry in ALL:
-        value: Any = config
-        for part in registry.key.split("."):
-            value = getattr(value, part)
+        value = attrgetter(registry.key)(config)
         for name in value if isinstance(value, dict) else [value]:
             entry = registry.get(str(name))
-            if entry is not None:
-                yield registry, entry
+            if entry is not None and not entry.origin.built_in:
+                origin = entry.origin
+                used.append(UsedComponent(registry.kind, entry.name, origin.file or origin.module, origin.sha256))
+    return used
 
 
 def check_unchanged(config: Config, recorded: Iterable[UsedComponent], where: str) -> None:
-    """Check that a configuration's plug-ins are the ones that a run began with.
-
-    Raises
-    ------
-    UserError
-        A plug-in's code has changed, or another one provides the component.
-    """
+    """Check that a configuration's plug-ins are the ones that a run began with."""
     now = {(used.kind, used.name): used for used in used_components(config)}
     for before in recorded:
         found = now.get((before.kind, before.name))

@@ -30,7 +30,7 @@ Registered = TypeVar("Registered")
 PACKAGE = "vitfleet"
 #: Where a component's parameters stand: in the table that names it (``[method]``), in a table under its name
 #: (``[metrics.NAME]``), or in a table ``params`` beside the key that names it (``model.name``, ``[model.params]``).
-PartPaths: TypeAlias = Literal["tagged", "by name", "beside"]
+Layout: TypeAlias = Literal["tagged", "by name", "beside"]
 
 
 class NoParams(Table):
@@ -39,21 +39,11 @@ class NoParams(Table):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a component was defined.
+    """Where a component was defined."""
 
-    Attributes
-    ----------
-    module
-        Name of the module that registered it.
-    file
-        The module's file; empty for code that was typed into an interpreter or a notebook.
-    sha256
-        Hash of the file's content when it was registered.
-    """
-
-    module: str
-    file: str = ""
-    sha256: str = ""
+    module: str  # name of the module that registered it
+    file: str = ""  # empty for code that was typed into an interpreter or a notebook
+    sha256: str = ""  # of the file's content when it was registered
 
     @property
     def built_in(self) -> bool:
@@ -71,25 +61,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """One registered component.
-
-    Attributes
-    ----------
-    title
-        What it is called in tables and figures.
-    target
-        The registered class or function.
-    declared_params
-        Its parameter table, as it was registered.
-    params
-        The table with the component's name fixed in its tag, if the registry has one.
-    """
+    """One registered component."""
 
     name: str
-    title: str
-    target: T
-    declared_params: type[Table]
-    params: type[Table]
+    title: str  # what it is called in tables and figures
+    target: T  # the registered class or function
+    declared_params: type[Table]  # its parameter table, as it was registered
+    params: type[Table]  # the table with the component's name fixed in its tag, if the registry has one
     origin: Origin
 
     @property
@@ -100,26 +78,14 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Components of one kind, by name.
+    """Components of one kind, by name."""
 
-    Parameters
-    ----------
-    kind
-        What a component is, for messages: ``method``, ``partition``, …
-    key
-        The configuration key that names a component: ``method.name``.
-    builtin
-        Modules whose import registers the built-in components.
-    layout
-        Where a component's parameters stand.
-    """
-
-    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: PartPaths = "tagged") -> None:
-        self.kind = kind
-        self.key = key
-        self.part_paths = layout
+    def __init__(self, kind: str, key: str, builtin: tuple[str, ...], layout: Layout = "tagged") -> None:
+        self.kind = kind  # what a component is, for messages: method, partition, …
+        self.key = key  # the configuration key that names a component: method.name
+        self.layout = layout
         self.table, _, self.tag = key.rpartition(".")
-        self._builtin = builtin
+        self._builtin = builtin  # modules whose import registers the built-in components
         self._loading = False
         self._entries: dict[str, Entry[T]] = {}
         ALL.append(self)
@@ -145,7 +111,7 @@ class Registry(Generic[T]):
                     f"{self.kind} {name!r} ({origin.file or origin.module}): the name is taken by "
                     f"{known.origin.file or known.origin.module}; choose another name"
                 )
-            table = _tagged(params, self.tag, name) if self.part_paths == "tagged" else params
+            table = _tagged(params, self.tag, name) if self.layout == "tagged" else params
             self._entries[name] = Entry(name, title or name, target, params, table, origin)  # type: ignore[arg-type]
             return target
 
@@ -188,13 +154,7 @@ class Registry(Generic[T]):
         return self.validate(name, values)
 
     def validate(self, name: str, values: Any) -> Table:
-        """Return the parameter table of a component, from the values of its keys.
-
-        Raises
-        ------
-        UserError
-            Names the key, its value and the remedy.
-        """
+        """Return the parameter table of a component, from the values of its keys."""
         params = self._params_of(name)
         try:
             return params.model_validate(values)
@@ -202,26 +162,24 @@ class Registry(Generic[T]):
             raise self._explain(error.errors()[0], name, params) from None
 
     def _params_of(self, name: str) -> type[Table]:
-        if self.part_paths == "beside":  # a name may also be that of the user's own images, or of a model of timm
+        if self.layout == "beside":  # a name may also be that of the user's own images, or of a model of timm
             entry = self.get(name)
             return NoParams if entry is None else entry.params
-        if self.part_paths == "by name" and name not in self:
+        if self.layout == "by name" and name not in self:
             raise UserError(f"{self.key}.{name}: no such key; {suggest(str(name), self.names(), self.key)}")
         return self[name].params
 
     def _explain(self, error: ErrorDetails, name: str, params: type[Table]) -> UserError:
         """Explain what is wrong with the parameters of a component."""
-        where = {"tagged": self.table, "by name": f"{self.key}.{name}", "beside": f"{self.table}.params"}[
-            self.part_paths
-        ]
+        where = {"tagged": self.table, "by name": f"{self.key}.{name}", "beside": f"{self.table}.params"}[self.layout]
         if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
             key = str(error["loc"][0])
-            if self.part_paths == "beside":
+            if self.layout == "beside":
                 known = ", ".join(params.model_fields)
                 allowed = f"has the parameters {known}" if known else "has no parameters"
                 return ConfigError(f"{where}.{key}", error["input"], f"no such key; {name!r} {allowed}")
             owners = [entry.name for entry in self if key in entry.params.model_fields]
-            if self.part_paths == "tagged" and owners:
+            if self.layout == "tagged" and owners:
                 owned = f"it belongs to {self.key} = {' or '.join(owners)}, and {self.key} is {name}"
                 return UserError(f"{where}.{key}: no such key; {owned}")
         return explain(error, params, where)
@@ -252,11 +210,7 @@ class Parameters:
 
     The value is a parameter table, or for parameters under their components' names a dictionary of them. Parameters
     beside the name stay as they were given: what is saved holds no defaults of theirs.
-
-    Parameters
-    ----------
-    default
-        The component that is meant where the tag is left out; ``None``: leaving it out is an error.
+    Where the tag is left out, the component ``default`` is meant; without one that is an error.
     """
 
     def __init__(self, registry: Registry[Any], default: str | None = None) -> None:
@@ -270,11 +224,11 @@ class Parameters:
 
     def _validate(self, value: Any, info: core_schema.ValidationInfo) -> Any:
         registry = self.registry
-        if registry.part_paths == "tagged" and isinstance(value, dict | Table):
+        if registry.layout == "tagged" and isinstance(value, dict | Table):
             return self._validate_tagged(value)
         if not isinstance(value, dict):
             raise PydanticKnownError("dict_type")
-        if registry.part_paths == "by name":
+        if registry.layout == "by name":
             return {name: registry.validate(name, values) for name, values in value.items()}
         if registry.tag in (info.data or {}):  # else the name is wrong, and reported
             registry.validate(info.data[registry.tag], value)

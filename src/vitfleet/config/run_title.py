@@ -33,12 +33,7 @@ def data_label(data: Mapping[str, Any]) -> str:
 
 def titled_parts(tree: Mapping[str, Any]) -> list[Any]:
     """Return what a title is about: if an override changes any of it, the title is no longer true."""
-    data, fleet = (_table(tree, name) for name in ("data", "fleet"))
+    # The tree is not validated yet: these may be no tables.
+    data, fleet = (table if isinstance(table := tree.get(name), dict) else {} for name in ("data", "fleet"))
     data = {key: value for key, value in data.items() if key not in ("dir", "test_only")}
     return [data, tree.get("model"), tree.get("method"), fleet.get("clients"), fleet.get("per_round")]
-
-
-def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a table of a tree that is not validated yet; empty if it is none."""
-    table = tree.get(name)
-    return table if isinstance(table, dict) else {}

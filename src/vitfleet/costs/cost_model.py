@@ -1,41 +1,62 @@
 """Operations and bytes of clients' rounds, without training: dry runs and their counted operations.
 
-The memory of a training is computed by :mod:`vitfleet.costs.memory`.
+A dry run executes the method's client update on tensors that have shapes but no values (meta tensors). The trainings
+that it yields define what trains and what every step computes; the update that it returns is the message to send.
+Operations, bytes and memory thus follow from the method itself. The memory of a training is computed by
+:mod:`vitfleet.costs.memory`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from vitfleet.config.schema import TrainConfig
-from vitfleet.costs.dry_run import NO_LABELS, DryRun, dry_run, message_size, shapes_of
-from vitfleet.costs.flops import FlopCounter, Flops
-from vitfleet.message import Numbers, State
-from vitfleet.methods.base import Method
+from vitfleet.costs.flops import FlopCounter, Flops, shapes_of
+from vitfleet.data.images import ImageSet, Shard
+from vitfleet.message import Message, Numbers, State
+from vitfleet.methods.base import ClientRoundInput, ClientUpdate, Method
 from vitfleet.models.net import Net
+from vitfleet.training.local_training import LocalResult, LocalTraining
 from vitfleet.training.step import kind_of_step
+from vitfleet.wire import encoded_size
 
 KNOWN_STATES = 64  # of clients that have learned different tasks
+NO_LABELS: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # labels of a client without images
 ONE_LABEL: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Result of a dry run of a client's round."""
+
+    trainings: list[LocalTraining]  # the trainings that the client would run
+    update: ClientUpdate  # the message it would send and the state it would keep
+    # Tensors held during the whole round: received tensors, and state kept from earlier rounds
+    held_tensors: list[Tensor]
+
+    def kept_state(self) -> State | None:
+        """Return the state that the client would keep, in tensors of its own: memory is counted per tensor."""
+        state = self.update.client_state
+        if state is None:
+            return None
+        copies = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in state.tensors.values()}
+        return replace(state, tensors={name: copies[id(tensor)] for name, tensor in state.tensors.items()})
 
 
 class CostModel:
     """Computes the costs of clients' rounds; the operations of each distinct step are counted once.
 
-    Parameters
-    ----------
-    method
-        A method whose tensors are on the CPU; nothing is computed with them.
-    image_size
-        Height and width of the clients' images in pixels; by default, the model's input size.
-    counted
-        Operations that were counted before, for models of the same shapes; new counts are added.
+    The tensors of the method must be on the CPU; nothing is computed with them. Without ``image_size``, the clients'
+    images have the model's input size. ``counted`` are operations that were counted before, for models of the same
+    shapes; new counts are added.
     """
 
     def __init__(
@@ -52,7 +73,6 @@ class CostModel:
         self.image_size = image_size or net.image_size
         self.blank = shapes_of(net)
         self.counter = FlopCounter(net, train, counted)
-        self._dry_run = partial(dry_run, method, self.net, self.image_size, blank=self.blank)
         self._after_tasks = lru_cache(KNOWN_STATES)(self._state_after)
 
     def dry_run(
@@ -65,23 +85,44 @@ class CostModel:
     ) -> DryRun:
         """Execute a client's round on meta tensors.
 
-        Parameters
-        ----------
-        task_index
-            Number of tasks before this one.
-        client_metrics
-            The numbers of the client's last message; ``None``: first round of the client.
+        ``task_index`` is the number of tasks before this one; ``client_metrics`` are the numbers of the client's last
+        message, ``None`` in its first round.
         """
         kept = None if client_metrics is None else self.kept_state(client_metrics)
         return self._dry_run(labels, round, client, task_index, kept)
 
+    def _dry_run(
+        self,
+        labels: NDArray[np.int64],
+        round: int = 1,
+        client: int = 0,
+        task_index: int = 0,
+        client_state: State | None = None,
+    ) -> DryRun:
+        method, net, size = self.method, self.net, self.image_size
+        received = method.message_to_client(method.initial_state(self.blank), round, client, None)
+        targets = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+        pixels = torch.empty(len(targets), len(net.mean), size, size, dtype=torch.uint8, device="meta")
+        shard = Shard(ImageSet(pixels, targets), torch.arange(len(targets)))
+        base = method.initial_broadcast(self.blank).tensors
+        job = ClientRoundInput(round, client, received, base, client_state, shard, task_index)
+        requested = method.client_update(job)
+        kept = client_state.tensors.values() if client_state else ()
+        trainings: list[LocalTraining] = []
+        try:
+            training = next(requested)
+            while True:
+                trainings.append(training)
+                result = _blank_result(training, len(targets), method.context.num_classes, len(trainings))
+                training = requested.send(result)
+        except StopIteration as end:
+            update: ClientUpdate = end.value
+            return DryRun(trainings, update, [*received.tensors.values(), *base.values(), *kept])
+
     def late_round(self, labels: Sequence[NDArray[np.int64]]) -> DryRun:
         """Dry-run the most expensive round of a client: its second one in the last task, after a round in every task.
 
-        Parameters
-        ----------
-        labels
-            Labels of the client's images in each task.
+        ``labels`` are those of the client's images in each task.
         """
         client_state: State | None = None
         for position in range(len(labels) + 1):
@@ -128,9 +169,37 @@ class CostModel:
 
     def down_bytes(self) -> tuple[int, int]:
         """Return the encoded sizes of the server's message in the method's cost round and of the base message."""
-        blank = shapes_of(self.net)
-        server: State = self.method.initial_state(blank)
+        server: State = self.method.initial_state(self.blank)
         return (
             message_size(self.method.message_to_client(server, self.method.cost_round, 0, None)),
-            message_size(self.method.initial_broadcast(blank)),
+            message_size(self.method.initial_broadcast(self.blank)),
         )
+
+
+@lru_cache(maxsize=4096)
+def _blank_weight(name: str, shape: torch.Size, training: int) -> Tensor:
+    """Return a weight as a meta tensor; cached, because creating it takes longer than the rest of a dry run.
+
+    Memory is counted per tensor: each training of a round, by its number, has tensors of its own.
+    """
+    return torch.empty(shape, device="meta")
+
+
+def _blank_result(training: LocalTraining, samples: int, num_classes: int, number: int) -> LocalResult:
+    scored, steps = samples if training.score_samples else 0, max(1, training.epochs)
+    return LocalResult(
+        {name: _blank_weight(name, training.weights[name].shape, number) for name in training.trainable},
+        torch.zeros(()),
+        samples,
+        steps,
+        # Methods read kept tensors on the host, so they need values: zeros.
+        {name: torch.zeros_like(tensor, device="cpu") for name, tensor in training.kept.items()},
+        sample_losses=torch.zeros(scored),
+        finite_steps=torch.tensor(float(steps)),
+        sample_logits=torch.empty(scored, num_classes, device="meta"),
+    )
+
+
+def message_size(message: Message) -> int:
+    """Return a message's encoded size in bytes; an empty message is not sent, so its size is 0."""
+    return encoded_size(message) if message.tensors or message.numbers else 0

@@ -1,6 +1,6 @@
 """What a run will take on this machine, before it starts: time, memory, disk.
 
-Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.dry_run`. How many operations per
+Operations, message sizes and states come from the dry run of :mod:`vitfleet.costs.cost_model`. How many operations per
 second this machine manages is measured with a few training steps of the model, or with a matrix product where a step
 would take too long. An estimate is made to see whether a run takes seconds, hours or days; expect it to be right
 within a factor of two. Once a run has finished a round, its own time per round is better.
@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,12 @@ from numpy.typing import NDArray
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.dry_run import shapes_of
-from vitfleet.costs.flops import FlopCounter
-from vitfleet.costs.report import cost_net, typical_labels
+from vitfleet.costs.flops import FlopCounter, shapes_of
+from vitfleet.costs.report import cost_method, typical_labels
 from vitfleet.costs.speed import SpeedRequest, measure_speed
 from vitfleet.data.features import Features, FeatureSet
-from vitfleet.data.tasks import class_to_task
 from vitfleet.message import State
-from vitfleet.methods import Method, MethodContext, adapt_model, declared_work, make_method
+from vitfleet.methods import Method, declared_work
 from vitfleet.methods.aggregation.server_optimizers import moment_bytes
 from vitfleet.models.families.request import USUAL_GRID, fewer_patches
 from vitfleet.models.net import Net
@@ -101,23 +98,14 @@ def estimate_run(
 ) -> RunEstimate | None:
     """Estimate a run on this machine in about a second; ``None`` if the sizes of its data set are not known.
 
-    Where clients are on machines of their own, it is an estimate of the server alone.
-
-    Parameters
-    ----------
-    size
-        The sizes of the data set, ``DatasetSize.of(data)`` for a loaded one; by default those of
-        :func:`~vitfleet.costs.dataset_size.known_size`.
-    speed
-        Returns the operations per second of the training; measured by default.
+    Where clients are on machines of their own, it is an estimate of the server alone. ``size`` is
+    ``DatasetSize.of(data)`` for a loaded data set, by default :func:`~vitfleet.costs.dataset_size.known_size`.
+    ``speed`` returns the operations per second of the training; measured by default.
     """
     size = size or known_size(config.data)
     if size is None:
         return None
-    tasks = class_to_task(config.data.tasks, config.seed, size.num_classes)
-    net = cost_net(config, size, partial(adapt_model, config.method, class_to_task=tasks))
-    context = MethodContext(config, net, size.num_classes, torch.device("cpu"))
-    method = make_method(config.method, context)
+    method, net = cost_method(config, size)
     client_bytes = estimate_client_bytes(net, config.train, declared_work(config).images_per_step)
     work = _RunWork.of(config, size, method, net)
     with thread_limit(torch.get_num_threads()):  # restores the number that the configuration sets
@@ -222,19 +210,13 @@ def _file_cache(stat: Path) -> int:
 
 @dataclass(frozen=True)
 class _RunWork:
-    """Operations and bytes of a whole run.
+    """Operations and bytes of a whole run."""
 
-    Attributes
-    ----------
-    training, flops_per_sample
-        A typical training of a client, and its operations per sample.
-    server_bytes, stored_bytes
-        Memory of the server's state, and bytes of the checkpoints and models in the run's folder.
-    """
-
+    # A typical training of a client, and its operations per sample
     training: LocalTraining
     flops_per_sample: int
     total_flops: float
+    # Memory of the server's state, and bytes of the checkpoints and models in the run's folder
     server_bytes: int
     stored_bytes: int
 

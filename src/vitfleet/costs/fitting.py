@@ -18,22 +18,12 @@ TRIED_MASK_RATIOS = (0.5, 0.75)
 
 @dataclass(frozen=True)
 class Remedy:
-    """Changes after which a training fits into a device; each alone is enough.
-
-    Attributes
-    ----------
-    batch_size
-        A ``train.batch_size`` that fits; ``None``: not even one image fits.
-    mask_ratio
-        The smallest of the tried values of ``train.mask_ratio`` that fits; ``None``: none does.
-    methods
-        Methods of the same cost reports that fit.
-    """
+    """Changes after which a training fits into a device; each alone is enough."""
 
     device: DeviceName
-    batch_size: int | None
-    mask_ratio: float | None
-    methods: tuple[str, ...]
+    batch_size: int | None  # a ``train.batch_size`` that fits; ``None``: not even one image fits
+    mask_ratio: float | None  # the smallest of the tried values of ``train.mask_ratio`` that fits; ``None``: none does
+    methods: tuple[str, ...]  # methods of the same cost reports that fit
 
 
 def find_remedies(config: Config, reports: Sequence[CostReport], devices: Sequence[DeviceName]) -> list[Remedy]:
@@ -61,17 +51,11 @@ def find_remedies(config: Config, reports: Sequence[CostReport], devices: Sequen
 
 
 def largest_batch(single_image: int | None, batch: int, batch_size: int, free: int) -> int | None:
-    """Return a batch size whose training fits; ``None`` if one image does not.
+    """Return a batch size whose training fits into so many free bytes; ``None`` if one image does not.
 
     Every allocation of a step grows linearly with the batch, so the peak, the largest sum of some of them, is a convex
-    function of it: on a straight line between two batch sizes lies at least what those between them need.
-
-    Parameters
-    ----------
-    single_image, batch
-        Bytes of a training with batches of one image, and of ``batch_size`` images.
-    free
-        Bytes that the device has for the training.
+    function of it: on a straight line between two batch sizes lies at least what those between them need. The line is
+    that from the bytes of a ``single_image`` to those of a ``batch`` of ``batch_size`` images.
     """
     if single_image is None or single_image > free:
         return None

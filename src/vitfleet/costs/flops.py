@@ -39,34 +39,20 @@ BATCH = "batch"  # the origin of samples that are neither drawn from a set nor p
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations per sample; a multiply-add counts as two.
+    """Floating-point operations per sample; a multiply-add counts as two."""
 
-    Attributes
-    ----------
-    forward
-        Forward passes: masked, through the layers that are computed.
-    training
-        Forward and backward passes. A frozen layer still propagates the gradient, but needs none for its weights. Where
-        nothing trains, only the forward passes.
-    """
-
-    forward: int
+    forward: int  # forward passes: masked, through the layers that are computed
+    # Forward and backward passes. A frozen layer still propagates the gradient, but needs none for its weights. Where
+    # nothing trains, only the forward passes.
     training: int
 
 
 @dataclass(frozen=True)
 class StepPasses:
-    """What the passes of one kind of step cost.
+    """What the passes of one kind of step cost."""
 
-    Attributes
-    ----------
-    per_sample
-        Operations per sample of the batch, drawn samples included.
-    per_part
-        Operations per sample of a set's parts: for each of the first so many parts of a set, by name and number.
-    """
-
-    per_sample: Flops
+    per_sample: Flops  # operations per sample of the batch, drawn samples included
+    # Operations per sample of a set's parts: for each of the first so many parts of a set, by name and number
     per_part: Mapping[tuple[str, int], int]
 
     def total(self, batch_size: int, widths: Mapping[str, Sequence[int]]) -> int:
@@ -78,12 +64,8 @@ class StepPasses:
 class FlopCounter:
     """Counts the operations of trainings of one model; what was counted once is known.
 
-    Parameters
-    ----------
-    net
-        The architecture; the values of its weights are not used.
-    counted
-        What was counted before, for models of the same shapes; new counts are added.
+    The values of the model's weights are not used. ``counted`` was counted before, for models of the same shapes; new
+    counts are added.
     """
 
     def __init__(self, net: Net, train: TrainConfig, counted: dict[Hashable, Any] | None = None) -> None:
@@ -125,8 +107,7 @@ class FlopCounter:
     @cached_property
     def evaluation(self) -> int:
         """The operations of the forward pass of a whole image."""
-        weights = {name: torch.empty(shape, device="meta") for name, shape in self.net.parts.shapes.items()}
-        return self.step(LocalTraining(weights, self.net.parts.whole, 1), masked=False).per_sample.forward
+        return self.step(LocalTraining(shapes_of(self.net), self.net.parts.whole, 1), masked=False).per_sample.forward
 
     def _count_step(self, training: LocalTraining, train: TrainConfig, kind: Hashable) -> StepPasses:
         stack, batch = meta_stack(self.net, training, train, size=1)
@@ -136,10 +117,14 @@ class FlopCounter:
         return view.models.passes(training.sets)
 
 
+def shapes_of(net: Net) -> dict[str, Tensor]:
+    """Return a model's weights as meta tensors."""
+    return {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
+
+
 def full_flops(net: Net) -> Flops:
     """Count the operations of full training on an unmasked image, the reference for comparisons."""
-    weights = {name: torch.empty(shape, device="meta") for name, shape in net.parts.shapes.items()}
-    return FlopCounter(net, TrainConfig()).step(LocalTraining(weights, net.parts.whole, 1)).per_sample
+    return FlopCounter(net, TrainConfig()).step(LocalTraining(shapes_of(net), net.parts.whole, 1)).per_sample
 
 
 def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int) -> tuple[ClientStack, Batch]:
@@ -222,21 +207,14 @@ class _CountingView(StepView):
 
 @dataclass(frozen=True)
 class CountedModels(ClientModels):
-    """The model of one client; passes are counted instead of executed.
+    """The model of one client; passes are counted instead of executed."""
 
-    Attributes
-    ----------
-    counted
-        What one sample costs in a pass, and the shapes of the outputs, by all that a pass depends on.
-    origins, part_origins
-        Of which samples labels are, and of which set and how many of its parts some samples are.
-    per_sample, per_part
-        What was counted so far, by origin: forward operations, and all.
-    """
-
+    # What one sample costs in a pass, and the shapes of the outputs, by all that a pass depends on
     counted: dict[Hashable, Any] = field(default_factory=dict)
+    # Of which samples labels are, and of which set and how many of its parts some samples are
     origins: dict[int, str] = field(default_factory=dict)
     part_origins: dict[int, tuple[str, int]] = field(default_factory=dict)
+    # What was counted so far, by origin: forward operations, and all
     per_sample: dict[str, list[Flops]] = field(default_factory=lambda: defaultdict(list))
     per_part: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
 

@@ -32,28 +32,13 @@ RESERVED_BYTES = int(0.6 * GIB)
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """A type of device.
+    """A type of device."""
 
-    Attributes
-    ----------
-    title
-        Display name.
-    peak_gflops
-        Peak rate in the precision used for training.
-    utilisation
-        Fraction of the peak rate that training a ViT reaches.
-    memory_bytes
-        Total memory; on a Jetson, processor and GPU share it.
-    upload_rate, download_rate
-        Network rates in bytes per second.
-    source
-        Source of the figures.
-    """
-
-    title: str
-    peak_gflops: float
-    utilisation: float
-    memory_bytes: int
+    title: str  # for display
+    peak_gflops: float  # peak rate in the precision used for training
+    utilisation: float  # fraction of the peak rate that training a ViT reaches
+    memory_bytes: int  # total memory; on a Jetson, processor and GPU share it
+    # Network rates in bytes per second
     upload_rate: float
     download_rate: float
     source: str
@@ -120,13 +105,7 @@ HARDWARE_PROFILES: Mapping[DeviceName, HardwareProfile] = {
 
 
 def select_devices(names: Sequence[str]) -> list[DeviceName]:
-    """Return the devices of these names; a name's beginning selects all that begin with it, as ``pi4``.
-
-    Raises
-    ------
-    UserError
-        If no device has one of the names.
-    """
+    """Return the devices of these names; a name's beginning selects all that begin with it, as ``pi4``."""
     selected: dict[DeviceName, None] = {}
     for name in names:
         found = [device for device in HARDWARE_PROFILES if name in (device, device.split("-")[0])]
@@ -163,10 +142,7 @@ class RoundWorkload:
 def workload_seconds(device: HardwareProfile, workload: RoundWorkload, bandwidth: float | None = None) -> float:
     """Return the seconds that a device takes to receive, train and send.
 
-    Parameters
-    ----------
-    bandwidth
-        Bytes per second in both directions, instead of the device's own rates.
+    ``bandwidth`` is in bytes per second in both directions, instead of the device's own rates.
     """
     receiving = workload.down_bytes / (bandwidth or device.download_rate)
     sending = workload.up_bytes / (bandwidth or device.upload_rate)

@@ -9,8 +9,9 @@ task that needs a reference gradient adds one gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
-from vitfleet.costs.dry_run import DryRun
+from vitfleet.costs.cost_model import DryRun
 from vitfleet.costs.flops import empty_batch
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
@@ -35,24 +36,13 @@ from vitfleet.training.trainer import Trainer, preprocess_for
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the peak of a training step.
+    """Bytes at the peak of a training step."""
 
-    Attributes
-    ----------
-    weights
-        The received model, the state kept from earlier rounds, stored samples, and a copy of the trainable weights.
-    gradients
-        Gradients of the trainable weights.
-    optimizer
-        Optimiser state: two values per trainable weight for AdamW, one for SGD with momentum.
-    activations
-        Everything else at the peak: saved activations, reference gradients, and intermediate results.
-    """
-
+    # The received model, the state kept from earlier rounds, stored samples, and a copy of the trainable weights
     weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    gradients: int  # of the trainable weights
+    optimizer: int  # two values per trainable weight for AdamW, one for SGD with momentum
+    activations: int  # everything else at the peak: saved activations, reference gradients, and intermediate results
 
     @property
     def total(self) -> int:
@@ -93,31 +83,22 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         size = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, self._make_release_callback(key, size))
+        self._storages[key] = weakref.ref(storage, partial(self._release, key, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _make_release_callback(self, key: int, size: int) -> Callable[[Any], None]:
-        def release(_: Any) -> None:
-            self._storages.pop(key, None)
-            self.live -= size
-
-        return release
+    def _release(self, key: int, size: int, _: Any) -> None:
+        self._storages.pop(key, None)
+        self.live -= size
 
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """What the allocations of a training step depend on, and the tracked bytes.
+    """What the allocations of a training step depend on, and the tracked bytes."""
 
-    Attributes
-    ----------
-    conditions
-        The model's and the training's shapes, the step and the settings, compared by value.
-    copied, ready, peak
-        Bytes after the inputs were copied, before the first step, and at the peak.
-    """
-
+    # The model's and the training's shapes, the step and the settings, compared by value
     conditions: tuple[object, ...]
+    # Bytes after the inputs were copied, before the first step, and at the peak
     copied: int
     ready: int
     peak: int
@@ -148,21 +129,15 @@ def training_memory(
     parts_at_once: int = 1,
     known_steps: list[TrackedStep] | None = None,
 ) -> MemoryUsage:
-    """Return the bytes at the peak of a training.
+    """Return the bytes at the peak of a training; the values of the model's weights are not used.
 
-    Parameters
-    ----------
-    net
-        The architecture; the values of its weights are not used.
-    held_tensors
-        Tensors that the client holds in addition: received tensors, and state kept from earlier rounds.
-    parts_at_once
-        Number of parts of a set whose gradients are computed together; 1 needs the least memory.
-    known_steps
-        Steps that were tracked before; one of the same conditions is not tracked again, a new one is added.
+    The client holds ``held_tensors`` in addition: received tensors, and state kept from earlier rounds. The gradients
+    of ``parts_at_once`` parts of a set are computed together; 1 needs the least memory. A step of the same conditions
+    as one of ``known_steps`` is not tracked again; a new one is added.
     """
     train = training.train or train
-    received = _total_bytes([*held_tensors, *_tensors(training)])
+    given = {id(tensor): tensor for tensor in [*held_tensors, *_tensors(training)]}  # each tensor counts once
+    received = sum(tensor.nbytes for tensor in given.values())
     # Weights of two models may be the same tensor before the training. Their gradients are not.
     trained = sum(training.weights[name].nbytes for name in trained_tensors(net, training.trainable))
     known = [] if known_steps is None else known_steps
@@ -237,9 +212,3 @@ def _with_empty_tensors(training: LocalTraining) -> LocalTraining:
     groups = training.tensor_groups()
     empty = {name: tensors if name == "scratch" else empty_like(tensors) for name, tensors in groups.items()}
     return training.with_tensor_groups(empty)
-
-
-def _total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors; each tensor counts once."""
-    distinct = {id(tensor): tensor for tensor in tensors}.values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct)

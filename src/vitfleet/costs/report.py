@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.dataset_size import DatasetSize, known_size
-from vitfleet.costs.dry_run import typical_client
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
@@ -35,32 +34,15 @@ SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(frozen=True)
-class SampleCost:
-    """Cost of training on one sample.
-
-    Attributes
-    ----------
-    forward_gmac, train_gflops
-        Multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
-    train_ratio_to_full
-        Operations of full training on an unmasked image, divided by those of this method.
-    """
-
-    method: str
-    mask_ratio: float
-    params: int
-    trainable_params: int
-    forward_gmac: float
-    train_gflops: float
-    train_ratio_to_full: float
-
-
-@dataclass(frozen=True)
-class CostReport(SampleCost):
+class CostReport:
     """Costs of one method for a typical client.
 
     Attributes
     ----------
+    forward_gmac, train_gflops
+        Of one sample: multiply-adds of the forward pass, and operations of the forward and backward pass, in billions.
+    train_ratio_to_full
+        Operations of full training on an unmasked image, divided by those of this method.
     batch_size, peak_memory_bytes, memory
         Images of a training batch, the peak memory of a step, and its parts.
     epochs, images_per_step
@@ -75,6 +57,13 @@ class CostReport(SampleCost):
         For each hardware profile: seconds per round, whether the training fits into its memory, and megabytes per day.
     """
 
+    method: str
+    mask_ratio: float
+    params: int
+    trainable_params: int
+    forward_gmac: float
+    train_gflops: float
+    train_ratio_to_full: float
     batch_size: int
     peak_memory_bytes: int
     memory: dict[str, int]
@@ -90,15 +79,9 @@ class CostReport(SampleCost):
 
 @dataclass(frozen=True)
 class _SharedCounts:
-    """What was counted for one method and is the same for others, which train the same weights of the same model.
+    """What was counted for one method and is the same for others, which train the same weights of the same model."""
 
-    Attributes
-    ----------
-    full_flops
-        Operations of full training on an unmasked image.
-    """
-
-    full_flops: int
+    full_flops: int  # of full training on an unmasked image
     flops: dict[Hashable, Any] = field(default_factory=dict)
     steps: list[TrackedStep] = field(default_factory=list)
 
@@ -106,12 +89,8 @@ class _SharedCounts:
 def cost_reports(config: Config, methods: Sequence[str] = (), progress: Progress = NO_PROGRESS) -> Iterator[CostReport]:
     """Yield the cost report of the configured method first, then those of other methods.
 
-    The other methods use their default parameters and their usual mask ratio.
-
-    Parameters
-    ----------
-    methods
-        Methods to report instead; by default, the configured one and all others that support the model.
+    The other methods use their default parameters and their usual mask ratio. Without ``methods`` they are all that
+    support the model.
     """
     if unknown := [name for name in methods if name not in METHODS]:
         raise UserError(f"--method {unknown[0]}: no such method; there are {', '.join(METHODS.names())}")
@@ -149,7 +128,8 @@ def cost_net(config: Config, dataset: DatasetSize, adaptation: Callable[[nn.Modu
         return build_model(model, dataset.num_classes, dataset.channels, dataset.image_size, config.seed, adaptation)
 
 
-def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
+def cost_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net]:
+    """Return a configuration's method and its model, whose weights have no values."""
     tasks = class_to_task(config.data.tasks, config.seed, dataset.num_classes)
     net = cost_net(config, dataset, partial(adapt_model, config.method, class_to_task=tasks))
     context = MethodContext(config, net, dataset.num_classes, torch.device("cpu"))
@@ -159,7 +139,7 @@ def _make_method(config: Config, dataset: DatasetSize) -> tuple[Method[Any], Net
 def training_bytes(config: Config) -> int:
     """Return the peak memory of a typical client's training, without its other costs."""
     dataset = _dataset_size(config, NO_PROGRESS)
-    method, net = _make_method(config, dataset)
+    method, net = cost_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size)
     late_round = cost_model.late_round(typical_labels(config, dataset))
     return round_memory(net, late_round, config.train, config.machine.precision == "bf16").total
@@ -168,7 +148,7 @@ def training_bytes(config: Config) -> int:
 def _cost_report(
     config: Config, dataset: DatasetSize, labels: Sequence[NDArray[np.int64]], shared: _SharedCounts
 ) -> CostReport:
-    method, net = _make_method(config, dataset)
+    method, net = cost_method(config, dataset)
     cost_model = CostModel(method, net, config.train, dataset.image_size, shared.flops)
     flops = cost_model.average(cost_model.dry_run(method.cost_round, 0, labels[0]))
     dry_run_result = cost_model.late_round(labels)
@@ -191,12 +171,7 @@ def _cost_report(
         train_ratio_to_full=shared.full_flops / flops.training,
         batch_size=config.train.batch_size,
         peak_memory_bytes=memory.total,
-        memory={
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-        },
+        memory=asdict(memory),
         epochs=work.epochs,
         images_per_step=work.images_per_step,
         up_bytes=up_bytes,
@@ -240,3 +215,9 @@ def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int6
         return [labels[::clients]]
     partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.num_classes, None, None)
     return [labels[partition.train.for_client(typical_client(partition.class_counts.sum(axis=1).tolist()))]]
+
+
+def typical_client(sizes: Sequence[int]) -> int:
+    """Return the client with the median number of samples among those with at least one; 0 if there is none."""
+    order = sorted((size, client) for client, size in enumerate(sizes) if size)
+    return order[(len(order) - 1) // 2][1] if order else 0

@@ -61,9 +61,7 @@ def _step_speed(request: SpeedRequest, images: int) -> float:
     net, train = request.net.with_constants_on(str(machine.device)), request.train
     groups = request.training.tensor_groups()
     zeros = {
-        group: {
-            name: torch.zeros(like.shape, dtype=like.dtype, device=machine.device) for name, like in tensors.items()
-        }
+        group: {name: torch.zeros_like(like, device=machine.device) for name, like in tensors.items()}
         for group, tensors in groups.items()
     }
     training = request.training.with_tensor_groups(zeros)

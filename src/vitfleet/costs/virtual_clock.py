@@ -16,22 +16,12 @@ from vitfleet.config.fleet import DeadlineSchedule, Schedule
 
 @dataclass(frozen=True)
 class Arrival:
-    """A client's part in a round.
-
-    Attributes
-    ----------
-    began
-        Virtual time at which the client was started.
-    ended
-        Virtual time at which it replied or was dropped.
-    counts
-        Whether its reply is aggregated.
-    """
+    """A client's part in a round."""
 
     client: int
-    began: float
-    ended: float
-    counts: bool
+    began: float  # virtual time at which the client was started
+    ended: float  # virtual time at which it replied or was dropped
+    counts: bool  # whether its reply is aggregated
 
 
 def close_round(
@@ -39,14 +29,8 @@ def close_round(
 ) -> tuple[list[Arrival], float]:
     """Simulate one round; return one arrival per client, sorted by client, and the time at which the round ended.
 
-    Parameters
-    ----------
-    wanted
-        Number of replies that complete a round.
-    now
-        Time at which the round starts.
-    seconds
-        Duration of each selected client's work.
+    It starts ``now`` and is complete with the ``wanted`` number of replies; ``seconds`` is the duration of each
+    client's work.
     """
     queue = [(now + duration, client) for client, duration in seconds.items()]
     heapify(queue)
@@ -64,20 +48,12 @@ def close_round(
 
 @dataclass(frozen=True, order=True)
 class ClientInFlight:
-    """A client that trains while the server continues; ordered by the time of its reply.
-
-    Attributes
-    ----------
-    version
-        Number of rounds the server had completed when the client was started.
-    last_round
-        The last round in which the server received a reply of this client; -1: never.
-    """
+    """A client that trains while the server continues; ordered by the time of its reply."""
 
     ended: float
     client: int
-    version: int
-    last_round: int
+    version: int  # number of rounds the server had completed when the client was started
+    last_round: int  # the last round in which the server received a reply of this client; -1: never
     began: float
 
 
@@ -87,19 +63,10 @@ def collect_replies(
     now: float,
     start_client: Callable[[Sequence[ClientInFlight], float], ClientInFlight],
 ) -> tuple[list[ClientInFlight], list[ClientInFlight]]:
-    """Collect replies until the buffer is full; each client that replies is replaced by another at once.
+    """Collect the ``wanted`` number of replies; each client that replies is replaced by another at once.
 
-    Parameters
-    ----------
-    wanted
-        Number of replies that fill the buffer.
-    start_client
-        Starts another client, given all clients that train or have just replied, and the time.
-
-    Returns
-    -------
-    tuple
-        The clients that replied, in order of time, and those that are still training.
+    ``start_client`` starts that one, given all clients that train or have just replied, and the time. Return the
+    clients that replied, in order of time, and those that are still training.
     """
     queue = list(in_flight)
     heapify(queue)

@@ -20,31 +20,17 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class EpochDraws:
-    """All random numbers of one client's epoch, one row per sample, on the host.
+    """All random numbers of one client's epoch, one row per sample, on the host."""
 
-    Attributes
-    ----------
-    order
-        Positions in the shard, in the order in which the samples are visited.
-    shift
-        Rows and columns by which each visited image is shifted, ``[samples, 2]``.
-    flip, brightness
-        Whether each image is mirrored, and the factor of its brightness.
-    mask_noise
-        One number per patch, ``[samples, patches]``: the patches with the smallest numbers are kept.
-    drawn
-        The stored samples that are drawn with each visited sample, by the name of their set, ``[samples, draws, …]``:
-        ``order`` holds their positions in the client's set.
-    keys
-        Of random numbers that steps compute themselves: more keys than there are steps, by name, ``[samples]``.
-    """
-
-    order: Array
-    shift: Array | None = None
-    flip: Array | None = None
-    brightness: Array | None = None
-    mask_noise: Array | None = None
+    order: Array  # positions in the shard, in the order in which the samples are visited
+    shift: Array | None = None  # rows and columns by which each visited image is shifted, `[samples, 2]`
+    flip: Array | None = None  # whether it is mirrored
+    brightness: Array | None = None  # the factor of its brightness
+    mask_noise: Array | None = None  # `[samples, patches]`: the patches with the smallest numbers are kept
+    # The stored samples that are drawn with each visited sample, by the name of their set, `[samples, draws, …]`:
+    # their order holds positions in the client's set.
     drawn: Mapping[str, EpochDraws] = field(default_factory=dict)
+    # Of random numbers that steps compute themselves: more keys than there are steps, by name, `[samples]`.
     keys: Mapping[str, Array] = field(default_factory=dict)
 
 
@@ -61,19 +47,11 @@ def draw_epoch(
     drawn: Mapping[str, tuple[int, int]] | None = None,
     random: Sequence[str] = (),
 ) -> EpochDraws:
-    """Draw one client's epoch from its random addresses.
+    """Draw one client's epoch from its random addresses; nothing is masked if as many patches are kept as there are.
 
-    Parameters
-    ----------
-    samples, image_size
-        Number of the client's images, and their height and width in pixels.
-    num_patches, num_kept
-        Patches per image, and how many of them are kept. They are equal if nothing is masked.
-    drawn
-        Of each set of stored samples: how many samples it has, and how many are drawn with each image, uniformly, with
-        replacement, with an augmentation and a mask of their own. The set's name is their purpose.
-    random
-        Names of random numbers that steps compute themselves, each a purpose of its own.
+    ``drawn`` has for each set of stored samples how many samples it has, and how many are drawn with each image:
+    uniformly, with replacement, with an augmentation and a mask of their own. The names of the sets, and those in
+    ``random`` (numbers that steps compute themselves), are each a purpose of their own.
     """
 
     def generator(purpose: str) -> np.random.Generator:
@@ -110,44 +88,24 @@ def draw_epoch(
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step, of one client or of several clients stacked on a leading axis.
+    """The samples of one step, of one client or of several clients stacked on a leading axis."""
 
-    Attributes
-    ----------
-    image_indices
-        Indices into the image set, ``[…, batch]``.
-    shard_positions
-        Positions in the client's shard, ``[…, batch]``.
-    sample_weight
-        Weight of each sample in the batch's mean; 0 for padding.
-    active
-        1 if the client has this step, else 0, ``[…]``.
-    shift, flip, brightness
-        Augmentation of each sample: see :class:`~vitfleet.data.batches.EpochDraws`.
-    keep
-        Positions of the patches that are kept, ``[…, batch, kept]``.
-    features, scales, labels
-        In a training on features instead of images: the tokens of each sample as they are stored, their quantisation
-        scales if they have any, and the samples' labels.
-    drawn
-        The stored samples that are drawn for the batch, by the name of their set: ``[…, batch, draws]`` in all tables.
-        Their indices are positions in the client's set.
-    keys
-        One key per step, by the name of the random numbers that the step computes from it, ``[…]``.
-    """
-
-    image_indices: Tensor
-    shard_positions: Tensor
-    sample_weight: Tensor
-    active: Tensor
-    shift: Tensor | None = None
+    image_indices: Tensor  # into the image set, `[…, batch]`
+    shard_positions: Tensor  # positions in the client's shard, `[…, batch]`
+    sample_weight: Tensor  # in the batch's mean; 0 for padding
+    active: Tensor  # 1 if the client has this step, else 0, `[…]`
+    shift: Tensor | None = None  # with flip and brightness: see EpochDraws
     flip: Tensor | None = None
     brightness: Tensor | None = None
-    keep: Tensor | None = None
+    keep: Tensor | None = None  # positions of the patches that are kept, `[…, batch, kept]`
+    # In a training on features instead of images: the tokens of each sample as they are stored
     features: Tensor | None = None
-    scales: Tensor | None = None
+    scales: Tensor | None = None  # their quantisation scales, if they have any
     labels: Tensor | None = None
+    # The stored samples that are drawn for the batch, by the name of their set: `[…, batch, draws]` in all tables.
+    # Their indices are positions in the client's set.
     drawn: Mapping[str, Batch] = field(default_factory=dict)
+    # One per step, `[…]`, by the name of the random numbers that the step computes from it
     keys: Mapping[str, Tensor] = field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -159,11 +117,11 @@ class Batch:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are set, in the order of the fields."""
+        """Return the tensors that are set."""
         return [tensor for _, tensor in self.named_tensors()]
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that are set, with the names of their fields."""
+        """Return the tensors that are set, in the order of their fields, with the fields' names."""
         drawn = [
             (f"drawn.{set_name}.{name}", tensor)
             for set_name, tables in self.drawn.items()
@@ -179,23 +137,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class EpochBatches:
-    """An epoch of one client or of several clients together.
+    """An epoch of one client or of several clients together."""
 
-    Attributes
-    ----------
-    stacked
-        The batches of all steps, stacked on a new first axis: ``[steps, (clients,) batch, …]``.
-    batch_sizes
-        The largest batch size that any client has at each step.
-    active_clients
-        How many clients have each step, known on the host. They are always the first ones.
-    complete
-        Adds to a batch what is too large to be prepared for a whole epoch: its features.
-    """
-
-    stacked: Batch
-    batch_sizes: list[int]
-    active_clients: list[int]
+    stacked: Batch  # the batches of all steps, on a new first axis: `[steps, (clients,) batch, …]`
+    batch_sizes: list[int]  # the largest of any client at each step
+    active_clients: list[int]  # how many clients have each step, known on the host: always the first ones
+    # Adds to a batch what is too large to be prepared for a whole epoch: its features
     complete: Callable[[Batch], Batch] | None = None
 
     def __len__(self) -> int:
@@ -204,10 +151,7 @@ class EpochBatches:
     def batch(self, step: int, num_clients: int | None) -> Batch:
         """Return the batch of one step, without columns that are padding for every client.
 
-        Parameters
-        ----------
-        num_clients
-            Return the batches of this many clients, the first ones; ``None`` if there is no axis of clients.
+        Of several clients, only the first ``num_clients``; it is ``None`` if there is no axis of clients.
         """
         batch_size, axis = self.batch_sizes[step], 0 if num_clients is None else 1
 
@@ -235,18 +179,9 @@ def make_epoch_batches(
     """Arrange the epochs of several clients in steps of one size; clients with fewer samples are padded.
 
     ``image_indices`` of the result are still positions in the shard: the caller maps them to the image set.
-
-    Parameters
-    ----------
-    draws
-        One entry per client, sorted by falling number of samples, so that the clients that have a step are always
-        the first ones.
-    num_kept
-        How many patches of an image are kept, if the draws have a ``mask_noise``.
-    stacked
-        Whether the result has an axis of clients; without it there must be one client.
-    width_multiple
-        Round the batch width up to a multiple of this, but not beyond ``batch_size``.
+    Clients are sorted by falling number of samples, so that those that have a step are always the first ones. Without
+    an axis of clients (``stacked``) there must be one. The width of a batch is rounded up to a multiple of
+    ``width_multiple``, but not beyond ``batch_size``.
     """
     sizes = [len(draw.order) for draw in draws]
     width = min(batch_size, -(-max(sizes) // width_multiple) * width_multiple)
@@ -304,23 +239,17 @@ class _Layout:
         return self.to_device(padded)
 
     def to_device(self, table: Array) -> Tensor:
-        """Copy a table ``[steps, clients, …]`` to the device."""
-        return _to_device(np.ascontiguousarray(table if self.stacked else table[:, 0]), self.device)
+        """Copy a table ``[steps, clients, …]`` to the device without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(table if self.stacked else table[:, 0]))
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _tabulate(self, rows: Sequence[Array | None]) -> Tensor | None:
+        """Return ``[clients][samples, …]`` as ``[steps, clients, width, …]``, padded with zeros."""
         drawn = [row for row in rows if row is not None]
-        return self.to_device(_pad_and_split(drawn, self.steps, self.width)) if drawn else None
-
-
-def _pad_and_split(rows: Sequence[Array], steps: int, width: int) -> Array:
-    """Return ``[clients][samples, …]`` as ``[steps, clients, width, …]``, padded with zeros."""
-    padded = np.zeros((len(rows), steps * width, *rows[0].shape[1:]), dtype=rows[0].dtype)
-    for client, row in enumerate(rows):
-        padded[client, : len(row)] = row
-    return padded.reshape(len(rows), steps, width, *rows[0].shape[1:]).swapaxes(0, 1)
-
-
-def _to_device(array: Array, device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        if not drawn:
+            return None
+        shape = drawn[0].shape[1:]
+        padded = np.zeros((len(drawn), self.steps * self.width, *shape), dtype=drawn[0].dtype)
+        for client, row in enumerate(drawn):
+            padded[client, : len(row)] = row
+        return self.to_device(padded.reshape(len(drawn), self.steps, self.width, *shape).swapaxes(0, 1))

@@ -33,24 +33,12 @@ GREYSCALE_MODES = frozenset(("1", "L", "I", "F"))
 
 @dataclass(frozen=True)
 class EncodedSplit:
-    """The encoded images of one split.
+    """The encoded images of one split."""
 
-    Attributes
-    ----------
-    items
-        For each image its encoded bytes or the path of its file.
-    names
-        The name of each image in error messages.
-    labels
-        The class of each image.
-    sources
-        The origin of each image as a number; ``None`` if unknown.
-    """
-
-    items: Sequence[bytes | Path]
-    names: Sequence[str]
+    items: Sequence[bytes | Path]  # for each image its encoded bytes or the path of its file
+    names: Sequence[str]  # of each image in error messages
     labels: NDArray[np.int64]
-    sources: NDArray[np.int64] | None = None
+    sources: NDArray[np.int64] | None = None  # the origin of each image as a number; `None`: unknown
 
     def __len__(self) -> int:
         return len(self.items)
@@ -67,15 +55,7 @@ class EncodedSplit:
 
 @dataclass(frozen=True)
 class RawDataset:
-    """A data set before decoding; both splits number classes and sources alike.
-
-    Attributes
-    ----------
-    classes
-        Class names.
-    train, test
-        The splits; ``test`` is ``None`` if the data set has no test split.
-    """
+    """A data set before decoding; both splits number classes and sources alike."""
 
     classes: tuple[str, ...]
     train: EncodedSplit
@@ -84,27 +64,13 @@ class RawDataset:
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """How a data set is decoded.
+    """How a data set is decoded."""
 
-    Attributes
-    ----------
-    channels
-        3 for colour, 1 for greyscale; ``None``: 1 if the images are greyscale.
-    test_share
-        Share of every class that is held out for testing if there is no test split.
-    max_corrupt
-        Share of unreadable images that is tolerated.
-    limit
-        Number of training images to use, and a fifth of it for testing; ``None``: all.
-    test_only
-        Whether nothing is trained with the data: without a test split, all images are test images.
-    """
-
-    channels: int | None = 3
-    test_share: float = 0.2
-    max_corrupt: float = 0.01
-    limit: int | None = None
-    test_only: bool = False
+    channels: int | None = 3  # 3 for colour, 1 for greyscale; `None`: 1 if the images are greyscale
+    test_share: float = 0.2  # of every class, held out if there is no test split
+    max_corrupt: float = 0.01  # share of unreadable images that is tolerated
+    limit: int | None = None  # training images to use, and a fifth of it for testing; `None`: all
+    test_only: bool = False  # nothing is trained with the data: without a test split, all images are test images
 
 
 def decode_dataset(name: str, raw: RawDataset, options: DecodeOptions, progress: Progress = NO_PROGRESS) -> DataSet:
@@ -178,20 +144,10 @@ def decode_split(
     label: str,
     progress: Progress = NO_PROGRESS,
 ) -> tuple[ImageSet, list[str]]:
-    """Decode a split to one tensor.
+    """Decode a split to one tensor, and return the names of the images that cannot be read and were skipped.
 
-    Parameters
-    ----------
-    image_size
-        Height and width to store. An image of another size is cropped to a square at its centre and resized.
-    max_corrupt
-        Share of unreadable images that is tolerated; more is an error that names the first ones.
-    label
-        Name of the split in progress and error messages.
-
-    Returns
-    -------
-    The images, and the names of those that were skipped.
+    Images of another size are cropped to a square at their centre and resized. With a larger share of unreadable ones
+    than ``max_corrupt`` it is an error that names the first.
     """
     pixels = np.empty((len(split), channels, image_size, image_size), dtype=np.uint8)
     readable = np.ones(len(split), dtype=bool)

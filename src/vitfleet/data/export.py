@@ -27,18 +27,7 @@ def export_clients(
 ) -> None:
     """Write ``<name>/train`` and ``<name>/test`` for every client, without loss.
 
-    Parameters
-    ----------
-    assigned
-        The training and the test images of each client; parquet files keep their order.
-    names
-        One folder name per client.
-
-    Raises
-    ------
-    UserError
-        A client's folder exists, where images would be mixed; a class has a name that no folder can have; or pyarrow
-        is not installed, which writes parquet files.
+    Parquet files keep the order of the assigned images. A client's folder must not exist yet: images would be mixed.
     """
     write = _write_parquet if form == "parquet" else _write_folders
     if form == "folders":

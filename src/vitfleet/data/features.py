@@ -21,21 +21,11 @@ GROWTH = 1.25  # capacity of a new block of features over what it has to hold
 
 @dataclass(frozen=True)
 class Features:
-    """The patch features of one client with their labels.
+    """The patch features of one client with their labels."""
 
-    Attributes
-    ----------
-    values
-        ``[samples, tokens, width]`` in float32, bfloat16, float16 or int8.
-    labels
-        ``[samples]``.
-    scales
-        For int8: the quantisation scale of each token, ``[samples, tokens]``.
-    """
-
-    values: Tensor
-    labels: Tensor
-    scales: Tensor | None = None
+    values: Tensor  # `[samples, tokens, width]` in float32, bfloat16, float16 or int8
+    labels: Tensor  # `[samples]`
+    scales: Tensor | None = None  # for int8: the quantisation scale of each token, `[samples, tokens]`
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -76,25 +66,12 @@ class Features:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """The features of several clients as one training set.
+    """The features of several clients as one training set."""
 
-    Attributes
-    ----------
-    parts
-        One entry per client.
-    on_device
-        Whether all parts are on the training device. If not, they are on the host or memory-mapped from a disk.
-    equal_clients
-        Whether every client has the same total weight, whatever its number of samples; otherwise every sample has
-        the same weight.
-    token_dropout
-        The fraction of a sample's patch tokens that is dropped at every step.
-    """
-
-    parts: Sequence[Features]
-    on_device: bool = False
-    equal_clients: bool = False
-    token_dropout: float = 0.0
+    parts: Sequence[Features]  # one per client
+    on_device: bool = False  # all parts are on the training device; if not, on the host or memory-mapped from a disk
+    equal_clients: bool = False  # every client has the same total weight, not every sample
+    token_dropout: float = 0.0  # the fraction of a sample's patch tokens that is dropped at every step
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
@@ -152,36 +129,31 @@ class FeatureBlock:
     def load(self, parts: Sequence[Features]) -> tuple[Features, Tensor]:
         """Return the block, and the row of each sample in the order of the parts (on the host)."""
         held = {id(slot.part.values): slot for slot in self._slots}
-        slots = {id(part.values): held[id(part.values)] for part in parts if id(part.values) in held}
-        free = [slot for slot in self._slots if id(slot.part.values) not in slots]
+        wanted = {id(part.values): part for part in parts}
+        free = [slot for key, slot in held.items() if key not in wanted]
         used = max((slot.start + slot.capacity for slot in self._slots), default=0)
-        new = []
-        for part in parts:
-            if id(part.values) in slots:
+        new: dict[int, _Slot] = {}
+        for key, part in wanted.items():
+            if key in held:
                 continue
             fitting = [slot for slot in free if slot.capacity >= len(part)]
             if fitting:
                 taken = min(fitting, key=lambda slot: slot.capacity)
                 free.remove(taken)
-                slots[id(part.values)] = _Slot(part, taken.start, taken.capacity)
+                new[key] = _Slot(part, taken.start, taken.capacity)
             else:
-                slots[id(part.values)] = _Slot(part, used, len(part))
+                new[key] = _Slot(part, used, len(part))
                 used += len(part)
-            new.append(slots[id(part.values)])
         if self._block is None or used > len(self._block) or not _same_form(self._block, parts[0]):
-            new = self._reallocate(parts)
-            slots = {id(slot.part.values): slot for slot in new}
-        assert self._block is not None
-        for slot in new:
+            self._block = parts[0].empty(int(GROWTH * sum(map(len, parts))) + 1)
+            starts = torch.tensor([0, *map(len, wanted.values())]).cumsum(0).tolist()
+            new = {key: _Slot(part, starts[i], len(part)) for i, (key, part) in enumerate(wanted.items())}
+        for slot in new.values():
             self._block.write(slice(slot.start, slot.start + len(slot.part)), slot.part)
-        self._slots = [slots[id(part.values)] for part in parts]
-        return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in self._slots])
-
-    def _reallocate(self, parts: Sequence[Features]) -> list[_Slot]:
-        """Make a larger block and return a slot for each part."""
-        self._block = parts[0].empty(int(GROWTH * sum(map(len, parts))) + 1)
-        starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
-        return [_Slot(part, start, len(part)) for part, start in zip(parts, starts, strict=False)]
+        slots = held | new
+        self._slots = [slots[key] for key in wanted]
+        ranges = (slots[id(part.values)] for part in parts)
+        return self._block, torch.cat([torch.arange(slot.start, slot.start + len(slot.part)) for slot in ranges])
 
 
 def _same_form(block: Features, part: Features) -> bool:
@@ -191,10 +163,7 @@ def _same_form(block: Features, part: Features) -> bool:
 class FeatureLoader:
     """Completes batches with the features, labels and weights of their samples.
 
-    Parameters
-    ----------
-    block
-        Keeps copies of features that are on the training device, from one training to the next.
+    The block keeps copies of features that are on the training device, from one training to the next.
     """
 
     def __init__(self, features: FeatureSet, device: torch.device, block: FeatureBlock) -> None:

@@ -63,15 +63,7 @@ def read_decoded(file: Path) -> tuple[ImageSet, ImageSet] | None:
 def shared_images(configs: Iterable[DataConfig]) -> Iterator[list[DataConfig]]:
     """Let runs within the context, and those of processes that it starts, share the images that they decode.
 
-    Parameters
-    ----------
-    configs
-        The table ``data`` of each run. The images of a single run are not shared.
-
-    Yields
-    ------
-    list
-        One table for each set of images that is shared.
+    Of the tables ``data`` of the runs, those are yielded whose images are shared: a single run shares none.
     """
     keys = [(images_key(config), config) for config in configs]
     counts = Counter(key for key, _ in keys)

@@ -79,18 +79,10 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Shard:
-    """The images of one client.
+    """The images of one client."""
 
-    Attributes
-    ----------
-    images
-        In a simulation the whole training set, shared by all clients; on a device the client's own set.
-    index
-        Indices of the client's images in ``images``.
-    """
-
-    images: ImageSet
-    index: Tensor
+    images: ImageSet  # in a simulation the whole training set, shared by all clients; on a device the client's own
+    index: Tensor  # of the client's images in `images`
 
     def __len__(self) -> int:
         return self.index.shape[0]

@@ -28,18 +28,10 @@ class Augmentation(Protocol):
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Shift, mirror, resize, brighten and normalise.
+    """Shift, mirror, resize, brighten and normalise."""
 
-    Attributes
-    ----------
-    image_size
-        Height and width of the model's input, in pixels.
-    mean, std
-        Normalisation per channel, for pixels in 0…1.
-    """
-
-    image_size: int
-    mean: Tensor
+    image_size: int  # height and width of the model's input, in pixels
+    mean: Tensor  # with std: normalisation per channel, for pixels in 0…1
     std: Tensor
 
     def __call__(self, pixels: Tensor, augmentation: Augmentation | None = None) -> Tensor:

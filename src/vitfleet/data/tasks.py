@@ -23,25 +23,13 @@ NO_TASK = -1
 
 @dataclass(frozen=True, eq=False)
 class TaskStreams:
-    """The stream of tasks of every client.
+    """The stream of tasks of every client."""
 
-    Attributes
-    ----------
-    class_to_task
-        ``[classes]``: the task of each class, −1 for a class that belongs to none.
-    task_order
-        ``[clients, tasks]``: the tasks in the order in which each client learns them.
-    train, test
-        The samples of every client, task by task in the client's order.
-    class_counts
-        ``[clients, classes]``: training images over all tasks.
-    """
-
-    class_to_task: Ints
-    task_order: Ints
-    train: ClientIndices
+    class_to_task: Ints  # `[classes]`: the task of each class, −1 for a class that belongs to none
+    task_order: Ints  # `[clients, tasks]`: the tasks in the order in which each client learns them
+    train: ClientIndices  # with test: the samples of every client, task by task in the client's order
     test: ClientIndices
-    class_counts: Ints
+    class_counts: Ints  # `[clients, classes]`: training images over all tasks
 
     @property
     def num_clients(self) -> int:
@@ -73,11 +61,6 @@ def make_task_streams(
     """Divide the classes among the tasks and draw the stream of each client.
 
     What a client holds of a task does not depend on the order in which it learns the tasks.
-
-    Raises
-    ------
-    ConfigError
-        If the data has too few classes.
     """
     task_classes = _split_classes(config, seed, num_classes)
     task_order = np.stack([draw_task_order(config, seed, client) for client in range(clients)])

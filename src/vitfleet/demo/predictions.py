@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,47 +23,25 @@ OVERLAY_COLOUR = (255, 96, 0)
 OVERLAY_OPACITY = 0.8
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """A model with its title on the page."""
-
-    title: str
-    model: Classifier
-
-
-@dataclass(frozen=True)
-class ModelView:
-    """One model's card: the most probable classes, and the attention rollout as an image; ``None`` if it has none."""
-
-    title: str
-    top: list[tuple[str, float]]
-    overlay: str | None
-
-
-def predict_views(models: Sequence[NamedModel], data: bytes) -> dict[str, Any]:
-    """Return the page's content for an image file: the image as the models see it, and a view per model.
-
-    Raises
-    ------
-    UserError
-        The bytes are not an image.
-    """
-    first = models[0].model
+def predict_views(models: Mapping[str, Classifier], data: bytes) -> dict[str, Any]:
+    """Return the page's content for an image file: the image as the models see it, and a view per model."""
+    first = next(iter(models.values()))
     try:
         with Image.open(io.BytesIO(data)) as image:
             shown = fit_image(image, SHOWN_SIZE, 3)
             pixels = torch.from_numpy(fit_image(image, first.image_size, first.channels).copy())[None]
     except UNREADABLE as error:
         raise UserError(f"this is not an image that can be read ({type(error).__name__})") from None
-    views = [asdict(_view(named, pixels)) for named in models]
+    views = [{"title": title, **_view(model, pixels)} for title, model in models.items()]
     return {"image": _data_url(Image.fromarray(shown.transpose(1, 2, 0))), "models": views}
 
 
-def _view(named: NamedModel, pixels: torch.Tensor) -> ModelView:
-    prediction = named.model.prediction(named.model.probabilities(pixels)[0].tolist())
-    rollout = attention_rollout(named.model, pixels)
+def _view(model: Classifier, pixels: torch.Tensor) -> dict[str, Any]:
+    """Return the most probable classes, and the attention rollout as an image; ``None`` if the model has none."""
+    prediction = model.prediction(model.probabilities(pixels)[0].tolist())
+    rollout = attention_rollout(model, pixels)
     overlay = None if rollout is None else _data_url(overlay_image(rollout[0].cpu().numpy()))
-    return ModelView(named.title, prediction.top(TOP), overlay)
+    return {"top": prediction.top(TOP), "overlay": overlay}
 
 
 def overlay_image(shares: NDArray[np.float32]) -> Image.Image:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from ipaddress import ip_address
 
-from vitfleet.demo.predictions import NamedModel, predict_views
+from vitfleet.demo.predictions import predict_views
 from vitfleet.errors import UserError
+from vitfleet.inference.classifier import Classifier
 
 MAX_BYTES = 32 * 2**20  # of an image
 LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 
 
 class DemoServer(ThreadingHTTPServer):
-    """Serves the page and predicts images, one at a time.
-
-    Parameters
-    ----------
-    host, port
-        Address to listen at; port 0: any free one.
-    title
-        Heading of the page.
-    """
+    """Serves the page and predicts images, one at a time. Port 0: any free one."""
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, title: str, models: Sequence[NamedModel]) -> None:
+    def __init__(self, host: str, port: int, title: str, models: Mapping[str, Classifier]) -> None:
         self.title = title
         self.models = models
         self.is_local = _is_loopback(host)
@@ -58,11 +51,13 @@ class DemoHandler(BaseHTTPRequestHandler):
         if not self._is_allowed():
             return
         if self.path == "/":
-            self._send(HTTPStatus.OK, "text/html; charset=utf-8", _page())
+            self._send(
+                HTTPStatus.OK, "text/html; charset=utf-8", files("vitfleet.demo").joinpath("page.html").read_bytes()
+            )
         elif self.path == "/about":
-            titles = [named.title for named in self.server.models]
-            classes = list(self.server.models[0].model.classes)
-            self._send_json(HTTPStatus.OK, {"title": self.server.title, "models": titles, "classes": classes})
+            titles, (model, *_) = list(self.server.models), self.server.models.values()
+            about = {"title": self.server.title, "models": titles, "classes": list(model.classes)}
+            self._send_json(HTTPStatus.OK, about)
         elif self.path == "/favicon.ico":
             self._send(HTTPStatus.NO_CONTENT, "image/x-icon", b"")
         else:
@@ -111,10 +106,6 @@ class DemoHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Print nothing: the page shows what happens."""
-
-
-def _page() -> bytes:
-    return files("vitfleet.demo").joinpath("page.html").read_bytes()
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,13 +13,7 @@ from vitfleet.exporters.write import Export
 from vitfleet.inference.classifier import Classifier
 
 CLASSES_LISTED = 200
-_LIBRARIES = {
-    "timm": "timm",
-    "safetensors": "timm",
-    "onnx": "onnx",
-    "torch-export": "pytorch",
-    "executorch": "executorch",
-}
+_LIBRARIES = {"safetensors": "timm", "torch-export": "pytorch"}  # of the hub, where it is not the format's name
 _USES = {
     "timm": 'import timm\n\nmodel = timm.create_model("local-dir:FOLDER", pretrained=True)',
     "safetensors": "import vitfleet\n\n"
@@ -33,13 +27,7 @@ _USES = {
 
 
 def model_card(model: Classifier, export: Export, config: Config | None, summary: Mapping[str, Any] | None) -> str:
-    """Return the card of an exported model.
-
-    Parameters
-    ----------
-    config, summary
-        Of the run that trained it; ``None`` for a model that comes without its run.
-    """
+    """Return the card of an exported model, with the run that trained it, if that is known."""
     info = model.info
     whose = "the server's model" if info.client is None else f"client {info.client}'s own model"
     if info.averaged_clients:
@@ -64,7 +52,7 @@ def model_card(model: Classifier, export: Export, config: Config | None, summary
 def _front_matter(model: Classifier, export: Export, summary: Mapping[str, Any] | None) -> str:
     tags = ["image-classification", "federated-learning", "vitfleet", str(model.info.method["name"])]
     lines = [
-        f"library_name: {_LIBRARIES[export.format]}",
+        f"library_name: {_LIBRARIES.get(export.format, export.format)}",
         "pipeline_tag: image-classification",
         f"tags: {json.dumps(tags)}",
         "metrics: [accuracy]",

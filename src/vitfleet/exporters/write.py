@@ -15,10 +15,8 @@ from torch import Tensor
 
 from vitfleet.data.images import ImageSet
 from vitfleet.errors import UserError
-from vitfleet.exporters.graph import ExportGraph
-from vitfleet.exporters.graph_formats import GRAPH_FORMATS, onnx_logits, quantise_onnx
-from vitfleet.exporters.peft_format import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter
-from vitfleet.exporters.timm_format import write_timm
+from vitfleet.exporters.graph import BATCH, GRAPH_FORMATS, ExportGraph, onnx_logits, quantise_onnx
+from vitfleet.exporters.weights import ADAPTER_FOLDER, BASE_FILE, has_lora, write_peft_adapter, write_timm
 from vitfleet.files import MODEL_FILE, make_folder, write_atomically
 from vitfleet.inference.classifier import Classifier
 from vitfleet.inference.stored_models import load_model_file
@@ -28,29 +26,18 @@ FORMATS = ("safetensors", "timm", *GRAPH_FORMATS)
 Logits: TypeAlias = Callable[[Tensor], Tensor]  # of images as the graph takes them
 COMPARED_IMAGES = 100  # with which an exported model is compared with the original
 MAX_DIFFERENCE = 1e-3  # of logits: more is an error, not rounding
-BATCH = 32
 PREPROCESSING_FILE = "preprocessing.json"
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """What eight-bit weights cost.
+    """What eight-bit weights cost."""
 
-    Attributes
-    ----------
-    images
-        Number of labelled images on which both accuracies were measured; 0: there were none.
-    agreement
-        Share of images with the same predicted class.
-    bytes, original_bytes
-        Sizes of the two files.
-    """
-
-    images: int
+    images: int  # labelled ones, on which both accuracies were measured; 0: there were none
     accuracy: float | None
     original_accuracy: float | None
-    agreement: float
-    bytes: int
+    agreement: float  # share of images with the same predicted class
+    bytes: int  # of the files
     original_bytes: int
 
 
@@ -77,19 +64,9 @@ class Export:
 def write_export(
     model: Classifier, format: str, folder: Path, int8: bool = False, labelled: ImageSet | None = None
 ) -> Export:
-    """Write a model in a format and compare what was written with the original.
+    """Write a model in a format and compare what was written with the original, on random images if none are labelled.
 
-    Parameters
-    ----------
-    int8
-        Write the ONNX model with eight-bit weights too, and measure it.
-    labelled
-        Images for the comparison and for the accuracy of quantised models. ``None``: random ones, and no accuracy.
-
-    Raises
-    ------
-    UserError
-        The format cannot express the model, a package is missing, or the exported model computes something else.
+    With ``int8`` the ONNX model is written with eight-bit weights too, and measured.
     """
     if format not in FORMATS:
         raise UserError(f"--to {format}: must be one of {', '.join(FORMATS)}")
@@ -158,13 +135,7 @@ def _measure(original: Path, path: Path, graph: ExportGraph, labelled: ImageSet 
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload an exported model to the Hugging Face hub as a private repository ``owner/name``; return its address.
-
-    Raises
-    ------
-    UserError
-        No token is set, or the hub refuses.
-    """
+    """Upload an exported model to the Hugging Face hub as a private repository ``owner/name``; return its address."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError
 

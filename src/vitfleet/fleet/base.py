@@ -18,27 +18,16 @@ class ClientTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Request to one client to train in one round.
-
-    Attributes
-    ----------
-    message
-        The server's message.
-    evaluate
-        Whether the client evaluates its model on its own test images after training.
-    task_index
-        Index of the client's current task, from 0; always 0 without tasks.
-    last_round
-        The last round whose reply the server accepted from this client. ``None`` means a new client, which also
-        receives the method's base message. A client continues from its state after that round: a round whose reply
-        was late, lost or rejected does not count.
-    """
+    """Request to one client to train in one round."""
 
     round: int
     client: int
     message: Message
-    evaluate: bool = False
-    task_index: int = 0
+    evaluate: bool = False  # whether the client evaluates its model on its own test images after training
+    task_index: int = 0  # index of the client's current task, from 0; always 0 without tasks
+    # The last round whose reply the server accepted from this client. ``None`` means a new client, which also receives
+    # the method's base message. A client continues from its state after that round: a round whose reply was late, lost
+    # or rejected does not count.
     last_round: int | None = None
 
 
@@ -52,41 +41,24 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Reply:
-    """Reply to a :class:`Request`: a message, or the reason why there is none.
-
-    Attributes
-    ----------
-    state_lost
-        The client has lost its state. The server treats it as a new client from now on.
-    sent
-        Whether the request was sent: to a client that is not connected nothing is.
-    """
+    """Reply to a :class:`Request`: a message, or the reason why there is none."""
 
     client: int
     message: Message | None
     evaluation: EvalResult | None = None
     failure: str | None = None
-    state_lost: bool = False
-    sent: bool = True
+    state_lost: bool = False  # The client has lost its state. The server treats it as a new client from now on.
+    sent: bool = True  # whether the request was sent: to a client that is not connected nothing is
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Request to evaluate each client's current model on each of its first tasks.
-
-    Attributes
-    ----------
-    server
-        The server's state.
-    num_tasks
-        Number of tasks to evaluate, counted from a client's first task.
-    last_round
-        By client, the last round whose reply the server accepted. ``None`` means a new client, whose model is the
-        server's. The keys are the clients to evaluate.
-    """
+    """Request to evaluate each client's current model on each of its first tasks."""
 
     server: State
-    num_tasks: int
+    num_tasks: int  # to evaluate, counted from a client's first task
+    # By client, the last round whose reply the server accepted. ``None`` means a new client, whose model is the
+    # server's. The keys are the clients to evaluate.
     last_round: Mapping[int, int | None]
 
 
@@ -104,23 +76,18 @@ class Fleet(Protocol):
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send requests to clients and yield their replies as they arrive."""
-        ...
 
     def commit(self, accepted: Collection[int]) -> None:
         """Make the last round final for the clients whose replies the server accepted, and undo it for all others."""
-        ...
 
     def evaluate(self, eval_request: EvalRequest) -> Iterator[EvalReply]:
         """Evaluate clients' models on their tasks and yield the replies as they arrive."""
-        ...
 
     def client_state(self, client: int) -> State | None:
         """Return a client's state; ``None`` if it has none, or if the fleet has no access to it."""
-        ...
 
     def changed_states(self) -> Mapping[int, State | None]:
         """Return the client states that changed since the last call. A checkpoint must write them."""
-        ...
 
 
 Inner = TypeVar("Inner", bound=Fleet)

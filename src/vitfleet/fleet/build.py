@@ -38,10 +38,7 @@ def build_components(
 ) -> Components:
     """Build everything that a machine needs to train a run's model.
 
-    Parameters
-    ----------
-    class_to_task
-        The task of each class, ``[classes]``, if the model is given an image's task.
+    ``class_to_task``, ``[classes]``, is given if the model is told an image's task.
     """
     net = net.to(machine.device)
     if machine.bf16 and machine.device.type == "cpu":

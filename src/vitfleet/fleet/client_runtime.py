@@ -33,13 +33,6 @@ class ClientRuntime:
     """Runs a method's client side on a trainer.
 
     The caller provides a client's images, base weights and state, and decides where they are stored.
-
-    Attributes
-    ----------
-    seed
-        The run's seed.
-    evaluate_tasks
-        Evaluates a model on clients' own test images.
     """
 
     method: Method[Any]

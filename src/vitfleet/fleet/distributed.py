@@ -111,18 +111,18 @@ class DistributedFleet(FleetWrapper[SimulatedFleet]):
         all_requests = list(requests)
         sizes = [len(self.inner.shard(request.client, request.task_index)) for request in all_requests]
         owners = assign_ranks(sizes, self.processes.size)
-        assigned = [
-            request for request, owner in zip(all_requests, owners, strict=True) if owner == self.processes.rank
-        ]
+        owned = list(zip(all_requests, owners, strict=True))
+        assigned = [request for request, owner in owned if owner == self.processes.rank]
         replies = {reply.client: reply for reply in self.inner.train(assigned)}
-        for request, owner in zip(all_requests, owners, strict=True):
+        for request, owner in owned:
             yield self._share_reply(request.client, owner, replies.pop(request.client, None))
 
     def _share_reply(self, client: int, owner: int, reply: Reply | None) -> Reply:
         """Return a client's reply on every rank and stage its new state there; only the owner passes the reply."""
-        header = (
-            "" if reply is None else json.dumps({"failure": reply.failure, "evaluation": _counts(reply.evaluation)})
-        )
+        header = ""
+        if reply is not None:
+            evaluation = reply.evaluation and asdict(reply.evaluation)
+            header = json.dumps({"failure": reply.failure, "evaluation": evaluation})
         received = json.loads(self.processes.broadcast(header.encode(), owner))
         if received["failure"] is not None:
             return Reply(client, None, failure=received["failure"])
@@ -132,12 +132,8 @@ class DistributedFleet(FleetWrapper[SimulatedFleet]):
         client_state = self.processes.broadcast_payload(State, staged, device, owner)
         if reply is None:
             self.inner.stage_state(client, client_state)
-        evaluation = None if received["evaluation"] is None else EvalResult(**received["evaluation"])
-        return Reply(client, message, evaluation)
-
-
-def _counts(evaluation: EvalResult | None) -> dict[str, int] | None:
-    return None if evaluation is None else asdict(evaluation)
+        counts = received["evaluation"]
+        return Reply(client, message, None if counts is None else EvalResult(**counts))
 
 
 def assign_ranks(sizes: Sequence[int], num_ranks: int) -> list[int]:

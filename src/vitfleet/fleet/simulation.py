@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
@@ -12,7 +12,6 @@ import torch
 from vitfleet.data.images import Shard
 from vitfleet.fleet.base import EvalReply, EvalRequest, Reply, Request
 from vitfleet.fleet.client_runtime import ClientRuntime
-from vitfleet.fleet.state_cache import StateCache
 from vitfleet.message import State, Tensors
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.packing import pack_tensors
@@ -27,16 +26,9 @@ MIN_USED_FRACTION = 0.9  # of a storage: tensors that use less of theirs are cop
 class SimulatedFleet:
     """Clients that train in this process, stacked or in worker threads, on shards of one data set.
 
-    Parameters
-    ----------
-    shard
-        Returns a client's training images of a task (task 0 where there are no tasks).
-    base_weights
-        Tensors of the method's base message. All clients share one copy.
-    stored_state
-        Reads a client's state from the last checkpoint. The fleet holds only states that changed since then.
-    cache_bytes
-        Memory of the training device in which clients' states may stay for their next round.
+    ``shard`` returns a client's training images of a task. All clients share one copy of the base message's tensors.
+    ``stored_state`` reads a client's state from the last checkpoint: the fleet holds only states that changed since
+    then, and ``cache_bytes`` of others on the training device, for the clients' next round.
     """
 
     def __init__(
@@ -159,6 +151,37 @@ class SimulatedFleet:
         changes = dict(sorted(self._changed.items()))
         self._changed.clear()
         return changes
+
+
+class StateCache:
+    """Least-recently-used cache of client states, limited in bytes. Reading a state from disk takes longer.
+
+    A state is never modified, only replaced. A cached state equals the one in the last checkpoint.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._used_bytes = 0
+        self._states: OrderedDict[int, State] = OrderedDict()
+
+    def get(self, client: int) -> State | None:
+        """Return a client's state if it is cached."""
+        state = self._states.get(client)
+        if state is not None:
+            self._states.move_to_end(client)
+        return state
+
+    def put(self, client: int, state: State | None) -> None:
+        """Replace a client's cached state; ``None`` removes it."""
+        replaced = self._states.pop(client, None)
+        self._used_bytes -= 0 if replaced is None else replaced.num_bytes
+        if state is None or not 0 < state.num_bytes <= self.max_bytes:
+            return
+        self._states[client] = state
+        self._used_bytes += state.num_bytes
+        while self._used_bytes > self.max_bytes:
+            _, oldest = self._states.popitem(last=False)
+            self._used_bytes -= oldest.num_bytes
 
 
 def batched(requests: Iterable[Request], size: int) -> Iterator[list[Request]]:

@@ -12,7 +12,6 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -30,36 +29,16 @@ LOOPBACK = ("127.0.0.1", "localhost")
 CONNECT_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True)
 class Certs:
     """Paths of a fleet's certificates and keys."""
 
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
-        """The authority's certificate. Clients use it to verify the server."""
-        return self.folder / "ca.crt"
-
-    @property
-    def ca_key(self) -> Path:
-        """The authority's private key. Its holder can impersonate the server."""
-        return self.folder / "ca.key"
-
-    @property
-    def server(self) -> Path:
-        """The server's certificate."""
-        return self.folder / "server.crt"
-
-    @property
-    def server_key(self) -> Path:
-        """The server's private key."""
-        return self.folder / "server.key"
-
-    @property
-    def home(self) -> Path:
-        """Folder of the files of Flower's processes on the server: logs, the app."""
-        return self.folder / "flower"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca = folder / "ca.crt"  # the authority's certificate: clients use it to verify the server
+        self.ca_key = folder / "ca.key"  # the authority's private key: its holder can impersonate the server
+        self.server = folder / "server.crt"
+        self.server_key = folder / "server.key"
+        self.home = folder / "flower"  # files of Flower's processes on the server: logs, the app
 
     def node_key(self, name: str) -> Path:
         """Return the path of a client's private key."""
@@ -87,14 +66,9 @@ class Certs:
 
 
 def make_certs(folder: Path, hosts: Sequence[str], names: Sequence[str]) -> Certs:
-    """Create the missing certificates and keys of a fleet.
+    """Create the missing certificates and keys of a fleet, for these names of clients.
 
-    Parameters
-    ----------
-    hosts
-        Host names and addresses under which clients reach the server. This machine's loopback is added.
-    names
-        The clients' names.
+    ``hosts`` are names and addresses under which clients reach the server; this machine's loopback is added.
     """
     for name in names:
         check_client_name(name)
@@ -194,19 +168,9 @@ def _write_secret(path: Path, data: bytes) -> None:
 
 
 def check_authority(address: str, ca: Path) -> None:
-    """Check that a server's certificate is one of this fleet's authority. A server that does not answer is not checked.
+    """Check that the certificate of the server at ``HOST:PORT`` is of this fleet's authority, and for this host.
 
-    Parameters
-    ----------
-    address
-        ``HOST:PORT``.
-    ca
-        The certificate of the authority.
-
-    Raises
-    ------
-    UserError
-        The server has another authority's certificate, or one for another host; or the file is no certificate.
+    A server that does not answer is not checked.
     """
     host, _, port = address.rpartition(":")
     try:

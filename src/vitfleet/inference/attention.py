@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitfleet.inference.classifier import Classifier
 from vitfleet.models.forward.functional_vit import FunctionalViT
@@ -18,14 +18,9 @@ from vitfleet.models.parts import PROMPTS_NAME
 
 
 def attention_rollout(model: Classifier, images: Tensor) -> Tensor | None:
-    """Return the share of each patch, ``[batch, rows, columns]``, summing to 1 for each image.
+    """Return the share of each patch of images, ``[batch, rows, columns]``, summing to 1 for each image.
 
     ``None`` for a model whose attention is not that of a plain ViT: a pyramid, prompts, blocks of a method's own.
-
-    Parameters
-    ----------
-    images
-        As for the model itself.
     """
     if type(model.net.functional) is not FunctionalViT or getattr(model.vit, PROMPTS_NAME, None) is not None:
         return None
@@ -50,15 +45,10 @@ def attention_matrices(vit: Any, pixels: Tensor) -> list[Tensor]:
     queries: list[Tensor] = []
     keys: list[Tensor] = []
 
-    def collect(into: list[Tensor]) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            into.append(output)
-
-        return hook
-
     # The module passes queries and keys, [batch, heads, tokens, width], through these modules, identities where unused.
-    hooks = [block.attn.q_norm.register_forward_hook(collect(queries)) for block in vit.blocks]
-    hooks += [block.attn.k_norm.register_forward_hook(collect(keys)) for block in vit.blocks]
+    # A hook is called with the module, its inputs and its output.
+    hooks = [block.attn.q_norm.register_forward_hook(lambda *call: queries.append(call[2])) for block in vit.blocks]
+    hooks += [block.attn.k_norm.register_forward_hook(lambda *call: keys.append(call[2])) for block in vit.blocks]
     try:
         vit(pixels)
     finally:

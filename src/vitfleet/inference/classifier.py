@@ -208,24 +208,19 @@ def predict_files(
     batch_size: int = 64,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[ImagePrediction]:
-    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others.
-
-    Parameters
-    ----------
-    task
-        The task of the images, where it is known: only its classes are candidates.
-    """
+    """Yield the prediction of each file, in order. A file that cannot be read does not stop the others."""
     if task is not None:
         model.classes_of_task(task)  # a wrong number is an error before the first image is read
     decode = partial(decode_file, image_size=model.image_size, channels=model.channels)
     with ThreadPoolExecutor(DECODING_THREADS) as pool, progress.task("predicting", len(paths)) as advance:
         for start in range(0, len(paths), batch_size):
-            decoded = list(pool.map(decode, paths[start : start + batch_size]))
-            readable = [image.pixels for image in decoded if image.pixels is not None]
+            batch = paths[start : start + batch_size]
+            decoded = list(pool.map(decode, batch))
+            readable = [pixels for pixels, _ in decoded if pixels is not None]
             rows: Iterator[list[float]] = iter(())
             if readable:
                 rows = iter(model.probabilities(torch.from_numpy(np.stack(readable)), task).tolist())
-            for image in decoded:
-                prediction = None if image.pixels is None else model.prediction(next(rows), task)
-                yield ImagePrediction(image.path, prediction, image.note)
-            advance(len(decoded))
+            for path, (pixels, note) in zip(batch, decoded, strict=True):
+                prediction = None if pixels is None else model.prediction(next(rows), task)
+                yield ImagePrediction(path, prediction, note)
+            advance(len(batch))

@@ -74,22 +74,11 @@ def evaluate_images(
     batch_size: int = 64,
     progress: Progress = NO_PROGRESS,
 ) -> Evaluation:
-    """Evaluate a model on images.
-
-    Parameters
-    ----------
-    known_task
-        Whether the model is told each image's task: only the classes of that task are candidates.
-    """
+    """Evaluate a model on images; with ``known_task`` only the classes of an image's task are candidates."""
     of_client = model.info.client
     name = "server" if of_client is None else f"client {of_client}"
-    batches = logits_by_batch(
-        lambda pixels: model(pixels).cpu(),
-        images.to(CPU),
-        batch_size,
-        None,
-        model.class_to_task if known_task else None,
-    )
+    tasks = model.class_to_task if known_task else None
+    batches = logits_by_batch(lambda pixels: model(pixels).cpu(), images.to(CPU), batch_size, None, tasks)
     all_logits = []
     with torch.inference_mode(), progress.task(f"evaluating {name}", len(images)) as advance:
         for logits, labels in batches:

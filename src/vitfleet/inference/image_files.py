@@ -12,36 +12,12 @@ from PIL import Image
 
 from vitfleet.data.decode import GREYSCALE_MODES, UNREADABLE, decode_split, fit_image
 from vitfleet.data.images import ImageSet
-from vitfleet.data.sources.image_folder import (
-    TEST_SPLITS,
-    ImageFile,
-    encode_labels,
-    image_files,
-    is_image,
-    subfolders,
-)
+from vitfleet.data.sources.image_folder import TEST_SPLITS, ImageFile, encode_labels, image_files, is_image, subfolders
 from vitfleet.errors import UserError
 from vitfleet.progress import NO_PROGRESS, Progress
 
 GREY_NOTE = "is greyscale; its grey is used for all three colours"
 COLOUR_NOTE = "is in colour; converted to grey"
-
-
-@dataclass(frozen=True)
-class DecodedImage:
-    """An image file, decoded as the model's training images were.
-
-    Attributes
-    ----------
-    pixels
-        uint8, ``[channels, height, width]``; ``None`` if the file cannot be read.
-    note
-        What the user should know: why it cannot be read, or that its colours were converted; ``None``: nothing.
-    """
-
-    path: Path
-    pixels: NDArray[np.uint8] | None
-    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,13 +29,7 @@ class LabelledImages:
 
 
 def find_images(paths: Iterable[Path]) -> list[Path]:
-    """Return files as they are given, and all images in folders, in the order of paths.
-
-    Raises
-    ------
-    UserError
-        A folder holds no image, or there is no path at all.
-    """
+    """Return files as they are given, and all images in folders, in the order of paths."""
     found: list[Path] = []
     for path in paths:
         inside = sorted(filter(is_image, path.rglob("*"))) if path.is_dir() else [path]
@@ -71,16 +41,21 @@ def find_images(paths: Iterable[Path]) -> list[Path]:
     return found
 
 
-def decode_file(path: Path, image_size: int, channels: int) -> DecodedImage:
-    """Decode one file. A file that cannot be read is a result too."""
+def decode_file(path: Path, image_size: int, channels: int) -> tuple[NDArray[np.uint8] | None, str | None]:
+    """Decode one file as the model's training images were, to uint8 ``[channels, height, width]``.
+
+    Beside it is what the user should know, if anything: that its colours were converted, or why it cannot be read.
+    """
     try:
         with Image.open(path) as image:
             note = _colour_note(image.mode, channels)
-            return DecodedImage(path, fit_image(image, image_size, channels), note)
+            return fit_image(image, image_size, channels), note
     except FileNotFoundError:
-        return DecodedImage(path, None, "no such file")
+        return None, "no such file"
     except UNREADABLE as error:
-        return DecodedImage(path, None, f"is not a readable image ({_reason(error)})")
+        # Pillow's message repeats the file's name, which the note begins with.
+        unknown = "cannot identify image file" in str(error)
+        return None, f"is not a readable image ({'cannot identify its format' if unknown else error})"
 
 
 def read_labelled(
@@ -90,11 +65,6 @@ def read_labelled(
 
     If the folder has a subfolder ``test`` (or ``valid``, ``validation``, ``val``), that one is read. Folders that are
     not a class of the model, files that cannot be read and files whose colours are converted have a note each.
-
-    Raises
-    ------
-    UserError
-        No image of a class of the model is left.
     """
     if not folder.is_dir():
         raise UserError(f"--data {folder}: no such folder")
@@ -130,9 +100,3 @@ def _colour_note(mode: str, channels: int) -> str | None:
     if channels == 3 and is_grey:
         return GREY_NOTE
     return COLOUR_NOTE if channels == 1 and not is_grey else None
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's message without the file's name, which the note begins with."""
-    text = str(error)
-    return "cannot identify its format" if "cannot identify image file" in text else text

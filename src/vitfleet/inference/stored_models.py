@@ -6,7 +6,6 @@ and every client's own state (``checkpoint/``). A model is put together from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,37 +34,21 @@ CPU = ExecutionSettings(torch.device("cpu"), bf16=False)
 
 @dataclass(frozen=True)
 class StoredModels:
-    """The models that a checkpoint of a run holds.
-
-    Attributes
-    ----------
-    base_weights
-        What every client received once, before its first round.
-    class_to_task
-        The task of each class, ``[classes]``, if the model is told an image's task.
-    """
+    """The models that a checkpoint of a run holds."""
 
     config: Config
     data: DataInfo
     net: Net
     method: Method[Any]
-    base_weights: Tensors
+    base_weights: Tensors  # what every client received once, before its first round
     states: StoredStates
-    class_to_task: Tensor | None = None
+    class_to_task: Tensor | None = None  # the task of each class, if the model is told an image's task
 
     @classmethod
     def open(
         cls, folder: Path, config: Config, states: StoredStates | None = None, machine: ExecutionSettings = CPU
     ) -> StoredModels:
-        """Open the models of a run.
-
-        Parameters
-        ----------
-        states
-            A checkpoint of the run; ``None``: its last one.
-        machine
-            Where and in which precision the models are used.
-        """
+        """Open the models of a checkpoint of a run, by default the last one, for use on a machine."""
         data = read_data_info(folder)
         # The weights are in the folder: the file that training began with need not exist any more.
         without_file = config.model_copy(update={"model": config.model.model_copy(update={"weights": None})})
@@ -89,7 +72,14 @@ class StoredModels:
 
     def client_weights(self, client: int) -> Tensors:
         """Return a client's whole model: its own parts with the shared ones."""
-        self._check_client(client)
+        clients = self.config.fleet.clients
+        if not 0 <= client < clients:
+            raise UserError(f"client = {client}: must be between 0 and {clients - 1}, fleet.clients − 1")
+        if self._is_remote:
+            raise UserError(
+                f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
+                "here is only the server's model"
+            )
         return self.method.model_weights(self.states.server(), self.base_weights, self.states.client(client))
 
     def _server_weights(self) -> tuple[Tensors, int]:
@@ -104,21 +94,15 @@ class StoredModels:
     def _is_remote(self) -> bool:
         return self.config.fleet.kind != "simulation"
 
-    def _check_client(self, client: int) -> None:
-        clients = self.config.fleet.clients
-        if not 0 <= client < clients:
-            raise UserError(f"client = {client}: must be between 0 and {clients - 1}, fleet.clients − 1")
-        if self._is_remote:
-            raise UserError(
-                f"client = {client}: its own model is on its device, in model.safetensors in its state folder; "
-                "here is only the server's model"
-            )
-
 
 def load_model_file(path: Path) -> Classifier:
     """Return the model in a file: a run's ``model.safetensors`` or ``best.safetensors``, or a device's own."""
     info, weights = read_model(path)
-    method = _method_params(path, info.method)
+    keys = dict(info.method)
+    name = keys.pop("name")
+    if name not in METHODS.names():
+        raise UserError(f"{path}: needs the method {name}, which is not installed here; name its file with --plugin")
+    method: Any = METHODS.make_params(name, **keys)
     try:
         config = ModelConfig.model_validate(info.model)
     except ValidationError as error:
@@ -127,11 +111,3 @@ def load_model_file(path: Path) -> Classifier:
     adapt = partial(adapt_model, method, class_to_task=info.class_to_task or ())
     net = build_model(config, len(data.classes), data.channels, data.image_size, 0, adapt)
     return Classifier(net, weights, info)
-
-
-def _method_params(path: Path, table: Mapping[str, Any]) -> Any:
-    values = dict(table)
-    name = values.pop("name")
-    if name not in METHODS.names():
-        raise UserError(f"{path}: needs the method {name}, which is not installed here; name its file with --plugin")
-    return METHODS.make_params(name, **values)

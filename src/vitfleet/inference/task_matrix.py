@@ -50,13 +50,7 @@ class TaskMatrix:
 
 
 def recompute_matrix(folder: Path, config: Config, data: DataSet, progress: Progress = NO_PROGRESS) -> TaskMatrix:
-    """Evaluate the model of every client after every task on the client's own test images.
-
-    Raises
-    ------
-    UserError
-        The run has no tasks, or its models were not kept.
-    """
+    """Evaluate the model of every client after every task on the client's own test images."""
     tasks = config.data.tasks
     if tasks is None:
         raise UserError(f"{folder}: is not a run on tasks (data.tasks)")
@@ -77,7 +71,10 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
         raise UserError(
             f"{folder}: the models after task {task} were not kept; train with -o data.tasks.keep_models=true"
         )
-    machine = _machine(folder)
+    # A CPU that computes in the precision of a run that was evaluated on a CPU; else in float32.
+    machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
+    bf16 = machine_config.device == "cpu" and machine_config.precision == "bf16"
+    machine = ExecutionSettings(torch.device("cpu"), bf16)
     models = StoredModels.open(folder, config, StoredStates.of_folder(kept), machine)
     evaluator = FleetEvaluator(
         models.net,
@@ -95,9 +92,3 @@ def _evaluate_after(folder: Path, config: Config, data: DataSet, task: int, eval
         results = evaluator.evaluate_clients(models.client_weights(client), wanted)
         rows[client] = [result.correct / result.tested if result.tested else None for result in results]
     return rows
-
-
-def _machine(folder: Path) -> ExecutionSettings:
-    """Return a CPU that computes in the precision of a run that was evaluated on a CPU; else in float32."""
-    machine_config = MachineConfig.model_validate_json((folder / MACHINE_FILE).read_text())
-    return ExecutionSettings(torch.device("cpu"), machine_config.device == "cpu" and machine_config.precision == "bf16")

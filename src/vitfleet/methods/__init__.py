@@ -1,29 +1,23 @@
 """One file, one algorithm; each reads beside its paper. Importing the package registers the built-in methods."""
 
+# isort: off
 # In the order in which `vitfleet keys`, `vitfleet cost` and the documentation list them.
-from vitfleet.methods.personal.standalone import Standalone  # isort: skip
-from vitfleet.methods.averaging.fedavg import FedAvg, WeightAveraging  # isort: skip
-from vitfleet.methods.averaging.fedprox import FedProx  # isort: skip
-from vitfleet.methods.personal.apfl import Apfl  # isort: skip
-from vitfleet.methods.averaging.transfl import TransFL  # isort: skip
-from vitfleet.methods.tuning.peft import FedBias, FedFull, FedHead, FedLora, FedPrompt  # isort: skip
-from vitfleet.methods.tuning.fedbfpt import FedBfpt  # isort: skip
-from vitfleet.methods.split.eftvit import EftVit  # isort: skip
-from vitfleet.methods.personal.fedper import FedPer  # isort: skip
-from vitfleet.methods.personal.fedrep import FedRep  # isort: skip
-from vitfleet.methods.continual.gem import AGem, Gem  # isort: skip
-from vitfleet.methods.continual.ewc import Ewc  # isort: skip
-from vitfleet.methods.continual.mas import Mas  # isort: skip
-from vitfleet.methods.continual.fedweit import FedWeit  # isort: skip
-from vitfleet.methods.continual.fedvit import FedVit  # isort: skip
-from vitfleet.methods.continual.fedknow import FedKnow  # isort: skip
-from vitfleet.methods.continual.replay import DerPlusPlus, ExperienceReplay  # isort: skip
-from vitfleet.methods.continual.dytox import DyTox  # isort: skip
-from vitfleet.methods.continual.bcn import Bcn  # isort: skip
-from vitfleet.methods.continual.lvt import Lvt  # isort: skip
-from vitfleet.methods.continual.joint import Joint  # isort: skip
-from vitfleet.methods.reported import ClientMetric, reduce_client_metrics  # isort: skip
-from vitfleet.methods.base import (  # isort: skip
+from vitfleet.methods.personal import standalone  # noqa: F401
+from vitfleet.methods.averaging import fedavg, fedprox  # noqa: F401
+from vitfleet.methods.personal import apfl  # noqa: F401
+from vitfleet.methods.averaging import transfl  # noqa: F401
+from vitfleet.methods.tuning import peft, fedbfpt  # noqa: F401
+from vitfleet.methods.split import eftvit  # noqa: F401
+from vitfleet.methods.personal import fedper, fedrep  # noqa: F401
+from vitfleet.methods.continual.gradients import gem  # noqa: F401
+from vitfleet.methods.continual.penalties import ewc, mas  # noqa: F401
+from vitfleet.methods.continual import fedweit  # noqa: F401
+from vitfleet.methods.continual.gradients import fedvit, fedknow  # noqa: F401
+from vitfleet.methods.continual.replay import experience_replay, dytox, bcn, lvt  # noqa: F401
+from vitfleet.methods.continual import joint  # noqa: F401
+
+# isort: on
+from vitfleet.methods.base import (
     Aggregator,
     ClientGenerator,
     ClientRoundInput,
@@ -36,43 +30,16 @@ from vitfleet.methods.base import (  # isort: skip
     make_method,
     method_class,
 )
+from vitfleet.methods.reported import ClientMetric, reduce_client_metrics
 
 __all__ = [
-    "AGem",
     "Aggregator",
-    "Apfl",
-    "Bcn",
     "ClientGenerator",
     "ClientMetric",
     "ClientRoundInput",
     "ClientUpdate",
-    "DerPlusPlus",
-    "DyTox",
-    "EftVit",
-    "Ewc",
-    "ExperienceReplay",
-    "FedAvg",
-    "FedBfpt",
-    "FedBias",
-    "FedFull",
-    "FedHead",
-    "FedKnow",
-    "FedLora",
-    "FedPer",
-    "FedPrompt",
-    "FedProx",
-    "FedRep",
-    "FedVit",
-    "FedWeit",
-    "Gem",
-    "Joint",
-    "Lvt",
-    "Mas",
     "Method",
     "MethodContext",
-    "Standalone",
-    "TransFL",
-    "WeightAveraging",
     "Work",
     "adapt_model",
     "declared_work",

@@ -39,24 +39,12 @@ from vitfleet.training.local_training import LocalResult, LocalTraining
 
 @dataclass(frozen=True)
 class MethodContext:
-    """The run that a method is part of.
-
-    Attributes
-    ----------
-    config
-        The run's configuration.
-    net
-        The model's architecture.
-    num_classes
-        Number of classes of the data set.
-    device
-        The device that trains.
-    """
+    """The run that a method is part of."""
 
     config: Config
-    net: Net
-    num_classes: int
-    device: torch.device
+    net: Net  # the model's architecture
+    num_classes: int  # of the data set
+    device: torch.device  # that trains
 
     @property
     def parts(self) -> ModelParts:
@@ -106,89 +94,50 @@ class MethodContext:
 
 @dataclass(frozen=True)
 class ClientRoundInput:
-    """The input of a client's round.
-
-    Attributes
-    ----------
-    message
-        The server's message of this round.
-    base_weights
-        The tensors that every client received once, before its first round: see :meth:`Method.initial_broadcast`.
-    client_state
-        The client's state after its last round; ``None`` before its first round.
-    shard
-        The client's training images; in continual learning, those of its current task, or of all its tasks so far: see
-        ``Method.accumulates_tasks``.
-    task_index
-        Index of the client's current task, from 0; 0 without tasks.
-    """
+    """The input of a client's round."""
 
     round: int
     client: int
-    message: Message
-    base_weights: Tensors
-    client_state: State | None
+    message: Message  # the server's, of this round
+    base_weights: Tensors  # that every client received once, before its first round: see `Method.initial_broadcast`
+    client_state: State | None  # after the client's last round; None before its first round
+    # The client's training images; in continual learning, those of its current task, or of all its tasks so far: see
+    # `Method.accumulates_tasks`.
     shard: Shard
-    task_index: int = 0
+    task_index: int = 0  # of the client's current task, from 0; 0 without tasks
 
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """The result of a client's round.
+    """The result of a client's round."""
 
-    Attributes
-    ----------
-    message
-        What is sent to the server.
-    model_weights
-        The client's whole model, on which local accuracy is measured. It is not sent. Empty: the client has no whole
-        model in this round.
-    client_state
-        What the client keeps for its next round; ``None``: nothing.
-    """
-
-    message: Message
+    message: Message  # what is sent to the server
+    # The client's whole model, on which local accuracy is measured. It is not sent. Empty: the client has no whole
+    # model in this round.
     model_weights: Tensors
-    client_state: State | None = None
+    client_state: State | None = None  # what the client keeps for its next round; None: nothing
 
 
 @dataclass(frozen=True)
 class ServerWork:
-    """The server's own training after a round, for an estimate of its time.
+    """The server's own training after a round, for an estimate of its time."""
 
-    Attributes
-    ----------
-    samples
-        Samples that the server trains on, every epoch counted.
-    training
-        Returns the training, given the model's weights.
-    """
-
-    samples: int
-    training: Callable[[Tensors], LocalTraining]
+    samples: int  # that the server trains on, every epoch counted
+    training: Callable[[Tensors], LocalTraining]  # given the model's weights
 
 
 @dataclass(frozen=True)
 class Work:
-    """The most that a method asks of a client, known from the configuration alone, before a model is built.
+    """The most that a method asks of a client, known from the configuration alone, before a model is built."""
 
-    Attributes
-    ----------
-    epochs
-        Passes over the client's images that its trainings make in a round: those that train a part of the model, tune
-        it, or measure something. Choosing the samples to store, a forward pass per image, is not among them.
-    images_per_step
-        Images of a step: those of the batch, and the stored samples that are drawn with it.
-    passes
-        Forward passes of an image in a step.
-    stored_share
-        Share of the client's images that it stores as samples. They remain when the images of their task are gone.
-    """
-
+    # Passes over the client's images that its trainings make in a round: those that train a part of the model, tune it,
+    # or measure something. Choosing the samples to store, a forward pass per image, is not among them.
     epochs: int
-    images_per_step: int
-    passes: int = 1
-    stored_share: float = 0.0
+    images_per_step: int  # those of the batch, and the stored samples that are drawn with it
+    passes: int = 1  # forward passes of an image in a step
+    stored_share: float = (
+        0.0  # of the client's images, stored as samples: they remain when those of their task are gone
+    )
 
 
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
@@ -202,20 +151,14 @@ class Aggregator(ABC):
     """Aggregates the updates of one round into the server's new state.
 
     Updates are added one by one as they arrive, so memory does not grow with their number.
-
-    Attributes
-    ----------
-    rejected
-        After :meth:`finish`: the clients whose updates were added but not used, and the reason. These are updates that
-        can only be judged in comparison with the others.
-    earlier_sizes
-        Set before the first update: sizes of the updates that were used in the round before.
-    sizes
-        By client, the size of each update added so far, if the aggregator limits sizes; what it is, is the method's.
     """
 
+    #: After :meth:`finish`: the clients whose updates were added but not used, and the reason. These are updates that
+    #: can only be judged in comparison with the others.
     rejected: Mapping[int, str] = MappingProxyType({})
+    #: Set before the first update: sizes of the updates that were used in the round before.
     earlier_sizes: Sequence[float] = ()
+    #: By client, the size of each update added so far, if the aggregator limits sizes; what it is, is the method's.
     sizes: Mapping[int, float] = MappingProxyType({})
 
     @abstractmethod
@@ -319,9 +262,9 @@ class Method(ABC, Generic[Params]):
         """
 
     @property
-    @abstractmethod
     def trainable(self) -> Selection:
-        """The weights that a client trains."""
+        """The weights that a client trains: by default the whole model."""
+        return self.parts.whole
 
     @property
     def cost_round(self) -> int:
@@ -343,15 +286,15 @@ class Method(ABC, Generic[Params]):
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the server's state before the first round."""
 
-    @abstractmethod
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the message to a client in a round.
+        """Return the message to a client in a round: by default the server's tensors.
 
         Parameters
         ----------
         last_round
             The last round in which an update of this client was received; ``None``: none so far.
         """
+        return Message(server_state.tensors)
 
     def evaluation_message(self, server_state: State, round: int) -> Message:
         """Return what a client needs in addition in a round in which it evaluates its model: nothing by default."""

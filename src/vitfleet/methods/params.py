@@ -6,19 +6,7 @@ from vitfleet.errors import ConfigError
 
 
 def check_layers(key: str, value: int, depth: int | None, least: int = 1, reserved: int = 0) -> None:
-    """Check that a number of layers is possible for the model.
-
-    Parameters
-    ----------
-    key
-        The parameter, without ``method.``.
-    depth
-        Number of the model's layers; ``None``: only known once the model is built.
-    least
-        The smallest valid number.
-    reserved
-        Layers that must remain.
-    """
+    """Check that a parameter, a number of layers, is possible for a model; ``depth`` is ``None`` before it is built."""
     if depth is None or least <= value <= depth - reserved:
         return
     remedy = f"must be between {least} and {depth - reserved}: the model has {depth} layers"
@@ -35,9 +23,3 @@ def check_head_epochs(head_epochs: int, epochs: int) -> None:
             head_epochs,
             f"must be below train.epochs = {epochs}: the remaining epochs train the body",
         )
-
-
-def check_views(views: int, epochs: int) -> None:
-    """Check that every view of an image can come from an epoch of its own."""
-    if views > epochs:
-        raise ConfigError("method.views", views, f"must be at most train.epochs = {epochs}: every epoch gives one view")

@@ -36,38 +36,19 @@ class RejectedUpdateError(Exception):
 
 @dataclass(frozen=True)
 class ClientMetric:
-    """A number, or a list of numbers, that clients report with their updates.
+    """A number, or a list of numbers, that clients report with their updates."""
 
-    Attributes
-    ----------
-    name
-        Its key among the numbers of a client's message and in the records.
-    description
-        What it is, as the label of a row in a table.
-    reduction
-        How the values of all clients and rounds become the one in the run's summary; ``None``: it is not summarised.
-    warning
-        Whether a summarised value other than zero is a warning; zero is then not worth a row in a table.
-    form
-        What it is; an update that reports anything else is rejected.
-    """
-
-    name: str
-    description: str
-    reduction: Reduction | None = None
-    warning: bool = False
-    form: Form = "any"
+    name: str  # its key among the numbers of a client's message and in the records
+    description: str  # the label of its row in a table
+    reduction: Reduction | None = None  # of all clients and rounds, to the run's summary; None: it is not summarised
+    warning: bool = False  # whether a summarised value other than zero is one; zero is then not worth a row in a table
+    form: Form = "any"  # an update that reports anything else is rejected
 
 
 def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Numbers]) -> dict[str, int | float]:
     """Return the summarised value of every metric that was reported at least once, in the order of declaration.
 
-    Parameters
-    ----------
-    metrics
-        The method's declarations.
-    reported
-        The numbers of every client's update, over all rounds.
+    ``reported`` are the numbers of every client's update, over all rounds.
     """
     values: dict[str, list[int | float]] = {metric.name: [] for metric in metrics if metric.reduction is not None}
     for numbers in reported:
@@ -83,13 +64,7 @@ def reduce_client_metrics(metrics: Sequence[ClientMetric], reported: Iterable[Nu
 
 
 def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
-    """Return a client's numbers as the method declares them.
-
-    Raises
-    ------
-    RejectedUpdateError
-        Names the number, its value and what is allowed.
-    """
+    """Return a client's numbers, or reject the update: the reason names the number and what the method allows."""
     check_numbers(numbers)
     for metric in method.client_metrics:
         if metric.name in numbers:
@@ -98,13 +73,7 @@ def parse_numbers(numbers: Numbers, method: Method[Any]) -> dict[str, Number]:
 
 
 def check_numbers(numbers: Numbers) -> None:
-    """Reject numbers that no correct client of any method sends: they enter sums and the records.
-
-    Raises
-    ------
-    RejectedUpdateError
-        Names the number, its value and what is allowed.
-    """
+    """Reject numbers that no correct client of any method sends: they enter sums and the records."""
     if len(numbers) > MAX_NAMES or any(len(name) > MAX_NAME_LENGTH for name in numbers):
         raise RejectedUpdateError(
             f"it reports {len(numbers)} numbers; at most {MAX_NAMES} are allowed, with names of {MAX_NAME_LENGTH} "

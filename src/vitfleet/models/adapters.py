@@ -75,11 +75,6 @@ class LowRankLinear(nn.Linear):
         """Return the factors A and B of one target."""
         return getattr(self, f"{LORA_PREFIX}a_{name}"), getattr(self, f"{LORA_PREFIX}b_{name}")
 
-    def update(self) -> Tensor:
-        """Return BA as one matrix of the layer's shape, with each target's in its slice."""
-        a, b = self.joint_factors()
-        return b @ a
-
     def joint_factors(self) -> tuple[Tensor, Tensor]:
         """Return the factors of all targets as one pair: the rows of A below each other, B in blocks."""
         rows = self.out_features // self.num_slices
@@ -104,14 +99,8 @@ class LowRankLinear(nn.Linear):
 
 def _find_target(block: nn.Module, places: Sequence[LoraTarget]) -> LoraTarget | None:
     """Return the first of the places where a block has a linear layer; ``None`` if there is none."""
-    return next((target for target in places if _has_linear(block, target.path)), None)
-
-
-def _has_linear(block: nn.Module, path: str) -> bool:
-    try:
-        return isinstance(block.get_submodule(path), nn.Linear)
-    except AttributeError:
-        return False
+    modules = dict(block.named_modules())
+    return next((target for target in places if isinstance(modules.get(target.path), nn.Linear)), None)
 
 
 def merged_weights(vit: nn.Module) -> dict[str, Tensor]:
@@ -119,5 +108,6 @@ def merged_weights(vit: nn.Module) -> dict[str, Tensor]:
     weights = {name: tensor.detach().clone() for name, tensor in vit.state_dict().items()}
     for path, module in vit.named_modules():
         if isinstance(module, LowRankLinear):
-            weights[f"{path}.weight"] += module.scale * module.update()
+            a, b = module.joint_factors()
+            weights[f"{path}.weight"] += module.scale * (b @ a)
     return {name: tensor for name, tensor in weights.items() if not name.rpartition(".")[2].startswith(LORA_PREFIX)}

@@ -24,18 +24,10 @@ Stacking: TypeAlias = Literal["tensor operations", "vmap", "none"]
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The batch norms that normalise with their batch, and the samples that count.
+    """The batch norms that normalise with their batch, and the samples that count."""
 
-    Attributes
-    ----------
-    batch_norms
-        Module paths of these batch norms. Their running statistics are updated in place, in the weights of the call.
-    sample_mask
-        Which samples are not padding, ``[…, batch]``.
-    """
-
-    batch_norms: tuple[str, ...]
-    sample_mask: Tensor
+    batch_norms: tuple[str, ...]  # module paths; running statistics are updated in place, in the weights of the call
+    sample_mask: Tensor  # which samples are not padding, `[…, batch]`
 
 
 class ModuleWrapper(nn.Module):
@@ -56,13 +48,7 @@ class ModuleWrapper(nn.Module):
         return super().train(True)
 
     def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return logits.
-
-        Parameters
-        ----------
-        keep
-            Positions of the patches that are kept; the others are never embedded.
-        """
+        """Return logits of images, or of the patches at the positions ``keep`` alone."""
         if keep is None:
             return cast(Tensor, self.vit(images))
         assert self.forward_kept is not None
@@ -71,35 +57,17 @@ class ModuleWrapper(nn.Module):
 
 @dataclass(frozen=True)
 class Net:
-    """A model architecture. Its weights are an argument of every call.
-
-    Attributes
-    ----------
-    module
-        The model that defines the architecture.
-    part_paths
-        Where its family keeps its parts.
-    parts
-        The names of its weights, by part.
-    functional
-        The forward pass as tensor operations; ``None`` where the module is called instead.
-    batch_norms
-        Module paths of its batch norms.
-    num_prefix_tokens, embed_dim
-        Tokens before the patches (class token, registers), and the width of a token.
-    image_size, mean, std
-        The model's input: height and width in pixels, and the normalisation of pixels in 0…1.
-    """
+    """A model architecture. Its weights are an argument of every call."""
 
     module: ModuleWrapper
-    part_paths: PartPaths
-    parts: ModelParts
-    functional: FunctionalViT | None
-    batch_norms: tuple[str, ...]
-    num_prefix_tokens: int
-    embed_dim: int
-    image_size: int
-    mean: tuple[float, ...]
+    part_paths: PartPaths  # where its family keeps its parts
+    parts: ModelParts  # the names of its weights, by part
+    functional: FunctionalViT | None  # the forward pass as tensor operations; `None`: the module is called instead
+    batch_norms: tuple[str, ...]  # module paths
+    num_prefix_tokens: int  # tokens before the patches: class token, registers
+    embed_dim: int  # width of a token
+    image_size: int  # height and width of the input in pixels
+    mean: tuple[float, ...]  # with std: the normalisation of pixels in 0…1
     std: tuple[float, ...]
 
     @property
@@ -271,13 +239,7 @@ def num_kept(count: int, dropped: float) -> int:
 
 
 def make_net(vit: Any, image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> Net:
-    """Return a model as a :class:`Net`.
-
-    Raises
-    ------
-    TypeError
-        If the model has no transformer blocks in a known place.
-    """
+    """Return a model as a :class:`Net`; a ``TypeError`` if it has no transformer blocks in a known place."""
     part_paths = part_paths_of(vit)
     batch_norms = replace_batch_norms(vit)
     return Net(

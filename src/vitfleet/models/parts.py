@@ -52,15 +52,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class AttentionProjections:
-    """The self-attention of one block.
-
-    Attributes
-    ----------
-    qkv, projection
-        Names of the weights of the query-key-value and of the output projection.
-    heads
-        Number of heads.
-    """
+    """The self-attention of one block: the names of its two weights, and the number of its heads."""
 
     qkv: str
     projection: str
@@ -147,17 +139,9 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """The layer that a low-rank update is added to.
+    """The layer that a low-rank update is added to, or one of several equal slices of its outputs."""
 
-    Attributes
-    ----------
-    path
-        Module path of a linear layer within a block.
-    slice, num_slices
-        Which of how many equal slices of the layer's outputs.
-    """
-
-    path: str
+    path: str  # module path of a linear layer within a block
     slice: int = 0
     num_slices: int = 1
 
@@ -238,13 +222,7 @@ def is_instance_of(value: object, class_name: str) -> bool:
 
 
 def part_paths_of(vit: nn.Module) -> PartPaths:
-    """Return where a model keeps its parts.
-
-    Raises
-    ------
-    TypeError
-        If the model has no transformer blocks in a known place.
-    """
+    """Return where a model keeps its parts; a ``TypeError`` if it has no transformer blocks in a known place."""
     import_module(FAMILIES_PACKAGE)
     names = (qualified_name(cls) for cls in type(vit).__mro__)
     function = next((_PART_PATHS[name] for name in names if name in _PART_PATHS), default_part_paths)

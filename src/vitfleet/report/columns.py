@@ -23,28 +23,14 @@ COMPARABLE_NOTE = "bold: the best of the rows that have the same data, partition
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a run's summary, as a column of tables.
+    """A number of a run's summary, as a column of tables."""
 
-    Attributes
-    ----------
-    name
-        For ``--columns``, and the heading where there is little room.
-    title
-        The heading, without the unit.
-    path
-        Where it is in a summary: the names of tables, and the key.
-    best
-        Whether the highest or the lowest value is the best one; ``None``: neither.
-    meaning
-        In a few words; ``{split}`` stands for the images that were measured on, ``{target}`` for the target accuracy.
-    """
-
-    name: str
-    title: str
+    name: str  # for --columns, and the heading where there is little room
+    title: str  # the heading, without the unit
     unit: Unit
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # in a summary: the names of tables, and the key
     best: Literal["highest", "lowest"] | None
-    meaning: str
+    meaning: str  # {split} stands for the images that were measured on, {target} for the target accuracy
 
     @property
     def heading(self) -> str:
@@ -183,20 +169,9 @@ def _evaluation(run: RunData) -> str:
 def best_rows(
     best: Literal["highest", "lowest"] | None, means: Sequence[float | None], unit: Unit, comparable: Sequence[int]
 ) -> frozenset[int]:
-    """Return the rows with the best mean among those that are comparable with them; what prints the same is equal.
+    """Return the rows with the best mean among those that are comparable with them, see :func:`comparable_rows`.
 
-    Parameters
-    ----------
-    means
-        The mean of each row; ``None`` where it has none.
-    unit
-        How means are printed.
-    comparable
-        From :func:`comparable_rows`.
-
-    Returns
-    -------
-    All rows that share a best mean; none where all comparable rows have the same.
+    Means that print the same are equal: all rows that share the best one are returned, and none where all have it.
     """
     found: set[int] = set()
     for number in set(comparable) if best else ():

@@ -69,7 +69,10 @@ def evaluation_figures(evaluation: Evaluation) -> list[Figure]:
     names = list(evaluation.class_accuracy)
     shares = [[count / max(1, sum(row)) for count in row] for row in evaluation.confusion]
     bins = [bin for bin in evaluation.calibration if bin.images]
-    confidence = [bin.confidence for bin in bins]
+    curves = [
+        Curve("measured", 0, [bin.confidence for bin in bins], [bin.accuracy for bin in bins]),
+        Curve("perfectly calibrated", 1, [0.0, 1.0], [0.0, 1.0]),
+    ]
     accuracies = [None if value is None else 100 * value for value in evaluation.class_accuracy.values()]
     return [
         HeatMap(
@@ -94,16 +97,7 @@ def evaluation_figures(evaluation: Evaluation) -> list[Figure]:
             id="calibration",
             title=f"Calibration, {evaluation.model}: expected calibration error {evaluation.calibration_error:.4f}",
             label="accuracy",
-            views=[
-                AxisView(
-                    "confidence",
-                    "mean probability of the predicted class",
-                    [
-                        Curve("measured", 0, confidence, [bin.accuracy for bin in bins]),
-                        Curve("perfectly calibrated", 1, [0.0, 1.0], [0.0, 1.0]),
-                    ],
-                )
-            ],
+            views=[AxisView("confidence", "mean probability of the predicted class", curves)],
             percent=True,
         ),
     ]

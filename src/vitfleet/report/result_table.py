@@ -50,21 +50,12 @@ class PairedTest:
 
     It assumes that the differences between the two methods, seed by seed, are normally distributed. Runs of the same
     seed share the partition and the initial weights, so they are pairs.
-
-    Attributes
-    ----------
-    pairs
-        Number of seeds that both methods have.
-    difference
-        Mean difference.
-    t, p
-        Student's t with ``pairs − 1`` degrees of freedom, and its two-sided p-value.
     """
 
-    pairs: int
-    difference: float
-    t: float
-    p: float
+    pairs: int  # seeds that both methods have
+    difference: float  # the mean
+    t: float  # Student's, with pairs − 1 degrees of freedom
+    p: float  # two-sided
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
+from vitfleet import files
 from vitfleet.config.data import EvalSplit
 from vitfleet.config.registry import method_label
 from vitfleet.errors import UserError
-from vitfleet.files import (
-    ABOUT_FILE,
-    COMPARISON_FILE,
-    CONFIG_FILE,
-    DATA_FILE,
-    DEVICES_FILE,
-    PARTITION_FILE,
-    PATCHES_FIGURE,
-    TASKS_ARRAYS,
-    TASKS_FILE,
-    read_json,
-)
+from vitfleet.files import read_json
 from vitfleet.run.comparison.manifest import member_folders
 from vitfleet.run.output.summary import cost_to_target, is_finished, read_summary, summary_so_far
 from vitfleet.run.records import RoundRecord, read_records
@@ -35,37 +25,19 @@ from vitfleet.run.records import RoundRecord, read_records
 
 @dataclass(frozen=True)
 class RunData:
-    """The content of one run folder.
-
-    Attributes
-    ----------
-    label
-        Name of the configuration in the report; runs that differ only in their seed share it.
-    records
-        The rounds so far.
-    summary
-        The summary; ``None`` while the run is not finished.
-    partition
-        Number of images of each class on each client (``counts``, ``classes``), summed over the tasks if there are
-        any, and a hash that identifies the partition (``sha256``).
-    patches
-        The figure of masked images, PNG in base64; ``None`` if the clients train on whole images.
-    devices
-        Name of each client's hardware profile; ``None`` without a virtual clock.
-    class_names
-        Name of each class; empty if unknown.
-    """
+    """The content of one run folder."""
 
     path: Path
-    label: str
+    label: str  # of the configuration; runs that differ only in their seed share it
     config: dict[str, Any]
     about: dict[str, Any]
-    records: list[RoundRecord]
-    summary: dict[str, Any] | None
+    records: list[RoundRecord]  # of the rounds so far
+    summary: dict[str, Any] | None  # None while the run is not finished
+    # Images of each class on each client (counts, classes), summed over tasks, and a hash that identifies it (sha256).
     partition: dict[str, Any] | None
-    patches: str | None
-    devices: list[str] | None
-    class_names: Sequence[str] = ()
+    patches: str | None  # the figure of masked images, PNG in base64, if the clients train on masked images
+    devices: list[str] | None  # each client's hardware profile; None without a virtual clock
+    class_names: Sequence[str] = ()  # empty if unknown
 
     @property
     def seed(self) -> int:
@@ -88,24 +60,21 @@ class RunGroup:
     """A configuration and its runs, one per seed."""
 
     label: str
-    runs: list[RunData] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all runs are finished."""
-        return all(run.summary is not None for run in self.runs)
+    runs: list[RunData]
 
 
 def find_runs(paths: Sequence[Path]) -> list[tuple[Path, str | None]]:
     """Return the run folders at these paths, each with the name that its comparison gave it, if any."""
     folders: list[tuple[Path, str | None]] = []
     for path in paths:
-        if (path / COMPARISON_FILE).is_file():
-            folders += [(folder, name) for name, folder in member_folders(path) if (folder / CONFIG_FILE).is_file()]
-        elif (path / CONFIG_FILE).is_file():
+        if (path / files.COMPARISON_FILE).is_file():
+            folders += [
+                (folder, name) for name, folder in member_folders(path) if (folder / files.CONFIG_FILE).is_file()
+            ]
+        elif (path / files.CONFIG_FILE).is_file():
             folders.append((path, None))
         else:
-            missing = f"no {CONFIG_FILE} and no {COMPARISON_FILE}"
+            missing = f"no {files.CONFIG_FILE} and no {files.COMPARISON_FILE}"
             raise UserError(f"{path}: contains neither a run nor a comparison ({missing})")
     if not folders:
         raise UserError(f"{paths[0]}: none of its runs has started yet")
@@ -136,23 +105,17 @@ def read_groups(paths: Sequence[Path]) -> list[RunGroup]:
 
 
 def read_run(path: Path, name: str | None = None) -> RunData:
-    """Read a run folder.
-
-    Parameters
-    ----------
-    name
-        The run's name in a comparison; default: the method's name.
-    """
-    config = read_json(path / CONFIG_FILE)
-    patches = path / PATCHES_FIGURE
-    devices = _read_json(path / DEVICES_FILE)
+    """Read a run folder; ``name`` is the run's in a comparison, by default the method's."""
+    config = read_json(path / files.CONFIG_FILE)
+    patches = path / files.PATCHES_FIGURE
+    devices = _read_json(path / files.DEVICES_FILE)
     partition = _read_partition(path)
-    data = _read_json(path / DATA_FILE) or partition or {}
+    data = _read_json(path / files.DATA_FILE) or partition or {}
     return RunData(
         path=path,
         label=method_label(name or config["method"]["name"]),
         config=config,
-        about=_read_json(path / ABOUT_FILE) or {},
+        about=_read_json(path / files.ABOUT_FILE) or {},
         records=list(read_records(path)),
         summary=read_summary(path) if is_finished(path) else None,
         partition=partition,
@@ -169,7 +132,7 @@ def eval_splits(groups: Iterable[RunGroup]) -> str:
 
 def all_finished(groups: Iterable[RunGroup]) -> bool:
     """Return whether every run of a report is finished."""
-    return all(group.finished for group in groups)
+    return all(run.summary is not None for group in groups for run in group.runs)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -177,11 +140,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _read_partition(path: Path) -> dict[str, Any] | None:
-    if (partition := _read_json(path / PARTITION_FILE)) is not None:
+    if (partition := _read_json(path / files.PARTITION_FILE)) is not None:
         return partition
-    if (tasks := _read_json(path / TASKS_FILE)) is None:
+    if (tasks := _read_json(path / files.TASKS_FILE)) is None:
         return None
-    with safe_open(path / TASKS_ARRAYS, "numpy") as file:
+    with safe_open(path / files.TASKS_ARRAYS, "numpy") as file:
         counts = file.get_tensor("counts")
     classes = [str(label) for label in range(counts.shape[1])]
     return {"sha256": tasks["sha256"], "counts": counts.tolist(), "classes": classes}

@@ -50,27 +50,14 @@ def format_fraction(fraction: float | None) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """How the numbers of a column are printed.
-
-    Attributes
-    ----------
-    name
-        Stands in the heading of a column whose cells are all in this unit.
-    scale
-        Factor from a summary's number to this unit.
-    digits
-        After the decimal point.
-    significant
-        Costs of small models are far below one: more digits are printed until the smallest mean has this many.
-    auto
-        Prints a number in the unit that suits it, such as ``18.2 MiB``. ``None``: it is printed in this unit always.
-    """
+    """How the numbers of a column are printed."""
 
     name: str = ""
-    scale: float = 1.0
-    digits: int = 1
+    scale: float = 1.0  # from a summary's number to this unit
+    digits: int = 1  # after the decimal point
+    # Costs of small models are far below one: more digits are printed until the smallest mean has this many.
     significant: int = 0
-    auto: Callable[[float], str] | None = None
+    auto: Callable[[float], str] | None = None  # prints a number in the unit that suits it, such as 18.2 MiB
 
     def heading(self, title: str) -> str:
         """Return the heading of a column, or the label of an axis, in this unit: ``upload, MiB``."""

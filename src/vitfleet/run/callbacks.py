@@ -67,30 +67,24 @@ def make_callbacks(config: Config) -> list[Callback]:
 
 
 def monitored_value(record: RoundRecord, name: str) -> float | None:
-    """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round.
-
-    Raises
-    ------
-    UserError
-        No record has a number of this name.
-    """
+    """Return a number of a round's record by its dotted name; ``None`` if it was not measured in this round."""
     value: Any = record
     for part in name.split("."):
-        value = _child(value, part, name)
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        else:
+            fields = getattr(value, "__dataclass_fields__", {})
+            attribute = part if part in fields else f"{part}_"  # `global` is a keyword: its field is `global_`
+            if attribute not in fields:
+                raise UserError(
+                    f"monitor = {name!r}: a round's record has no {part!r}; it has {_EXAMPLES}, for example"
+                )
+            value = getattr(value, attribute)
         if value is None:
             return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"monitor = {name!r}: is not a number of a round's record; such are {_EXAMPLES}")
     return float(value)
-
-
-def _child(parent: Any, part: str, name: str) -> Any:
-    if isinstance(parent, Mapping):
-        return parent.get(part)
-    for attribute in (part, f"{part}_"):  # `global` is a keyword: its field is `global_`
-        if attribute in getattr(parent, "__dataclass_fields__", {}):
-            return getattr(parent, attribute)
-    raise UserError(f"monitor = {name!r}: a round's record has no {part!r}; it has {_EXAMPLES}, for example")
 
 
 @dataclass

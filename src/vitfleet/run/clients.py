@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitfleet.config.fleet import DeviceName
-from vitfleet.config.schema import Config, FleetConfig, TasksConfig
+from vitfleet.config.schema import Config, FleetConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.data.images import DataSet, Shard
@@ -52,31 +52,19 @@ def open_partition(config: Config, data: DataSet, folder: Path) -> RunPartition:
 
     They are saved in the run's folder: a resumed run has the ones it started with.
     """
-    tasks = config.data.tasks
-    return _open_task_streams(tasks, config, data, folder) if tasks else _open_partition(config, data, folder)
-
-
-def _open_partition(config: Config, data: DataSet, folder: Path) -> Partition:
+    labels = data.train.labels.cpu().numpy(), data.test.labels.cpu().numpy()
+    if (tasks := config.data.tasks) is not None:
+        if (folder / TASKS_FILE).exists():
+            return load_task_streams(folder, *labels)
+        streams = make_task_streams(tasks, config.fleet.clients, config.seed, *labels, len(data.classes))
+        save_task_streams(streams, tasks, *labels, folder)
+        return streams
     is_saved = (folder / PARTITION_FILE).exists()
     kind = FilePartition(path=str(folder)) if is_saved else config.data.partition
     partition = partition_dataset(kind, config.fleet.clients, config.seed, data)
     if not is_saved:
-        save_partition(partition, config.data.partition, *_labels(data), data.classes, folder)
+        save_partition(partition, config.data.partition, *labels, data.classes, folder)
     return partition
-
-
-def _open_task_streams(tasks: TasksConfig, config: Config, data: DataSet, folder: Path) -> TaskStreams:
-    labels = _labels(data)
-    if (folder / TASKS_FILE).exists():
-        return load_task_streams(folder, *labels)
-    streams = make_task_streams(tasks, config.fleet.clients, config.seed, *labels, len(data.classes))
-    save_task_streams(streams, tasks, *labels, folder)
-    return streams
-
-
-def _labels(data: DataSet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the labels of all training and of all test images."""
-    return data.train.labels.cpu().numpy(), data.test.labels.cpu().numpy()
 
 
 def empty_partition(config: Config) -> Partition:
@@ -87,17 +75,12 @@ def empty_partition(config: Config) -> Partition:
 
 @dataclass(frozen=True)
 class ClientImages:
-    """The training images of each client of a simulation.
-
-    Attributes
-    ----------
-    accumulates_tasks
-        Whether a client trains on the images of all its tasks so far: see ``Method.accumulates_tasks``.
-    """
+    """The training images of each client of a simulation."""
 
     config: Config
     data: DataSet
     partition: RunPartition
+    # Whether a client trains on the images of all its tasks so far: see ``Method.accumulates_tasks``
     accumulates_tasks: bool
 
     def shard(self, client: int, task_index: int) -> Shard:
@@ -120,29 +103,18 @@ class ClientImages:
 
 @dataclass(frozen=True)
 class VirtualFleet:
-    """The devices that the clients of a simulation have: how long a round takes on each, and whether it has the memory.
-
-    Attributes
-    ----------
-    devices
-        The device of each client.
-    memory_bytes
-        Memory that a client needs to train.
-    """
+    """The devices of simulated clients: how long a round takes on each, and whether it has the memory."""
 
     config: FleetConfig
-    devices: Sequence[DeviceName]
-    memory_bytes: int
+    devices: Sequence[DeviceName]  # of each client
+    memory_bytes: int  # that a client needs to train
     cost_model: CostModel
     images: ClientImages
 
     def seconds(self, round: int, client: int, down_bytes: int, client_metrics: Numbers | None) -> float:
         """Return how long a client takes to receive, train and send, computed from costs alone.
 
-        Parameters
-        ----------
-        client_metrics
-            The numbers in the client's last update; ``None`` if it has not sent one yet.
+        ``client_metrics`` are the numbers in its last update; ``None`` if it has not sent one yet.
         """
         labels, task_index = self.images.labels(client, round), self.images.config.task_index(round)
         dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, client_metrics)

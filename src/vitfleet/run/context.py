@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
-from vitfleet.costs.cost_model import CostModel
-from vitfleet.costs.dry_run import NO_LABELS
+from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import Fleet
-from vitfleet.fleet.build import Components
 from vitfleet.fleet.distributed import ProcessGroup
 from vitfleet.message import Message, Numbers, State, to_device
 from vitfleet.methods import Method
@@ -24,7 +22,7 @@ from vitfleet.models.net import Net
 from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.clients import ClientImages, RunPartition
 from vitfleet.run.evaluate.accuracy import FleetEvaluator
-from vitfleet.run.records import ClientCosts, read_records
+from vitfleet.run.records import read_records
 from vitfleet.run.round_plan import RoundPlanner
 from vitfleet.run.state import RunState
 from vitfleet.training.execution.settings import ExecutionSettings
@@ -39,8 +37,10 @@ class RunContext:
     ----------
     images
         The images of each client; empty if the clients have their own.
-    components
-        The model, the method and the trainer.
+    net
+        The model, without weights.
+    trainer
+        Of the clients in this process, and of the server.
     base
         The message that every client gets once, before its first round.
     processes
@@ -50,7 +50,9 @@ class RunContext:
     config: Config
     folder: Path
     images: ClientImages
-    components: Components
+    net: Net
+    method: Method[Any]
+    trainer: Trainer
     base: Message
     fleet: Fleet
     evaluator: FleetEvaluator
@@ -70,24 +72,9 @@ class RunContext:
         return self.images.partition
 
     @property
-    def net(self) -> Net:
-        """The model, without weights."""
-        return self.components.net
-
-    @property
-    def method(self) -> Method[Any]:
-        """The method."""
-        return self.components.method
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer of the clients in this process, and of the server."""
-        return self.components.trainer
-
-    @property
     def machine(self) -> ExecutionSettings:
         """The device and precision of this process."""
-        return self.components.trainer.machine
+        return self.trainer.machine
 
     @property
     def params(self) -> int:
@@ -120,10 +107,7 @@ class RunContext:
     ) -> float | None:
         """Return the operations of a client's training in a round, in billions; ``None`` if its samples are unknown.
 
-        Parameters
-        ----------
-        numbers, previous_numbers
-            The numbers in the client's update of this round, and in the one before.
+        ``numbers`` are those in the client's update of this round, ``previous_numbers`` those in the one before.
         """
         samples = numbers.get("samples")
         if not isinstance(samples, int):
@@ -132,8 +116,8 @@ class RunContext:
         dry_run_result = self.cost_model.dry_run(round, client, labels, task_index, previous_numbers)
         return self.cost_model.round_flops(dry_run_result, samples) / 1e9
 
-    def client_costs(self, client_metrics: Mapping[int, Numbers]) -> ClientCosts:
-        """Return the costs of one client, given the numbers in each client's last update."""
+    def client_costs(self, client_metrics: Mapping[int, Numbers]) -> dict[str, Any]:
+        """Return the costs of one client for the summary, given the numbers in each client's last update."""
         flops = self.cost_model.average(self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS))
 
         def kept_bytes(numbers: Numbers) -> int:
@@ -142,13 +126,13 @@ class RunContext:
         # Peak memory is that of the client that keeps most.
         numbers = max(client_metrics.values(), key=kept_bytes, default=None)
         last_task = self.cost_model.dry_run(self.method.cost_round, 0, NO_LABELS, self.config.num_tasks - 1, numbers)
-        return ClientCosts(
-            params=self.params,
-            trainable_params=self.net.parts.count_parameters(self.method.trainable),
-            forward_gflops=flops.forward / 1e9,
-            train_gflops=flops.training / 1e9,
-            peak_memory_bytes=round_memory(self.net, last_task, self.config.train, self.machine.bf16).total,
-        )
+        return {
+            "params": self.params,
+            "trainable_params": self.net.parts.count_parameters(self.method.trainable),
+            "forward_gflops": flops.forward / 1e9,  # per sample, as those of a training step
+            "train_gflops": flops.training / 1e9,
+            "peak_memory_bytes": round_memory(self.net, last_task, self.config.train, self.machine.bf16).total,
+        }
 
 
 def load_state(context: RunContext) -> RunState:

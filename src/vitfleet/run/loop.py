@@ -6,11 +6,10 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vitfleet.config.schema import Config
 from vitfleet.files import RECORDS_FILE, SUMMARY_FILE, TIMINGS_FILE, read_json
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback, make_callbacks
@@ -34,7 +33,7 @@ class RunResult:
 
 
 class _RoundLog:
-    """Appends rounds to ``records.jsonl``, ``timings.jsonl`` and the trackers; used as a context manager.
+    """Appends rounds to ``records.jsonl``, ``timings.jsonl`` and the trackers.
 
     Rounds after the last checkpoint are removed when it is opened: a resumed run repeats them.
     """
@@ -45,10 +44,8 @@ class _RoundLog:
         self._timings = LineFile(context.folder / TIMINGS_FILE, latest.timings_length if latest else 0)
         self._trackers = Trackers(context.config, context.folder, state.round + 1)
 
-    def __enter__(self) -> _RoundLog:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the files and the trackers."""
         self._records.close()
         self._timings.close()
         self._trackers.close()
@@ -80,34 +77,31 @@ def run_rounds(
     callbacks: Sequence[Callback] = (),
     progress: Progress = NO_PROGRESS,
 ) -> RunResult:
-    """Run the remaining rounds and return the run's last state and its summary.
+    """Run the remaining rounds, by default after the last checkpoint; return the run's last state and its summary.
 
-    A run that was killed, at any moment, resumes from its last checkpoint and ends like one that was never
-    interrupted.
-
-    Parameters
-    ----------
-    state
-        Where to start. ``None``: after the last checkpoint.
-    callbacks
-        Called in addition to those of the configuration.
-    progress
-        Shows the progress within each round.
+    A run that was killed, at any moment, resumes from its last checkpoint and ends like one that was never interrupted.
+    ``callbacks`` are called in addition to those of the configuration; ``progress`` shows what happens within each
+    round.
     """
     state = load_state(context) if state is None else state
     callbacks = [*make_callbacks(context.config), *callbacks]
-    _release_initial_weights(context)
+    if context.has_remote_clients and context.config.data.tasks is None:  # tasks are compared with the initial model
+        context.net.drop_weights()  # remote clients get them in messages
     warmup = context.trainer.runners.warmup
     warmup.progress = progress
     try:
-        with _RoundLog(context, state) as log, _frozen_garbage():
-            _start_callbacks(context, state, callbacks)
+        with closing(_RoundLog(context, state)) as log, _frozen_garbage():
+            for callback in callbacks:
+                if state.round:
+                    callback.restore(context.folder, read_records(context.folder))
+                callback.on_run_start(context, state)
             while not state.is_finished(context.config.rounds):
                 started = time.perf_counter()
                 state, record = run_round(context, state, state.round + 1, progress)
                 record = with_metrics(context, state, record, state.is_finished(context.config.rounds), progress)
                 log.append(record, time.perf_counter() - started, warmup.pop_seconds())
-                stop_reason = _stop_reason(callbacks, state, record)
+                answers = [callback.on_round_end(state, record) for callback in callbacks]
+                stop_reason = next((answer.reason for answer in answers if answer is not None), None)
                 if stop_reason is not None:
                     log.replace_last(record, with_metrics(context, state, record, True, progress))
                 state = _after_round(context, state, stop_reason, log)
@@ -130,12 +124,10 @@ def _after_round(context: RunContext, state: RunState, stop_reason: str | None, 
     reason = context.processes.broadcast((stop_reason or "").encode()).decode()
     if reason:
         state = replace(state, stop_reason=reason)
-    return _checkpoint(context, state, log) if _checkpoint_due(context.config, state) else state
-
-
-def _checkpoint_due(config: Config, state: RunState) -> bool:
+    config = context.config
     kept = config.kept_rounds is not None and state.round % config.kept_rounds == 0
-    return kept or state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
+    is_due = kept or state.round % config.machine.checkpoint_every == 0 or state.is_finished(config.rounds)
+    return _checkpoint(context, state, log) if is_due else state
 
 
 def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> RunState:
@@ -151,19 +143,6 @@ def _checkpoint(context: RunContext, state: RunState, log: _RoundLog | None) -> 
     if context.method.state_on_disk:  # free the memory of the parts
         state = replace(state, server=context.checkpoints.map_parts(state.server))
     return state
-
-
-def _start_callbacks(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> None:
-    for callback in callbacks:
-        if state.round:
-            callback.restore(context.folder, read_records(context.folder))
-        callback.on_run_start(context, state)
-
-
-def _stop_reason(callbacks: Sequence[Callback], state: RunState, record: RoundRecord) -> str | None:
-    """Call every callback and return the first reason to stop the run."""
-    answers = [callback.on_round_end(state, record) for callback in callbacks]
-    return next((answer.reason for answer in answers if answer is not None), None)
 
 
 def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback]) -> RunResult:
@@ -189,12 +168,6 @@ def _execution(context: RunContext) -> dict[str, Any]:
     if execution["clients"] == "none" and written.exists():
         return {**execution, **read_json(written).get("execution", {})}
     return execution
-
-
-def _release_initial_weights(context: RunContext) -> None:
-    """Free the model's initial weights where they are not needed again: remote clients get them in messages."""
-    if context.has_remote_clients and context.config.data.tasks is None:  # tasks are compared with the initial model
-        context.net.drop_weights()
 
 
 @contextmanager

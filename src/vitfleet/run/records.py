@@ -240,10 +240,7 @@ def read_records(folder: Path) -> Iterator[RoundRecord]:
 def read_seconds(folder: Path, which: str = "seconds") -> float:
     """Return the duration of all rounds of a run in seconds, over all sessions.
 
-    Parameters
-    ----------
-    which
-        ``seconds``, or ``warm_up_seconds``: the part in which steps were compiled or captured.
+    ``warm_up_seconds`` are the part in which steps were compiled or captured.
     """
     path = folder / TIMINGS_FILE
     if not path.exists():
@@ -254,24 +251,3 @@ def read_seconds(folder: Path, which: str = "seconds") -> float:
         return sum(float(parse_json(line).get(which, 0.0)) for line in lines)
     except (ValueError, TypeError, AttributeError):
         raise UserError(f"{path}: is damaged; restore it from a copy, or remove it") from None
-
-
-@dataclass(frozen=True)
-class ClientCosts:
-    """Costs of one client.
-
-    Attributes
-    ----------
-    params, trainable_params
-        Number of parameters of its model, and of those that it trains.
-    forward_gflops, train_gflops
-        Operations per sample in billions, of the forward pass and of a training step.
-    peak_memory_bytes
-        Memory that its training needs.
-    """
-
-    params: int
-    trainable_params: int
-    forward_gflops: float
-    train_gflops: float
-    peak_memory_bytes: int | None = None

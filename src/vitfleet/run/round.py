@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
 
 from vitfleet.config.fleet import BufferedSchedule
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.data.images import Shard
 from vitfleet.errors import printable
 from vitfleet.fleet.base import Reply, Request, in_request_order
@@ -39,13 +39,12 @@ def run_round(
     plans, in_flight = context.planner.plan(state, round)
     aggregator = context.method.aggregator(state.server, round)
     aggregator.earlier_sizes = state.update_sizes
-    collected = _collect_updates(context, state, round, plans, aggregator, progress)
-    server, moments, rejected = _aggregate(context, state, round, aggregator, collected.accepted, progress)
-    used = {client for client in collected.accepted if client not in rejected}
+    entries, lost_state = _collect_updates(context, state, round, plans, aggregator, progress)
+    accepted = [entry.client for entry in entries if entry.failure is None]
+    server, moments, rejected = _aggregate(context, state, round, aggregator, accepted, progress)
+    used = {client for client in accepted if client not in rejected}
     context.fleet.commit(used)
-    entries = sorted(
-        (_reject(entry, rejected.get(entry.client)) for entry in collected.entries), key=lambda entry: entry.client
-    )
+    entries = sorted((_reject(entry, rejected.get(entry.client)) for entry in entries), key=lambda entry: entry.client)
     reported = {entry.client: entry.numbers for entry in entries if entry.client in used}
     state = replace(
         state,
@@ -54,8 +53,8 @@ def run_round(
         round=round,
         total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
         total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
-        last_seen={**_without(state.last_seen, collected.lost_state), **dict.fromkeys(reported, round)},
-        client_metrics={**_without(state.client_metrics, collected.lost_state), **reported},
+        last_seen={**_without(state.last_seen, lost_state), **dict.fromkeys(reported, round)},
+        client_metrics={**_without(state.client_metrics, lost_state), **reported},
         in_flight=in_flight,
         update_sizes=tuple(size for client, size in aggregator.sizes.items() if client in used) or state.update_sizes,
     )
@@ -82,25 +81,6 @@ def _without(known: Mapping[int, Known], lost: Sequence[int]) -> dict[int, Known
     return {client: value for client, value in known.items() if client not in lost}
 
 
-@dataclass(frozen=True)
-class _Collected:
-    """What a round's clients sent.
-
-    Attributes
-    ----------
-    entries
-        The record of every client.
-    accepted
-        Clients whose updates the aggregator took.
-    lost_state
-        Clients that no longer have their state.
-    """
-
-    entries: list[ClientRecord] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    lost_state: list[int] = field(default_factory=list)
-
-
 def _collect_updates(
     context: RunContext,
     state: RunState,
@@ -108,8 +88,11 @@ def _collect_updates(
     plans: Sequence[ClientPlan],
     aggregator: Aggregator,
     progress: Progress,
-) -> _Collected:
-    """Train the planned clients and add each update to the aggregator as it comes."""
+) -> tuple[list[ClientRecord], list[int]]:
+    """Train the planned clients and add each update to the aggregator as it comes.
+
+    Return the record of every client, and the clients that no longer have their state.
+    """
     config = context.config
     training = {plan.client: plan for plan in plans if plan.failure is None}
     evaluate = evaluation_due(config, round)
@@ -118,17 +101,16 @@ def _collect_updates(
         for plan in training.values():
             yield Request(round, plan.client, plan.message, evaluate, config.task_index(round), plan.last_round)
 
-    collected = _Collected([_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None])
+    entries = [_entry(plan, failure=plan.failure) for plan in plans if plan.failure is not None]
+    lost_state = []
     with progress.task(f"round {round}: clients", len(training)) as advance:
         for reply in in_request_order(context.fleet.train(requests()), training):
             advance(1)
-            collected.entries.append(_take_reply(context, state, round, training[reply.client], reply, aggregator))
-            if collected.entries[-1].failure is None:
-                collected.accepted.append(reply.client)
+            entries.append(_take_reply(context, state, round, training[reply.client], reply, aggregator))
             if reply.state_lost:
-                collected.lost_state.append(reply.client)
+                lost_state.append(reply.client)
             del reply  # it may be large: free it before the next one arrives
-    return collected
+    return entries, lost_state
 
 
 def _take_reply(

@@ -11,7 +11,7 @@ import numpy as np
 
 from vitfleet.config.fleet import BufferedSchedule
 from vitfleet.config.schema import Config
-from vitfleet.costs.dry_run import message_size
+from vitfleet.costs.cost_model import message_size
 from vitfleet.costs.virtual_clock import ClientInFlight, close_round, collect_replies
 from vitfleet.errors import UserError
 from vitfleet.message import Message, State
@@ -25,32 +25,17 @@ TOO_LATE = "too late"
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """One client's part in a round, before it trains.
-
-    Attributes
-    ----------
-    message
-        What the server sends.
-    down_bytes
-        Size of the message and, for a new client, of the base message.
-    last_round
-        The last round whose update the server used; ``None`` for a new client.
-    began, ended
-        Start and end on the virtual clock, where there is one.
-    failure
-        Why the client does not train, or why its update is not waited for.
-    staleness
-        Age of the server state that the message was made from, in versions.
-    """
+    """One client's part in a round, before it trains."""
 
     client: int
     message: Message
-    down_bytes: int
-    last_round: int | None
+    down_bytes: int  # size of the message and, for a new client, of the base message
+    last_round: int | None  # the last round whose update the server used; ``None`` for a new client
+    # Start and end on the virtual clock, where there is one
     began: float | None = None
     ended: float | None = None
-    failure: str | None = None
-    staleness: int = 0
+    failure: str | None = None  # why the client does not train, or why its update is not waited for
+    staleness: int = 0  # age of the server state that the message was made from, in versions
 
 
 @dataclass(frozen=True)
@@ -103,11 +88,8 @@ class RoundPlanner:
             if arrival is None:
                 timed.append(replace(plan, failure=failures[plan.client], down_bytes=0))
                 continue
-            too_late = (
-                f"{TOO_LATE}: training takes {seconds[plan.client]:.3g} virtual seconds, "
-                f"the round ended after {end - now:.3g}"
-            )
-            failure = None if arrival.counts else too_late
+            taken = f"training takes {seconds[plan.client]:.3g} virtual seconds, the round ended after {end - now:.3g}"
+            failure = None if arrival.counts else f"{TOO_LATE}: {taken}"
             timed.append(replace(plan, began=arrival.began, ended=arrival.ended, failure=failure))
         return timed, InFlight(end)
 
@@ -124,11 +106,17 @@ class RoundPlanner:
                 f"fleet.schedule.concurrency = {schedule.concurrency}: only {len(usable)} clients have enough memory "
                 "to train; reduce it, or choose other fleet.devices"
             )
-        starts = count()
+        starts, evaluates = count(), evaluation_due(self.config, round)
 
         def start_client(training: Sequence[ClientInFlight], at: float) -> ClientInFlight:
+            """Draw one of the idle clients and return when it finishes."""
             idle = sorted(set(usable) - {flight.client for flight in training})
-            return self._start_client(virtual, state, round, idle, at, next(starts))
+            rng = Address(self.config.seed, Purpose.SAMPLE_CLIENTS, round, next(starts)).generator()
+            client = idle[int(rng.integers(len(idle)))]
+            last_round = state.last_seen.get(client)
+            plan = self._plan_client(state.server, round, client, last_round, evaluates)
+            ended = at + virtual.seconds(round, client, plan.down_bytes, state.client_metrics.get(client))
+            return ClientInFlight(ended, client, version, -1 if last_round is None else last_round, at)
 
         training = list(in_flight.clients)
         while len(training) < schedule.concurrency:
@@ -139,22 +127,11 @@ class RoundPlanner:
         for flight in sorted(finished, key=lambda flight: flight.client):
             last_round = None if flight.last_round < 0 else flight.last_round
             past, past_round = past_states[flight.version], flight.version + 1
-            plan = self._plan_client(past, past_round, flight.client, last_round, evaluation_due(self.config, round))
+            plan = self._plan_client(past, past_round, flight.client, last_round, evaluates)
             plans.append(replace(plan, staleness=version - flight.version, began=flight.began, ended=flight.ended))
         needed = {flight.version for flight in training}
         past_states = {version: past for version, past in past_states.items() if version in needed}
         return plans, InFlight(finished[-1].ended, tuple(training), past_states)
-
-    def _start_client(
-        self, virtual: VirtualFleet, state: RunState, round: int, idle: Sequence[int], at: float, draw: int
-    ) -> ClientInFlight:
-        """Draw one of the idle clients and return when it finishes."""
-        rng = Address(self.config.seed, Purpose.SAMPLE_CLIENTS, round, draw).generator()
-        client = idle[int(rng.integers(len(idle)))]
-        last_round = state.last_seen.get(client)
-        plan = self._plan_client(state.server, round, client, last_round, evaluation_due(self.config, round))
-        ended = at + virtual.seconds(round, client, plan.down_bytes, state.client_metrics.get(client))
-        return ClientInFlight(ended, client, round - 1, -1 if last_round is None else last_round, at)
 
 
 def evaluation_due(config: Config, round: int) -> bool:

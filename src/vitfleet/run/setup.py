@@ -60,14 +60,8 @@ def open_run(
 ) -> RunContext:
     """Open a run in its folder: a new one, or one to resume.
 
-    Parameters
-    ----------
-    make_fleet
-        Makes a fleet of remote clients, which have their own images. ``None``: the clients run in this process.
-    processes
-        The processes that share the run.
-    data
-        The data set, where it is passed from Python instead of being loaded.
+    With ``make_fleet`` clients are remote and have their own images; otherwise they run in this process, or in the
+    ``processes`` that share the run. ``data`` is passed from Python, or loaded.
     """
     if (config.fleet.kind == "simulation") != (make_fleet is None):
         remedy = "is started with `vitfleet server`; in one process it is simulation"
@@ -89,7 +83,9 @@ def open_run(
         write_base(base, folder)
     images = ClientImages(config, data, partition, components.method.accumulates_tasks)
     evaluator = _make_evaluator(images, components, has_local_clients=make_fleet is None)
-    cost_model = _make_cost_model(config, components, data)
+    on_host = replace(components.method.context, device=torch.device("cpu"))
+    cost_method = make_method(config.method, on_host)
+    cost_model = CostModel(cost_method, components.net, config.train, data.train.image_size)
     virtual: VirtualFleet | None = None
     if make_fleet is not None:  # remote clients have real clocks
         fleet = make_fleet(config, data, folder, base)
@@ -99,8 +95,9 @@ def open_run(
     if virtual is not None and processes.is_first:
         virtual.write(folder)
     planner = RoundPlanner(config, components.method, base, virtual)
+    parts = components.net, components.method, components.trainer
     return RunContext(
-        config, folder, images, components, base, fleet, evaluator, checkpoints, cost_model, planner, processes
+        config, folder, images, *parts, base, fleet, evaluator, checkpoints, cost_model, planner, processes
     )
 
 
@@ -150,11 +147,6 @@ def _make_evaluator(images: ClientImages, components: Components, has_local_clie
         trainer.class_to_task,
         held_out_clients(config),
     )
-
-
-def _make_cost_model(config: Config, components: Components, data: DataSet) -> CostModel:
-    on_host = replace(components.method.context, device=torch.device("cpu"))
-    return CostModel(make_method(config.method, on_host), components.net, config.train, data.train.image_size)
 
 
 def _make_virtual_fleet(images: ClientImages, components: Components, cost_model: CostModel) -> VirtualFleet:

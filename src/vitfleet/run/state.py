@@ -17,20 +17,11 @@ _COLUMNS = tuple(column.name for column in fields(ClientInFlight))
 
 @dataclass(frozen=True)
 class InFlight:
-    """Work that spans rounds.
+    """Work that spans rounds."""
 
-    Attributes
-    ----------
-    now
-        The virtual clock, in seconds since the run began.
-    clients
-        Clients that are training on an earlier version of the model.
-    past_states
-        The server states those clients started from, by version.
-    """
-
-    now: float = 0.0
-    clients: tuple[ClientInFlight, ...] = ()
+    now: float = 0.0  # the virtual clock, in seconds since the run began
+    clients: tuple[ClientInFlight, ...] = ()  # clients that are training on an earlier version of the model
+    # The server states those clients started from, by version
     past_states: dict[int, State] = field(default_factory=dict)
 
     def pack(self, server: State) -> State:

@@ -17,15 +17,9 @@ IndexedTraining: TypeAlias = tuple[int, ClientTraining]
 
 @dataclass
 class PendingUpdate(Generic[Outcome]):
-    """The generator of a client update or of a server update, with its images and its random address.
+    """The generator of a client update or of a server update, with its images and its random address."""
 
-    Attributes
-    ----------
-    update
-        Yields the trainings to run, is sent their results, and returns the outcome.
-    """
-
-    update: Generator[LocalTraining, LocalResult, Outcome]
+    update: Generator[LocalTraining, LocalResult, Outcome]  # yields trainings, is sent their results
     shard: Shard
     rng: RngContext
 

@@ -23,22 +23,12 @@ SCHEDULE_KEYS = frozenset({"epochs", "lr", "schedule", "warmup_rounds"})
 
 
 class ModelOutputs(NamedTuple):
-    """What a forward pass returns.
-
-    Attributes
-    ----------
-    logits, auxiliary
-        Logits, and the model's outputs besides them, if it has any.
-    features
-        The tokens at the split, if there is one.
-    representation
-        The input of the head, if it was asked for.
-    """
+    """What a forward pass returns."""
 
     logits: Tensor
-    auxiliary: Tensor | None = None
-    features: Tensor | None = None
-    representation: Tensor | None = None
+    auxiliary: Tensor | None = None  # outputs besides logits, if the model has any
+    features: Tensor | None = None  # the tokens at the split, if there is one
+    representation: Tensor | None = None  # the input of the head, if it was asked for
 
     def narrow(self, axis: int, start: int, count: int) -> ModelOutputs:
         """Return the outputs of some of the samples."""
@@ -47,24 +37,14 @@ class ModelOutputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepEngine:
-    """The model, the configuration and the machine with which steps are computed.
-
-    Attributes
-    ----------
-    preprocess
-        From stored pixels to the model's input.
-    class_to_task
-        The task of each class, ``[classes]``, where the task of an image is known; else ``None``.
-    parts_at_once
-        Number of parts of an episodic memory whose gradients are computed together.
-    """
+    """The model, the configuration and the machine with which steps are computed."""
 
     net: Net
-    preprocess: Preprocess
+    preprocess: Preprocess  # from stored pixels to the model's input
     config: TrainConfig
     machine: ExecutionSettings
-    class_to_task: Tensor | None
-    parts_at_once: int
+    class_to_task: Tensor | None  # the task of each class, [classes], where the task of an image is known
+    parts_at_once: int  # parts of a set of stored samples whose gradients are computed together
 
     @property
     def compiled(self) -> bool:
@@ -95,20 +75,10 @@ class StepEngine:
         perturbation: Tensor | None = None,
         representation: bool = False,
     ) -> ModelOutputs:
-        """Pass stored images, or features, through the model.
+        """Pass stored images, or features, through the model: see :class:`~vitfleet.training.passes.PassOptions`.
 
-        Parameters
-        ----------
-        split
-            The block whose input tokens are returned as features; features enter the model there.
-        depth
-            Number of blocks of the client's model; ``None``: all.
-        batch_norms
-            The batch norms that normalise with these samples and update their running statistics.
-        perturbation
-            What is added to the model's input; ``None``: nothing.
-        representation
-            Whether the input of the head is returned too.
+        The ``batch_norms`` normalise with these samples and update their running statistics. The ``perturbation`` is
+        added to the model's input.
         """
         net, features = self._training_net, None
         with self.machine.autocast():

@@ -26,18 +26,10 @@ STACKED_BATCHES = 4  # a forward pass of stacked models has at most this many ti
 
 
 class Scores(NamedTuple):
-    """How well each image is predicted, ``[images]``; by several models, ``[models, images]``.
+    """How well each image is predicted, ``[images]``; by several models, ``[models, images]``."""
 
-    Attributes
-    ----------
-    correct
-        1 where the predicted class is the true one, else 0.
-    losses
-        The cross-entropy.
-    """
-
-    correct: Tensor
-    losses: Tensor
+    correct: Tensor  # 1 where the predicted class is the true one, else 0
+    losses: Tensor  # the cross-entropy
 
     def means(self) -> list[tuple[float, float]]:
         """Return the accuracy and the mean loss of each model. The device is waited for once."""
@@ -49,10 +41,7 @@ class Scores(NamedTuple):
 def score(batches: Iterable[tuple[Tensor, Tensor]]) -> Scores:
     """Return how well the images of all batches are predicted.
 
-    Parameters
-    ----------
-    batches
-        Logits ``[batch, classes]``, or ``[models, batch, classes]`` of several models, and labels ``[batch]``.
+    A batch is its logits, ``[batch, classes]`` or ``[models, batch, classes]``, and its labels ``[batch]``.
     """
     all_correct, all_losses = [], []
     for logits, labels in batches:
@@ -69,17 +58,10 @@ def logits_by_batch(
     index: Tensor | None = None,
     class_to_task: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits and labels of each batch.
+    """Yield the logits and labels of each batch of the images at ``index``; ``None``: all of them.
 
-    Parameters
-    ----------
-    forward
-        Returns the logits of images as they are stored.
-    index
-        Indices of the images to evaluate; ``None``: all.
-    class_to_task
-        The task of each class, ``[classes]``, where the task of an image is known: the classes of other tasks are not
-        possible then.
+    ``forward`` returns the logits of images as they are stored. With ``class_to_task``, ``[classes]``, the task of an
+    image is known, and the classes of other tasks are not possible.
     """
     indices = torch.arange(len(images), device=images.labels.device) if index is None else index
     for batch in torch.split(indices, max(1, batch_size)):
@@ -89,20 +71,13 @@ def logits_by_batch(
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates models on the device.
-
-    Attributes
-    ----------
-    class_to_task
-        The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
-        then possible. ``None``: all classes are.
-    """
+    """Evaluates models on the device."""
 
     net: Net
     preprocess: Preprocess
     machine: ExecutionSettings
     batch_size: int
-    class_to_task: Tensor | None = None
+    class_to_task: Tensor | None = None  # [classes], where the task of an image is known: only its classes are possible
 
     @property
     def models_at_once(self) -> int:
@@ -115,13 +90,7 @@ class Evaluator:
 
     @torch.inference_mode()
     def evaluate(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> Scores:
-        """Evaluate a model.
-
-        Parameters
-        ----------
-        index
-            Indices of the images to evaluate; ``None``: all.
-        """
+        """Evaluate a model on the images at ``index``; ``None``: on all."""
         return score(self._logits(weights, images, index))
 
     @torch.inference_mode()
@@ -155,13 +124,7 @@ class Evaluator:
     def _logits(
         self, weights: Tensors, images: ImageSet, index: Tensor | None, num_models: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the logits and labels of each batch.
-
-        Parameters
-        ----------
-        num_models
-            Number of stacked models; the logits have a leading axis of models. ``None``: weights of one model.
-        """
+        """Yield the logits and labels of each batch; of stacked models, logits have a leading axis of models."""
 
         def forward(batch: Tensor) -> Tensor:
             pixels = self.preprocess(batch)

@@ -21,31 +21,22 @@ from vitfleet.training.step import Step, cross_entropy_step
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Stored samples that a step uses besides its batch, in parts: one part per earlier task, for example.
+    """Stored samples that a step uses besides its batch, in parts: one part per earlier task, for example."""
 
-    Attributes
-    ----------
-    images, labels
-        uint8 ``[parts, samples, channels, height, width]`` and ``[parts, samples]``, padded to the largest part.
-    sizes
-        The number of samples of each part, known on the host, in falling order: so the parts of several clients at one
-        position have similar sizes, and little padding is computed.
-    draws
-        How many samples every step draws per sample of its batch: uniformly over the first part, with replacement, with
-        an augmentation and a mask of their own. 0: a step takes whole parts.
-    keep
-        Positions of the patches that are kept of each image, ``[parts, samples, kept]``; ``None``: images are whole.
-        Drawn samples are masked as the batch is.
-    stored
-        Further tensors of every sample, ``[parts, samples, …]``, such as the logits of an earlier model.
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # uint8 [parts, samples, channels, height, width], padded to the largest part
+    labels: Tensor  # [parts, samples]
+    # The number of samples of each part, known on the host, in falling order: so the parts of several clients at one
+    # position have similar sizes, and little padding is computed.
     sizes: tuple[int, ...]
+    # How many samples every step draws per sample of its batch: uniformly over the first part, with replacement, with
+    # an augmentation and a mask of their own. 0: a step takes whole parts.
     draws: int = 0
+    # Positions of the patches that are kept of each image, [parts, samples, kept]; None: images are whole. Drawn
+    # samples are masked as the batch is.
     keep: Tensor | None = None
-    stored: Tensors = field(default_factory=dict)
+    stored: Tensors = field(
+        default_factory=dict
+    )  # of every sample, [parts, samples, …], such as an earlier model's logits
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -175,53 +166,26 @@ class LocalTraining:
 
     def stacks_with(self, other: LocalTraining) -> bool:
         """Whether a client with the other training can be stacked with this one's."""
-        return (
-            self.features is None
-            and other.features is None
-            and self.trainable == other.trainable
-            and self.step == other.step
-            and self.epochs == other.epochs
-            and self.random == other.random
-            and self.train == other.train
-            and self.augment == other.augment
-            and self.score_samples == other.score_samples
-            and {name: samples.draws for name, samples in self.sets.items()}
-            == {name: samples.draws for name, samples in other.sets.items()}
-            and all(
-                mine.keys() == others.keys()
-                for mine, others in zip(self.tensor_groups().values(), other.tensor_groups().values(), strict=True)
-            )
-        )
+        return self.features is None and other.features is None and self._form() == other._form()
+
+    def _form(self) -> tuple[object, ...]:
+        """Return what must be equal for trainings to be stacked: all but the values of tensors."""
+        settings = (self.trainable, self.step, self.epochs, self.random, self.train, self.augment, self.score_samples)
+        draws = {name: samples.draws for name, samples in self.sets.items()}
+        return *settings, draws, {name: tensors.keys() for name, tensors in self.tensor_groups().items()}
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """Result of a :class:`LocalTraining`.
+    """Result of a :class:`LocalTraining`."""
 
-    Attributes
-    ----------
-    weights
-        What trained, and the buffers of the selection, in new tensors; of a client without samples, as they were.
-    loss
-        Mean training loss over all samples and epochs, a scalar on the device; 0 where no step had a loss.
-    samples, steps
-        Number of the client's samples, and of the steps it took.
-    kept
-        The final values of the kept tensors.
-    sample_losses
-        Cross-entropy of each of the client's samples under the trained weights, without augmentation or masking, in
-        the order of the shard, ``[samples]``; empty unless it was requested.
-    finite_steps
-        Number of steps before the first whose loss was not finite, a scalar on the device; all steps if there was none.
-    sample_logits
-        The logits from which these losses were computed, ``[samples, classes]``, of all classes.
-    """
-
-    weights: Tensors
-    loss: Tensor
-    samples: int
-    steps: int
-    kept: Tensors
+    weights: Tensors  # what trained, and the buffers of the selection, in new tensors; without samples as they were
+    loss: Tensor  # mean over all samples and epochs, a scalar on the device; 0 where no step had a loss
+    samples: int  # of the client
+    steps: int  # that it took
+    kept: Tensors  # the final values of the kept tensors
+    # Cross-entropy of each of the client's samples under the trained weights, without augmentation or masking, in the
+    # order of the shard, [samples]; empty unless it was requested.
     sample_losses: Tensor
-    finite_steps: Tensor
-    sample_logits: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    finite_steps: Tensor  # before the first whose loss was not finite, a scalar on the device; all if there was none
+    sample_logits: Tensor = field(default_factory=lambda: torch.empty(0, 0))  # of these losses, [samples, classes]

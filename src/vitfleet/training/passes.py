@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from vitfleet.message import Tensors
 from vitfleet.models.forward.batch_norm import statistics_names
 from vitfleet.training.engine import ModelOutputs, StepEngine
-from vitfleet.training.optimizers.gradients import client_gradients
 from vitfleet.training.samples import Loss, Outputs, Samples, mask_other_tasks
-from vitfleet.training.stacking.repeated_weights import by_part, repeat_constants, repeat_given, repeat_weights
 from vitfleet.training.stacking.stack import Stack, vmap_over_clients
 
 #: Returns the model's weights, composed of what trains and of the constants.
@@ -25,88 +24,45 @@ Mapped = TypeVar("Mapped")
 
 
 class PassOptions(TypedDict, total=False):
-    """How samples pass through a model.
+    """How samples pass through a model."""
 
-    Attributes
-    ----------
-    at
-        Other values of some weights, of the model before or of another one; all others are those of the training.
-        Gradients are then with respect to what trains among these.
-    compose
-        Composes weights of the model from what trains.
-    depth
-        Number of blocks of the model; by default all blocks.
-    split
-        The block whose input tokens are returned as ``Outputs.features``. Features enter the model there.
-    representation
-        Whether ``Outputs.representation`` is returned; only of a plain ViT.
-    given
-        Further arguments of the loss, of each client: outputs of another model, for example. A loss sees tensors of the
-        view in no other way.
-    all_classes
-        Whether logits of classes of other tasks are left as they are, where the task of an image is known.
-    """
-
+    # Other values of some weights, of the model before or of another one; all others are those of the training.
+    # Gradients are then with respect to what trains among these.
     at: Tensors | None
-    compose: Compose | None
-    depth: int | None
-    split: int | None
-    representation: bool
+    compose: Compose | None  # composes weights of the model from what trains
+    depth: int | None  # number of blocks of the model; by default all blocks
+    split: int | None  # the block whose input tokens are `Outputs.features`; features enter the model there
+    representation: bool  # whether `Outputs.representation` is returned; only of a plain ViT
+    # Further arguments of the loss, of each client: outputs of another model, for example. A loss sees tensors of the
+    # view in no other way.
     given: tuple[Any, ...]
-    all_classes: bool
+    all_classes: bool  # whether logits of classes of other tasks stay as they are, where an image's task is known
 
 
 class Pass(NamedTuple):
-    """A forward and a backward pass.
+    """A forward and a backward pass."""
 
-    Attributes
-    ----------
-    gradients
-        Of each client's loss, with respect to what trains.
-    losses
-        The loss of each client.
-    outputs
-        For each group of samples.
-    input_gradient
-        With respect to the perturbation of the images, if there is one.
-    """
-
-    gradients: dict[str, Tensor]
-    losses: Tensor
-    outputs: tuple[Outputs, ...]
-    input_gradient: Tensor | None = None
+    gradients: dict[str, Tensor]  # of each client's loss, with respect to what trains
+    losses: Tensor  # the loss of each client
+    outputs: tuple[Outputs, ...]  # for each group of samples
+    input_gradient: Tensor | None = None  # with respect to the perturbation of the images, if it was asked for
 
 
 @dataclass(frozen=True)
 class ClientModels:
     """The models of one or several clients: every pass of a step goes through here.
 
-    Attributes
-    ----------
-    weights
-        All weights, those that train and those that do not.
-    leaves
-        What trains, by name.
-    constants
-        The constants of the clients' trainings, which losses see.
-    epoch
-        The number of the epoch, from 0, a scalar on the device.
-    stacked
-        Whether tensors have a leading axis of clients.
-    batch_norms
-        The batch norms whose running statistics train.
-    shows_weights
-        Whether losses see the weights.
+    What a :class:`~vitfleet.training.step.StepView` offers under the same name is explained there.
     """
 
     engine: StepEngine
-    weights: Stack
-    leaves: Tensors
-    constants: Stack
-    epoch: Tensor
-    stacked: bool
-    batch_norms: tuple[str, ...] = ()
-    shows_weights: bool = True
+    weights: Stack  # all of them, those that train and those that do not
+    leaves: Tensors  # what trains, by name
+    constants: Stack  # of the clients' trainings; losses see them
+    epoch: Tensor  # its number, from 0, a scalar on the device
+    stacked: bool  # whether tensors have a leading axis of clients
+    batch_norms: tuple[str, ...] = ()  # those whose running statistics train
+    shows_weights: bool = True  # whether losses see the weights
 
     @property
     def axis(self) -> int:
@@ -137,15 +93,8 @@ class ClientModels:
     ) -> Pass:
         """Pass groups of samples forward and backward together.
 
-        Parameters
-        ----------
-        statistics
-            The running statistics that the pass updates in place, where batch norms normalise with these samples;
-            ``None``: they use their running statistics.
-        perturbation
-            What is added to the model's input.
-        input_gradient
-            Whether the gradient with respect to the perturbation is returned too.
+        With ``statistics`` batch norms normalise with these samples and update these running statistics in place;
+        without, they use those that they have.
         """
         leaves = self._leaves(options.get("at"))
         with torch.enable_grad():
@@ -174,8 +123,7 @@ class ClientModels:
     ) -> Iterator[dict[str, Tensor]]:
         """Yield the gradient of a loss for each of several further arguments, which are taken one by one.
 
-        The samples pass forward once for all, unless the model is compiled: then a backward pass frees what the next
-        one would need.
+        A compiled model passes the samples forward for each: its backward pass frees what the next one would need.
         """
         leaves, compiled = self._leaves(options.get("at")), self.engine.compiled
         outputs: tuple[Outputs, ...] = ()
@@ -194,14 +142,9 @@ class ClientModels:
     def part_grads(
         self, loss: Loss, parts: Samples, dtype: torch.dtype | None = None, **options: Unpack[PassOptions]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the gradient ``[parts, …]`` and the loss ``[parts]`` of each part of some samples.
+        """Return the gradient ``[parts, …]`` and the loss ``[parts]`` of each part of ``[parts, samples, …]``.
 
-        Parameters
-        ----------
-        parts
-            ``[parts, samples, …]``: the parts become clients of one forward pass.
-        dtype
-            The type in which gradients are held; ``None``: that of the weights.
+        The parts become clients of one forward pass.
         """
         count = parts.sample_weight.shape[self.axis]
         if count == 1:
@@ -211,11 +154,22 @@ class ClientModels:
             return rows, single.losses.unsqueeze(-1)
         repeated = self._repeat(count, dtype, options.get("at"))
         flat = parts.map(lambda tensor: tensor.flatten(0, 1) if self.stacked else tensor)
+
+        def repeat(tensor: Tensor) -> Tensor:
+            """Give every part an argument of its client's loss."""
+            if id(tensor) in repeated.shared:
+                return tensor
+            return tensor.repeat_interleave(count, dim=0) if self.stacked else tensor.expand(count, *tensor.shape)
+
         at_own = options.copy()
         at_own["at"] = None
-        at_own["given"] = repeat_given(options.get("given", ()), count, self.stacked, repeated.shared)
+        at_own["given"] = tree_map_only(Tensor, repeat, options.get("given", ()))
         computed = repeated.value_and_grad(loss, [flat], **at_own)
-        gradients = by_part(computed.gradients, self.leaves, count, self.stacked)
+        shapes = {name: leaf.shape for name, leaf in self.leaves.items()}
+        gradients = {
+            name: gradient.reshape(*shapes[name][: self.axis], count, *shapes[name][self.axis :])
+            for name, gradient in computed.gradients.items()
+        }
         return gradients, computed.losses.reshape(parts.sample_weight.shape[:-1])
 
     def forward(
@@ -295,12 +249,49 @@ class ClientModels:
             if name in at
         }
 
-    def _repeat(self, count: int, dtype: torch.dtype | None, at: Tensors | None) -> ClientModels:
-        """Return the models of every client several times, as clients of their own."""
-        given, leaves = {**self.weights.tensors, **(at or {})}, self._leaves(at)
-        own = [name for name, tensor in given.items() if name in leaves or id(tensor) not in self.shared]
-        weights = Stack(given, frozenset(own))
-        everything, leaves = repeat_weights(self.engine, weights, leaves, count, self.stacked, dtype)
-        constants = repeat_constants(self.constants, count)
-        unstacked = Stack(everything, frozenset(everything))
-        return ClientModels(self.engine, unstacked, leaves, constants, self.epoch, stacked=True, shows_weights=False)
+    def _repeat(self, parts: int, dtype: torch.dtype | None, at: Tensors | None) -> ClientModels:
+        """Return the models of every client several times, as clients of their own; ``dtype`` is of their gradients."""
+        axis, engine = self.axis, self.engine
+
+        def repeat(tensor: Tensor) -> Tensor:
+            """Give every part the tensor of its client."""
+            repeated = tensor.unsqueeze(axis).expand(*tensor.shape[:axis], parts, *tensor.shape[axis:])
+            return repeated.flatten(0, 1) if self.stacked else repeated
+
+        def repeat_leaf(leaf: Tensor) -> Tensor:
+            """Repeat a weight that trains. Matrices are not copied: see :mod:`vitfleet.models.forward.stacked_ops`."""
+            if leaf.dim() - axis != 2 or engine.net.stacking != "tensor operations" or engine.compiled:
+                return repeat(leaf).contiguous()
+            matrices = leaf if self.stacked else leaf.unsqueeze(0)
+            if dtype == torch.bfloat16 and engine.machine.bf16 and matrices.dtype == torch.float32:
+                # Products convert them to it anyway, and then the gradients need no conversion.
+                matrices = matrices.to(dtype)
+            return matrices.unsqueeze(1).expand(-1, parts, -1, -1)
+
+        leaves = {name: repeat_leaf(leaf.detach()).requires_grad_() for name, leaf in self._leaves(at).items()}
+        frozen = {
+            name: tensor if not self.stacked or id(tensor) in self.shared else repeat(tensor)
+            for name, tensor in {**self.weights.tensors, **(at or {})}.items()
+            if name not in leaves
+        }
+        weights = Stack({**frozen, **leaves}, frozenset({**frozen, **leaves}))
+        stacked_constants = self.constants.stacked_names
+        constants = {
+            name: tensor.repeat_interleave(parts, dim=0) if name in stacked_constants else tensor
+            for name, tensor in self.constants.tensors.items()
+        }
+        return ClientModels(
+            engine, weights, leaves, Stack(constants, stacked_constants), self.epoch, stacked=True, shows_weights=False
+        )
+
+
+def client_gradients(losses: Tensor, leaves: Tensors, retain_graph: bool = False) -> dict[str, Tensor]:
+    """Return the gradient of each client's loss with respect to that client's weights.
+
+    One backward pass serves all clients, because no client's loss depends on the weights of another.
+    """
+    gradients = torch.autograd.grad(
+        losses.sum(), list(leaves.values()), retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+    )
+    # A fused optimiser reads memory in order, and batched matrix products leave their gradients transposed.
+    return {name: gradient.contiguous() for name, gradient in zip(leaves, gradients, strict=True)}

@@ -20,13 +20,7 @@ _BITS = 24  # that a float32 holds
 
 
 def normal_numbers(key: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Return standard normal numbers in float32, in several shapes.
-
-    Parameters
-    ----------
-    key
-        An int64 scalar.
-    """
+    """Return standard normal numbers in float32, in several shapes. The key is an int64 scalar."""
     total = sum(math.prod(shape) for shape in shapes.values())
     place = torch.arange(1, 2 * total + 1, device=key.device)
     hashes = _mix(key + place * _signed(_GOLDEN_GAMMA))

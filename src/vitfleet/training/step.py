@@ -148,7 +148,7 @@ class StepView:
         tensors, widths = self._stack.inputs.sets[name].tensors, self._stack.inputs.widths[name]
         if selected is not None:
             widths = widths[: selected.shape[-1]]
-            tensors = {key: self.map(_index_parts, tensor, selected) for key, tensor in tensors.items()}
+            tensors = {key: self.map(torch.index_select, tensor, 0, selected) for key, tensor in tensors.items()}
         weight = tensors["sample_weight"]
         positions = torch.arange(weight.shape[-1], device=weight.device).expand(weight.shape)
         stored = {key: tensor for key, tensor in tensors.items() if key not in SET_TENSORS}
@@ -335,10 +335,6 @@ def _samples(tables: Batch, images: Tensor, labels: Tensor, stored: Tensors) -> 
     """Return the samples of a batch's tables."""
     augmentation = {name: getattr(tables, name) for name in ("shift", "flip", "brightness", "keep")}
     return Samples(labels, tables.sample_weight, tables.shard_positions, images, **augmentation, stored=stored)
-
-
-def _index_parts(tensor: Tensor, selected: Tensor) -> Tensor:
-    return tensor.index_select(0, selected)
 
 
 def _narrow(axis: int, start: int, count: int, width: int) -> Callable[[Tensor], Tensor]:

@@ -37,27 +37,17 @@ CAPTURED_WIDTH_MULTIPLE = 8  # samples; the width of a captured batch is rounded
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains clients.
-
-    Attributes
-    ----------
-    rounds
-        The number of rounds of the learning-rate schedule.
-    class_to_task
-        The task of each class, ``[classes]``, where the task of an image is known: only the classes of its task are
-        then possible. ``None``: all classes are.
-    parts_at_once
-        How many parts of a memory have their gradients computed together: more are faster on a GPU, one takes the
-        least memory. ``None``: all parts on a GPU, one on a CPU.
-    """
+    """Trains clients."""
 
     net: Net
     preprocess: Preprocess
     config: TrainConfig
     augment: AugmentConfig
-    rounds: int
+    rounds: int  # of the learning-rate schedule
     machine: ExecutionSettings
-    class_to_task: Tensor | None = None
+    class_to_task: Tensor | None = None  # [classes], where the task of an image is known: only its classes are possible
+    # Parts of a set of stored samples whose gradients are computed together: more are faster on a GPU, one takes the
+    # least memory. By default all parts on a GPU, one on a CPU.
     parts_at_once: int | None = None
     runners: RunnerCache = field(default_factory=RunnerCache)
     memory_budget: MemoryBudget = field(default_factory=MemoryBudget)
@@ -71,7 +61,7 @@ class Trainer:
 
     def execution_summary(self) -> ExecutionSummary:
         """Return the execution path of all trainings so far, of all trainers that share the runner cache."""
-        return self.runners.execution.summary()
+        return self.runners.execution.summary
 
     def train(self, training: LocalTraining, shard: Shard, rng: RngContext) -> LocalResult:
         """Run the training of one client, on its images or on features.
@@ -146,7 +136,7 @@ class Trainer:
     ) -> EpochBatches:
         """Draw an epoch of every client, and arrange the clients' batches side by side."""
         training = group[0].training
-        features, uses_images = training.features, training.features is None
+        features = training.features
         if features is None:
             num_patches, num_tokens_kept = self.net.num_patches, self.net.num_kept_patches(config.mask_ratio)
         else:
@@ -161,7 +151,7 @@ class Trainer:
                 samples=len(client),
                 image_size=client.shard.images.image_size,
                 # Features were computed from images that were already augmented and masked.
-                augment=self.augment if uses_images and training.augment else AugmentConfig(),
+                augment=self.augment if features is None and training.augment else AugmentConfig(),
                 num_patches=num_patches,
                 num_kept=num_tokens_kept,
                 drawn={name: (stored.sizes[0], stored.draws) for name, stored in client.training.drawn_sets().items()},
@@ -173,7 +163,7 @@ class Trainer:
         batches = make_epoch_batches(
             draws, config.batch_size, num_tokens_kept, self.machine.device, stacked, width_multiple
         )
-        if not uses_images:
+        if features is not None:
             return batches
         # From positions in each client's shard to indices into the image set.
         shard_indices = [client.shard.index for client in group]

@@ -91,30 +91,10 @@ def make_partition(
     train_sources: Ints | None = None,
     test_sources: Ints | None = None,
 ) -> Partition:
-    """Assign the training and the test images to the clients.
+    """Assign every training and test image to one client, with the run's seed as the only source of randomness.
 
-    Every image of both splits is assigned to exactly one client. Some partitions can leave a client without images
-    (``dirichlet`` without ``min_samples``, a class with fewer images than holders).
-
-    Parameters
-    ----------
-    params
-        The table ``data.partition``.
-    clients
-        ``fleet.clients``.
-    seed
-        The run's seed, the only source of randomness.
-    train_labels, test_labels
-        The class of each image, in ``range(num_classes)``; a class may have no images.
-    num_classes
-        Number of classes.
-    train_sources, test_sources
-        Origin of each image, for the partition ``source``.
-
-    Raises
-    ------
-    ConfigError
-        If the data cannot be partitioned in this way; names the key and the valid range.
+    Some partitions can leave a client without images (``dirichlet`` without ``min_samples``, a class with fewer images
+    than holders). Labels are in ``range(num_classes)``; a class may have no images.
     """
     samples = len(train_labels)
     if not 1 <= clients <= samples:
@@ -142,15 +122,11 @@ def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
         if split is None:
             continue
         if split.shape != labels.shape:
-            raise ConfigError(
-                "data.partition.kind",
-                kind,
-                f"returned {split.shape} clients for {len(labels)} images; return one for each",
-            )
+            problem = f"returned {split.shape} clients for {len(labels)} images; return one for each"
+            raise ConfigError("data.partition.kind", kind, problem)
         if len(split) and not (lowest <= split.min() and split.max() < data.clients):
-            raise ConfigError(
-                "data.partition.kind", kind, f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
-            )
+            problem = f"returned clients outside 0 … {data.clients - 1}, fleet.clients − 1"
+            raise ConfigError("data.partition.kind", kind, problem)
 
 
 def partition_dataset(params: PartitionParams, clients: int, seed: int, data: DataSet) -> Partition:
@@ -168,27 +144,7 @@ def partition_dataset(params: PartitionParams, clients: int, seed: int, data: Da
 
 
 def assign_by_shares(labels: Ints, shares: Floats, rng: np.random.Generator) -> Ints:
-    """Assign samples to clients by a share matrix.
-
-    The samples of a class are shuffled and cut at ``floor(n * cumulative share + offset)`` with a random offset in
-    [0, 1): every sample is assigned once, and a client gets its exact share rounded up or down, nothing if its share is
-    0, and the exact share on average. The offsets of the classes are spread evenly over [0, 1), so that with few
-    samples per class it is not always the same clients whose share is rounded up.
-
-    Parameters
-    ----------
-    labels
-        The class of each sample.
-    shares
-        ``[classes, clients]``; rows sum to 1.
-    rng
-        Generator of the shuffle and of the offsets.
-
-    Returns
-    -------
-    NDArray[int64]
-        The client of each sample.
-    """
+    """Return the client of each sample, by a share matrix ``[classes, clients]`` whose rows sum to 1."""
     classes, clients = shares.shape
     counts = np.bincount(labels, minlength=classes)[:, None]
     offset = (rng.permutation(classes)[:, None] + rng.random()) / classes

@@ -18,20 +18,11 @@ class ClientIndices:
     """The sample indices of every client, and of each of its tasks if there are several.
 
     Two flat arrays, so that 10,000 clients cost no Python objects.
-
-    Attributes
-    ----------
-    indices
-        Sample indices, client by client and, within a client, task by task.
-    offsets
-        ``[clients * tasks + 1]``: where in ``indices`` the samples of each client and task begin and end.
-    num_tasks
-        Tasks per client.
     """
 
-    indices: Ints
-    offsets: Ints
-    num_tasks: int = 1
+    indices: Ints  # of samples, client by client and, within a client, task by task
+    offsets: Ints  # `[clients * tasks + 1]`: where the samples of each client and task begin and end
+    num_tasks: int = 1  # per client
 
     @classmethod
     def from_owners(cls, owners: Ints, num_clients: int) -> ClientIndices:
@@ -93,28 +84,18 @@ class ClientIndices:
 
     def is_exact_cover(self) -> bool:
         """Whether the clients together hold every sample exactly once."""
-        edges = self.offsets
-        is_valid = (
-            len(edges) > 0 and edges[0] == 0 and edges[-1] == self.num_samples and bool(np.all(np.diff(edges) >= 0))
-        )
+        edges, ascending = self.offsets, bool(np.all(self.sizes() >= 0))
+        is_valid = len(edges) > 0 and edges[0] == 0 and edges[-1] == self.num_samples and ascending
         return is_valid and np.array_equal(np.sort(self.indices), np.arange(self.num_samples))
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """The training and test images of every client.
-
-    Attributes
-    ----------
-    train, test
-        The sample indices of both splits, over the same clients.
-    class_counts
-        ``[clients, classes]``: training images by client and class.
-    """
+    """The training and test images of every client."""
 
     train: ClientIndices
     test: ClientIndices
-    class_counts: Ints
+    class_counts: Ints  # `[clients, classes]`: training images
 
     @property
     def num_clients(self) -> int:

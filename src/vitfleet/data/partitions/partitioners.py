@@ -107,12 +107,9 @@ def shards(params: ShardsPartition, data: PartitionInput) -> Ints:
     """Assign shards of samples that are sorted by label."""
     samples, count = len(data.labels), data.clients * params.per_client
     if count > samples:
-        reason = f"{samples} training images for {data.clients} clients"
-        raise ConfigError(
-            "data.partition.per_client",
-            params.per_client,
-            f"must be between 1 and {samples // data.clients}: {reason}",
-        )
+        most = samples // data.clients
+        remedy = f"must be between 1 and {most}: {samples} training images for {data.clients} clients"
+        raise ConfigError("data.partition.per_client", params.per_client, remedy)
     # Sizes as of np.array_split: nothing is dropped, the first shards are one larger.
     sizes = np.full(count, samples // count) + (np.arange(count) < samples % count)
     owners = np.empty(samples, np.int64)

@@ -34,13 +34,7 @@ def save_partition(
     class_names: Sequence[str],
     folder: Path,
 ) -> Path:
-    """Write the two files of a partition into a folder, each atomically.
-
-    Returns
-    -------
-    Path
-        The ``partition.safetensors``, which :func:`load_partition` and ``data.partition.path`` accept.
-    """
+    """Write the two files of a partition into a folder, each atomically, and return the ``partition.safetensors``."""
     train, test, sizes = partition.train, partition.test, partition.train.sizes()
     identity = {"sha256": partition.fingerprint(), "labels_sha256": hash_labels(train_labels, test_labels)}
     summary = {
@@ -59,17 +53,6 @@ def save_partition(
     return folder / PARTITION_ARRAYS
 
 
-def load_partition(path: Path) -> Partition:
-    """Load a partition and verify that it is intact.
-
-    Parameters
-    ----------
-    path
-        The folder it was saved to, or the ``partition.safetensors`` in it.
-    """
-    return _read_partition(_arrays_file(path))[0]
-
-
 def load_partition_for(
     path: Path, num_clients: int, train_labels: Ints, test_labels: Ints, num_classes: int
 ) -> Partition:
@@ -78,7 +61,7 @@ def load_partition_for(
     file = _arrays_file(path)
     if not file.is_file():
         raise ConfigError(key, str(path), f"no partition there; give a run folder or its {PARTITION_ARRAYS}")
-    partition, labels_sha256 = _read_partition(file)
+    partition, labels_sha256 = load_partition(file)
     if partition.num_clients != num_clients:
         raise ConfigError("fleet.clients", num_clients, f"must be {partition.num_clients}, as in the partition {path}")
     for split, indices, labels in (
@@ -161,8 +144,9 @@ def _read_arrays(file: Path, names: Sequence[str], damaged: str) -> tuple[list[I
     return arrays, *hashes
 
 
-def _read_partition(file: Path) -> tuple[Partition, str]:
-    """Return the partition and the hash of the labels that it was made for."""
+def load_partition(path: Path) -> tuple[Partition, str]:
+    """Return the partition of a folder or file, verified to be intact, and the hash of the labels it was made for."""
+    file = _arrays_file(path)
     damaged = f"{file}: damaged, or not a saved partition; save it again from the run that made it"
     arrays, sha256, labels_sha256 = _read_arrays(file, _INDICES, damaged)
     train_indices, train_offsets, test_indices, test_offsets, class_counts = arrays

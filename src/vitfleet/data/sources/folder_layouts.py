@@ -14,7 +14,6 @@ is the path of an image and the number of its class. The source of an image is i
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 
 from vitfleet.data.decode import RawDataset
@@ -32,31 +31,11 @@ FEW_SHOT_COLUMNS = ("filename", "label")
 
 def read_core50(root: Path) -> RawDataset | None:
     """Read CORe50 with the object as class and the session as source; ``None`` if the layout is another one."""
-    return _read_core50(root, _read_objects)
-
-
-def read_core50_sessions(root: Path) -> RawDataset | None:
-    """Read CORe50 with every object of every session as a class of its own, session by session; no test split.
-
-    FedViT's experiments use it so: 11 tasks of 50 classes.
-    """
-    return _read_core50(root, _read_session_objects)
-
-
-def _read_core50(root: Path, read: Callable[[Path], RawDataset]) -> RawDataset | None:
-    for folder in (root, *(root / name for name in ARCHIVE_FOLDERS)):
-        if any((folder / session / OBJECTS[0]).is_dir() for session in SESSIONS):
-            return read(folder)
-    return None
-
-
-def _read_objects(root: Path) -> RawDataset:
+    root, folders = _core50_folders(root)
+    if not folders:
+        return None
     images = [
-        ImageFile(path, label, session)
-        for session in SESSIONS
-        for label in OBJECTS
-        if (root / session / label).is_dir()
-        for path in image_files(root / session / label)
+        ImageFile(path, label, session) for (session, label), folder in folders.items() for path in image_files(folder)
     ]
     train = [image for image in images if image.source not in TEST_SESSIONS]
     test = [image for image in images if image.source in TEST_SESSIONS]
@@ -67,21 +46,28 @@ def _read_objects(root: Path) -> RawDataset:
     return list_dataset(root, train, test, OBJECTS, SESSIONS)
 
 
-def _read_session_objects(root: Path) -> RawDataset:
-    folders = {f"{session}/{label}": root / session / label for session in SESSIONS for label in OBJECTS}
-    classes = tuple(name for name, folder in folders.items() if folder.is_dir())
-    images = [ImageFile(path, name) for name in classes for path in image_files(folders[name])]
-    return list_dataset(root, images, class_names=classes)
+def read_core50_sessions(root: Path) -> RawDataset | None:
+    """Read CORe50 with every object of every session as a class of its own, session by session; no test split.
+
+    FedViT's experiments use it so: 11 tasks of 50 classes.
+    """
+    root, folders = _core50_folders(root)
+    classes = {"/".join(names): folder for names, folder in folders.items()}
+    images = [ImageFile(path, name) for name, folder in classes.items() for path in image_files(folder)]
+    return list_dataset(root, images, class_names=tuple(classes)) if classes else None
+
+
+def _core50_folders(root: Path) -> tuple[Path, dict[tuple[str, str], Path]]:
+    """Return the folder of the sessions, and those of each session and object; none if the layout is another one."""
+    for folder in (root, *(root / name for name in ARCHIVE_FOLDERS)):
+        if any((folder / session / OBJECTS[0]).is_dir() for session in SESSIONS):
+            every = {(session, label): folder / session / label for session in SESSIONS for label in OBJECTS}
+            return folder, {names: inner for names, inner in every.items() if inner.is_dir()}
+    return root, {}
 
 
 def read_miniimagenet(root: Path) -> RawDataset | None:
-    """Read MiniImageNet with the classes of all splits; ``None`` if the layout is another one.
-
-    Raises
-    ------
-    DataError
-        If a list has other columns, or names a file that is not there.
-    """
+    """Read MiniImageNet with the classes of all splits; ``None`` if the layout is another one."""
     train = FEW_SHOT_SPLITS[0]
     if (root / f"{train}.csv").is_file() and (root / FEW_SHOT_IMAGES).is_dir():
         return list_dataset(root, [image for split in FEW_SHOT_SPLITS for image in _read_csv(root, split)])
@@ -110,31 +96,15 @@ def _read_csv(root: Path, split: str) -> list[ImageFile]:
     return images
 
 
-def has_domain_lists(root: Path) -> bool:
-    """Return whether a folder holds lists of a domain's images for both splits, and the domain's folder."""
-    return root.is_dir() and bool(_domains(root))
-
-
-def read_domain_lists(root: Path) -> RawDataset:
-    """Read the images that the lists of all domains name.
-
-    Raises
-    ------
-    DataError
-        If a line is not a path and a number, or names a file that is not there.
-    """
-    domains = _domains(root)
+def read_domain_lists(root: Path) -> RawDataset | None:
+    """Read the images that lists of domains name; ``None`` if no domain has a folder and lists of both splits."""
+    names = (file.name.removesuffix("_train.txt") for file in root.glob("*_train.txt"))
+    complete = [name for name in names if (root / name).is_dir() and (root / f"{name}_test.txt").is_file()]
+    domains = tuple(sorted(complete, key=natural_sort_key))
     train, test = (
         [image for domain in domains for image in _read_domain(root, domain, split)] for split in ("train", "test")
     )
-    return list_dataset(root, train, test, sources=domains)
-
-
-def _domains(root: Path) -> tuple[str, ...]:
-    """Return the domains that have a folder and both lists, in natural order."""
-    names = (file.name.removesuffix("_train.txt") for file in root.glob("*_train.txt"))
-    complete = [name for name in names if (root / name).is_dir() and (root / f"{name}_test.txt").is_file()]
-    return tuple(sorted(complete, key=natural_sort_key))
+    return list_dataset(root, train, test, sources=domains) if domains else None
 
 
 def _read_domain(root: Path, domain: str, split: str) -> list[ImageFile]:

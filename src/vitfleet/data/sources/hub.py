@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -19,33 +18,16 @@ from vitfleet.errors import DataError
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's first response
 
 
-@dataclass(frozen=True)
-class HubDataset:
-    """A data set of the hub.
+def read_hub(
+    repository: str,
+    columns: ColumnNames,
+    config: str | None = None,
+    train_split: str | None = None,
+    test_split: str | None = None,
+) -> RawDataset:
+    """Load ``owner/name`` from the hub, or from its local cache if the hub cannot be reached.
 
-    Attributes
-    ----------
-    repository
-        ``owner/name``.
-    config
-        The configuration of a data set that has several.
-    train_split, test_split
-        The splits to use; default: ``train``, and the first of ``test``, ``valid``, ``validation``, ``val``.
-    """
-
-    repository: str
-    config: str | None = None
-    train_split: str | None = None
-    test_split: str | None = None
-
-
-def read_hub(hub: HubDataset, columns: ColumnNames) -> RawDataset:
-    """Load a data set from the hub, or from its local cache if the hub cannot be reached.
-
-    Raises
-    ------
-    DataError
-        The reason, without the name of the data set.
+    A ``DataError`` says why it failed, without the name of the data set.
     """
     try:
         import datasets
@@ -53,27 +35,23 @@ def read_hub(hub: HubDataset, columns: ColumnNames) -> RawDataset:
         raise DataError("needs the package datasets, which the extra `sim` installs") from error
     offline = bool(datasets.config.HF_HUB_OFFLINE)
     unreachable = "" if offline else _why_unreachable(datasets.config.HF_ENDPOINT)
-    names = (hub.repository,) if hub.config is None else (hub.repository, hub.config)
     try:
         with _offline_mode(datasets.config, offline or bool(unreachable)):
-            splits = datasets.load_dataset(*names)
+            splits = datasets.load_dataset(*([repository] if config is None else [repository, config]))
     except Exception as error:
         # Any exception of the transport is a failed download, never an error of this program.
         reason = "HF_HUB_OFFLINE is set and it is not in the cache" if offline else unreachable
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(reason or first_line) from error
-    return read_splits(splits, columns, hub.train_split, hub.test_split)
+    return read_splits(splits, columns, train_split, test_split)
 
 
 def read_splits(
     splits: Mapping[str, Any], columns: ColumnNames, train_split: str | None = None, test_split: str | None = None
 ) -> RawDataset:
-    """Return the splits of a ``datasets.DatasetDict`` as a data set.
+    """Return a ``datasets.DatasetDict`` as a data set.
 
-    Parameters
-    ----------
-    train_split, test_split
-        The splits to use: see :class:`HubDataset`.
+    The splits are by default ``train``, and the first of ``test``, ``valid``, ``validation`` and ``val``.
     """
     train_split = train_split or TRAIN_SPLIT
     test_split = test_split or next((name for name in TEST_SPLITS if name in splits and name != train_split), None)
@@ -102,12 +80,7 @@ def _to_table(rows: Any, split: str, columns: ColumnNames) -> TablePart:
 
 
 def _why_unreachable(endpoint: str) -> str:
-    """Send the hub one request; its own client would retry for half a minute.
-
-    Returns
-    -------
-    Why it cannot be reached; empty if it can.
-    """
+    """Say why one request did not reach the hub; empty: it did. The hub's client would retry for half a minute."""
     try:
         with urlopen(Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT):
             return ""

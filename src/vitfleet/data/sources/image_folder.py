@@ -34,13 +34,7 @@ class ImageFile:
 
 
 def read_image_folder(root: Path) -> RawDataset:
-    """Read ``root/<class>/*``, ``root/<source>/<class>/*``, or either of them in ``root/train`` and ``root/test``.
-
-    Raises
-    ------
-    DataError
-        If there is no image, or if the test split has a class that the training split does not have.
-    """
+    """Read ``root/<class>/*``, ``root/<source>/<class>/*``, or either of them in ``root/train`` and ``root/test``."""
     root = _enter_wrapper_folders(root)
     test_folders = [root / name for name in TEST_SPLITS if (root / name).is_dir()]
     has_splits = (root / TRAIN_SPLIT).is_dir()
@@ -50,8 +44,9 @@ def read_image_folder(root: Path) -> RawDataset:
     test_root = test_folders[0] if has_splits and test_folders else None
 
     by_source = _has_source_level(train_root)
-    classes = _class_names(train_root, by_source)
-    train = _list_images(train_root, by_source)
+    folders = _class_folders(train_root, by_source)
+    classes = tuple(sorted({folder.name for folder, _ in folders}))
+    train = _list_images(folders)
     if not train:
         raise DataError(
             f"{root} holds neither parquet files nor images: expected root/<class>/*.jpg, "
@@ -62,7 +57,7 @@ def read_image_folder(root: Path) -> RawDataset:
             f"{train_root}: every folder holds the one folder '{classes[0]}', which would be read as "
             f"<source>/<class> with a single class; move the images up, to <class>/*"
         )
-    test = None if test_root is None else _list_images(test_root, by_source)
+    test = None if test_root is None else _list_images(_class_folders(test_root, by_source))
     if test is not None and not test and any(path.is_file() for path in test_folders[0].rglob("*")):
         raise DataError(f"{test_root} holds no images in the layout of {train_root}")
     unknown = sorted({image.class_name for image in test or ()} - set(classes))
@@ -109,13 +104,7 @@ def encode_labels(
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return what is in a folder.
-
-    Raises
-    ------
-    DataError
-        It cannot be read, or a name in it is not text.
-    """
+    """Return what is in a folder, or say that it cannot be read, or that a name in it is not text."""
     try:
         entries = list(folder.iterdir())
     except PermissionError:
@@ -181,17 +170,13 @@ def _has_source_level(root: Path) -> bool:
     return bool(deep)
 
 
-def _class_names(root: Path, by_source: bool) -> tuple[str, ...]:
-    parents = [_enter_wrapper_folders(folder) for folder in subfolders(root)] if by_source else [root]
-    return tuple(sorted({folder.name for parent in parents for folder in subfolders(parent)}))
-
-
-def _list_images(root: Path, by_source: bool) -> list[ImageFile]:
+def _class_folders(root: Path, by_source: bool) -> list[tuple[Path, str]]:
+    """Return the folder of each class in a split, and its source."""
     if by_source:
-        return [
-            ImageFile(path, folder.name, source.name)
-            for source in subfolders(root)
-            for folder in subfolders(_enter_wrapper_folders(source))
-            for path in image_files(folder)
-        ]
-    return [ImageFile(path, folder.name) for folder in subfolders(root) for path in image_files(folder)]
+        sources = subfolders(root)
+        return [(folder, source.name) for source in sources for folder in subfolders(_enter_wrapper_folders(source))]
+    return [(folder, "") for folder in subfolders(root)]
+
+
+def _list_images(folders: list[tuple[Path, str]]) -> list[ImageFile]:
+    return [ImageFile(path, folder.name, source) for folder, source in folders for path in image_files(folder)]

@@ -13,8 +13,8 @@ from vitfleet.config.schema import DataConfig
 from vitfleet.data.decode import DecodeOptions, RawDataset, decode_dataset
 from vitfleet.data.image_cache import read_shared, write_shared
 from vitfleet.data.images import DataSet
-from vitfleet.data.sources.folder_layouts import has_domain_lists, read_domain_lists
-from vitfleet.data.sources.hub import HubDataset, read_hub
+from vitfleet.data.sources.folder_layouts import read_domain_lists
+from vitfleet.data.sources.hub import read_hub
 from vitfleet.data.sources.image_folder import find_test_folder, read_image_folder
 from vitfleet.data.sources.tables import DEFAULT_COLUMNS, ColumnNames, has_parquet, read_parquet
 from vitfleet.data.subsets import hold_out_validation
@@ -27,36 +27,17 @@ HUB_PREFIX = "hf:"
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """How to find and read a data set.
+    """How to find and read a data set."""
 
-    Attributes
-    ----------
-    name
-        Its name, and that of its folder in the data directory.
-    hub_id
-        ``owner/name`` on the Hugging Face hub; ``None`` if it is not there.
-    channels
-        3 for colour, 1 for greyscale; ``None``: 1 if the images are greyscale.
-    folders
-        Folders of the data directory that may hold it, if not the one of its name.
-    columns
-        Names of the columns of its parquet files.
-    read_folder
-        Reads a folder layout of its own; returns ``None`` for any other layout.
-    transform
-        Changes the data set before it is decoded.
-    download_hint
-        How to get it, if not from the hub.
-    """
-
-    name: str
-    hub_id: str | None = None
-    channels: int | None = 3
-    folders: tuple[str, ...] = ()
-    columns: ColumnNames = DEFAULT_COLUMNS
+    name: str  # also of its folder in the data directory
+    hub_id: str | None = None  # `owner/name` on the Hugging Face hub; `None`: it is not there
+    channels: int | None = 3  # 3 for colour, 1 for greyscale; `None`: 1 if the images are greyscale
+    folders: tuple[str, ...] = ()  # of the data directory that may hold it, if not the one of its name
+    columns: ColumnNames = DEFAULT_COLUMNS  # of its parquet files
+    # Reads a folder layout of its own; returns `None` for any other
     read_folder: Callable[[Path], RawDataset | None] | None = None
-    transform: Callable[[RawDataset], RawDataset] | None = None
-    download_hint: str = ""
+    transform: Callable[[RawDataset], RawDataset] | None = None  # changes the data set before it is decoded
+    download_hint: str = ""  # how to get it, if not from the hub
 
 
 @dataclass(frozen=True)
@@ -87,13 +68,6 @@ def load_dataset(config: DataConfig, progress: Progress = NO_PROGRESS) -> DataSe
 
     With ``data.validation``, validation images take the place of the test images. The runs of a comparison share what
     they decode (:mod:`vitfleet.data.image_cache`).
-
-    Raises
-    ------
-    ConfigError
-        If no data set has this name.
-    DataError
-        If the data is not found, not in a layout that can be read, or too damaged.
     """
     if config.fingerprint is not None:
         remedy = "resume it in Python: vitfleet.load_run(path).resume(data=…), with the same data"
@@ -133,10 +107,6 @@ def read_dataset(info: DatasetInfo, request: DataRequest) -> DataSet:
 
     It is read from ``data.path`` if that is set; else from ``data.dir`` (or the directory in ``VITFLEET_DATA``); else
     from the hub.
-
-    Returns
-    -------
-    Both splits, all images of one size. If there is no test split, a stratified share is held out.
     """
     raw = _find(request.config, info)
     return request.decode(info.name, raw if info.transform is None else info.transform(raw), info.channels)
@@ -147,9 +117,9 @@ def _load_from_hub(request: DataRequest) -> DataSet:
     repository, _, hub_config = config.name.removeprefix(HUB_PREFIX).partition(":")
     if repository.count("/") != 1 or not all(repository.split("/")):
         raise ConfigError("data.name", config.name, f"must be {HUB_PREFIX}owner/name or {HUB_PREFIX}owner/name:config")
-    hub = HubDataset(repository, hub_config or None, config.train_split, config.test_split)
+    columns = DEFAULT_COLUMNS.override(config.image_column, config.label_column, config.source_column)
     try:
-        raw = read_hub(hub, DEFAULT_COLUMNS.override(config.image_column, config.label_column, config.source_column))
+        raw = read_hub(repository, columns, hub_config or None, config.train_split, config.test_split)
     except DataError as error:
         raise DataError(f"data.name = {config.name!r}: the Hugging Face hub ({repository}): {error}") from error
     return request.decode(repository, raw, channels=None)
@@ -177,7 +147,7 @@ def _find(config: DataConfig, info: DatasetInfo) -> RawDataset:
         reasons.append("it is not on the Hugging Face hub")
     else:
         try:
-            return read_hub(HubDataset(info.hub_id), columns)
+            return read_hub(info.hub_id, columns)
         except DataError as error:
             reasons.append(f"the Hugging Face hub ({info.hub_id}): {error}")
     raise DataError(f"data set '{info.name}' not found: {'; '.join(reasons)}. {_how_to_get(info, directory)}")
@@ -200,6 +170,4 @@ def _read_path(root: Path, info: DatasetInfo, columns: ColumnNames) -> RawDatase
         return read_parquet(root, columns)
     if root.is_file():
         raise DataError(f"{root} is neither a parquet file nor a folder of images")
-    if has_domain_lists(root):
-        return read_domain_lists(root)
-    return read_image_folder(root)
+    return read_domain_lists(root) or read_image_folder(root)

@@ -25,36 +25,20 @@ MAX_CACHED_BYTES = 2**31  # more is decoded again, to save an edge device's stor
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a run needs of a device's images.
-
-    Attributes
-    ----------
-    classes, channels, image_size
-        The run's class names, number of colour channels, height and width in pixels.
-    test_share, max_corrupt
-        Keys of the table ``data``.
-    """
+    """What a run needs of a device's images."""
 
     classes: tuple[str, ...]
     channels: int
-    image_size: int
-    test_share: float
+    image_size: int  # height and width in pixels
+    test_share: float  # with max_corrupt: keys of the table `data`
     max_corrupt: float
 
 
 def load_local(path: Path, spec: DataSpec) -> DataSet:
-    """Read the images under a path.
+    """Read the images under a path: ``<class>/*``, ``train|test/<class>/*`` or parquet files.
 
-    Parameters
-    ----------
-    path
-        ``<class>/*``, ``train|test/<class>/*`` or parquet files. Without a test split a share of each class is held
-        out. A device need not have images of every class.
-
-    Raises
-    ------
-    DataError
-        If there are no images, or images of a class that the run does not have.
+    Without a test split a share of each class is held out. A device need not have images of every class, but none of a
+    class that the run does not have.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
@@ -79,15 +63,8 @@ def load_local(path: Path, spec: DataSpec) -> DataSet:
 class LocalDataset:
     """The images of a device, decoded once until a file changes.
 
-    Parameters
-    ----------
-    path
-        The images: see :func:`load_local`.
-    cache_folder
-        The folder of the cache file with the decoded images.
-    free_bytes
-        Returns the largest size that the cache file may have now. Images that do not fit are decoded again by the next
-        process.
+    ``free_bytes`` returns the largest size that the cache file may have now: images that do not fit are decoded again
+    by the next process.
     """
 
     def __init__(

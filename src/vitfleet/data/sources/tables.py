@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,36 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.data.decode import EncodedSplit, RawDataset
-from vitfleet.data.sources.image_folder import natural_sort_key
+from vitfleet.data.sources.image_folder import TEST_SPLITS, TRAIN_SPLIT, natural_sort_key
 from vitfleet.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-import re
-
-from vitfleet.data.sources.image_folder import TEST_SPLITS, TRAIN_SPLIT
-
-
 @dataclass(frozen=True)
 class ColumnNames:
-    """Names that the columns of a table may have; the first one that exists is used.
+    """Names that the columns of a table may have; the first one that exists is used."""
 
-    Attributes
-    ----------
-    image, label
-        Encoded images and their classes.
-    source
-        Origin of an image (client, writer, domain, …); this column is optional.
-    source_required
-        Whether it is an error if no source column exists.
-    """
-
-    image: tuple[str, ...] = ("image", "img")
-    label: tuple[str, ...] = ("fine_label", "label", "labels", "class")
+    image: tuple[str, ...] = ("image", "img")  # encoded images
+    label: tuple[str, ...] = ("fine_label", "label", "labels", "class")  # their classes
+    # The origin of an image (client, writer, domain, …); this column is optional.
     source: tuple[str, ...] = ("source", "client", "writer", "user", "domain")
-    source_required: bool = False
+    source_required: bool = False  # it is an error if no source column exists
 
     def override(self, image: str | None, label: str | None, source: str | None = None) -> ColumnNames:
         """Return these names with the columns that a user has named; a source column that is named must exist."""
@@ -58,31 +45,15 @@ DEFAULT_COLUMNS = ColumnNames()
 
 @dataclass(frozen=True)
 class TablePart:
-    """One parquet file, or one split of a ``datasets.DatasetDict``.
-
-    Attributes
-    ----------
-    table
-        The rows.
-    name
-        Its name in error messages.
-    folder
-        The folder of images that the table refers to by path.
-    """
+    """One parquet file, or one split of a ``datasets.DatasetDict``."""
 
     table: pa.Table
-    name: str
-    folder: Path
+    name: str  # in error messages
+    folder: Path  # of the images that the table refers to by path
 
 
 def read_tables(train: list[TablePart], test: list[TablePart] | None, columns: ColumnNames) -> RawDataset:
-    """Return the rows of tables as a data set; classes and sources are numbered over both splits.
-
-    Raises
-    ------
-    DataError
-        If a column is missing or does not hold images, classes or sources.
-    """
+    """Return the rows of tables as a data set; classes and sources are numbered over both splits."""
     parts = train + (test or [])
     names: Sequence[str] = train[0].table.column_names
     label = find_column(names, columns.label, train[0].name, "label")
@@ -105,13 +76,7 @@ def read_tables(train: list[TablePart], test: list[TablePart] | None, columns: C
 
 
 def find_column(names: Sequence[str], candidates: Sequence[str], table: str, role: str) -> str:
-    """Return the first candidate among the names of a table's columns.
-
-    Raises
-    ------
-    DataError
-        If there is none; names the columns that exist and the key to set.
-    """
+    """Return the first candidate among a table's columns; an error names those that exist and the key to set."""
     for name in candidates:
         if name in names:
             return name
@@ -211,11 +176,7 @@ def has_parquet(root: Path) -> bool:
 def read_parquet(root: Path, columns: ColumnNames = DEFAULT_COLUMNS) -> RawDataset:
     """Read a parquet file, or a folder of ``train*.parquet`` and ``test*.parquet`` files.
 
-    Parameters
-    ----------
-    root
-        The file; or a folder that holds the files itself, in ``data`` or in one folder of any name, as in a download
-        from the hub.
+    They are in the folder itself, in ``data`` or in one folder of any name, as in a download from the hub.
     """
     if root.is_file():
         return read_tables([_read_file(root)], None, columns)

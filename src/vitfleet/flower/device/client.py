@@ -1,35 +1,87 @@
-"""One client on its own machine: trains and evaluates as the server's payloads request."""
+"""One client on its own machine: trains and evaluates as the server's payloads request.
+
+Its images by task, the model, the method and the trainer are set up once for all rounds of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from vitfleet.config.limits import MAX_SAVED_TEXT, check_text
 from vitfleet.config.load import validate
 from vitfleet.config.plugins import load_installed
 from vitfleet.config.registry import ALL
 from vitfleet.config.schema import Config, MachineConfig
-from vitfleet.data.images import DataSet
+from vitfleet.data.images import DataSet, ImageSet, Shard
+from vitfleet.data.tasks import assign_classes_to_tasks, draw_task_order
 from vitfleet.errors import UserError
 from vitfleet.files import MODEL_FILE, link_atomically, parse_json
-from vitfleet.fleet.base import EvalReply, Reply
+from vitfleet.fleet.base import ClientTask, EvalReply, EvalResult, Reply
+from vitfleet.fleet.build import build_components, build_net
+from vitfleet.fleet.client_runtime import ClientRuntime
 from vitfleet.flower.device.activity import ActivityLog
 from vitfleet.flower.device.limits import ClientLimits, check_model, check_run, describe_run, within_limits
-from vitfleet.flower.device.setup import ClientSetup, set_up_client
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
-from vitfleet.message import State, to_device
+from vitfleet.message import State, Tensors, to_device
 from vitfleet.methods.base import ClientUpdate
 from vitfleet.run.output.model_file import DataInfo, model_info, model_size, write_model
+from vitfleet.training.evaluator import Evaluator
+from vitfleet.training.execution.settings import set_up_execution
 from vitfleet.wire import encoded_size
 
 LoadImages: TypeAlias = Callable[[Config, RunSpec], DataSet]
+
+
+@dataclass(frozen=True)
+class LocalTasks:
+    """A client's images on its training device, selected by task."""
+
+    data: DataSet
+    class_to_task: Tensor | None  # the task of each class, ``[classes]``; ``None`` without tasks
+    task_order: Sequence[int]  # the tasks in the order in which the client learns them
+    # Whether the client trains on its images of all tasks up to the current one: see ``Method.accumulates_tasks``
+    accumulate: bool
+
+    def train_shard(self, task_index: int) -> Shard:
+        """Return the images to train on in a task."""
+        first = 0 if self.accumulate else task_index
+        indices = [self._indices(self.data.train, index) for index in range(first, task_index + 1)]
+        return Shard(self.data.train, torch.cat(indices))
+
+    def evaluate(self, evaluator: Evaluator, weights: Tensors, task_index: int) -> EvalResult:
+        """Evaluate a model on the test images of a task, of which there may be none."""
+        indices = self._indices(self.data.test, task_index)
+        if not len(indices):
+            return EvalResult(0, 0)
+        scores = evaluator.evaluate(weights, self.data.test, indices)
+        return EvalResult(int(scores.correct.sum()), len(indices))
+
+    def _indices(self, images: ImageSet, task_index: int) -> Tensor:
+        if self.class_to_task is None:
+            return torch.arange(len(images), device=images.labels.device)
+        return torch.nonzero(self.class_to_task[images.labels] == self.task_order[task_index]).flatten()
+
+
+@dataclass(frozen=True)
+class ClientSetup:
+    """What a client needs to train and evaluate in a run."""
+
+    config: Config
+    runtime: ClientRuntime
+    tasks: LocalTasks
+
+    @property
+    def device(self) -> torch.device:
+        """The training device."""
+        return self.runtime.trainer.machine.device
 
 
 class _CachedSetup(NamedTuple):
@@ -41,26 +93,13 @@ class _CachedSetup(NamedTuple):
 
 @dataclass
 class FlowerClient:
-    """A client of a Flower fleet. Its setup is reused from one payload to the next of the same run.
+    """A client of a Flower fleet. Its setup is reused from one payload to the next of the same run."""
 
-    Attributes
-    ----------
-    load_images
-        Returns the client's images in the form that a run requires.
-    root
-        Folder of the client's files.
-    machine
-        Hardware settings. The client's operator chooses them, not the run.
-    limits
-        What a server may ask for.
-    activity
-        Receives a line about each run, for the client's owner; ``None``: nobody reads it.
-    """
-
-    load_images: LoadImages
-    root: Path
-    machine: MachineConfig
-    limits: ClientLimits = field(default_factory=ClientLimits)
+    load_images: LoadImages  # returns the client's images in the form that a run requires
+    root: Path  # folder of the client's files
+    machine: MachineConfig  # Hardware settings. The client's operator chooses them, not the run.
+    limits: ClientLimits = field(default_factory=ClientLimits)  # what a server may ask for
+    # Receives a line about each run, for the client's owner; ``None``: nobody reads it
     activity: ActivityLog | None = None
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
@@ -147,19 +186,38 @@ class FlowerClient:
         cached = self._cached
         if cached is None or (cached.run_spec, cached.client) != (run_spec, client) or cached.data is not data:
             cached = self._cached = None  # free its memory before the next one is built
-            setup = set_up_client(config, run_spec, client, data, self.machine)
+            setup = _set_up_client(config, run_spec, client, data, self.machine)
             cached = self._cached = _CachedSetup(run_spec, client, data, setup)
         return cached.setup
 
 
-def _read_config(run_spec: RunSpec) -> Config:
-    """Read a run's configuration with what is installed here: a server cannot make a client load code.
+def _set_up_client(
+    config: Config, run_spec: RunSpec, client: int, data: DataSet, machine_config: MachineConfig
+) -> ClientSetup:
+    """Build a client's model, method and trainer, and move its images to the training device."""
+    classes = len(run_spec.classes)
+    net = build_net(config, classes, run_spec.channels, run_spec.image_size)
+    machine = set_up_execution(machine_config, net.embed_dim)
+    class_to_task, task_order = None, list[int]()
+    if config.data.tasks is not None:  # server and clients derive the same tasks from the seed
+        class_to_task = torch.from_numpy(assign_classes_to_tasks(config.data.tasks, config.seed, classes))
+        class_to_task = class_to_task.to(machine.device)
+        task_order = draw_task_order(config.data.tasks, config.seed, client).tolist()
+    known = class_to_task if config.task_known else None
+    components = build_components(config, net, classes, machine, known)
+    net.drop_weights()  # the server sends all weights that a client uses
+    evaluator = Evaluator(components.net, components.trainer.preprocess, machine, config.eval.batch_size, known)
+    tasks = LocalTasks(data.to(machine.device), class_to_task, task_order, components.method.accumulates_tasks)
 
-    Raises
-    ------
-    UserError
-        The run needs a plug-in that the client's owner has not installed, or another version of it.
-    """
+    def evaluate_tasks(weights: Tensors, client_tasks: Sequence[ClientTask]) -> list[EvalResult]:
+        return [tasks.evaluate(evaluator, weights, task_index) for _, task_index in client_tasks]
+
+    runtime = ClientRuntime(components.method, components.trainer, config.seed, evaluate_tasks)
+    return ClientSetup(config, runtime, tasks)
+
+
+def _read_config(run_spec: RunSpec) -> Config:
+    """Read a run's configuration with what is installed here: a server cannot make a client load code."""
     try:
         check_text("the server's configuration", len(run_spec.config), MAX_SAVED_TEXT)
         tree = parse_json(run_spec.config)

@@ -33,12 +33,9 @@ MACHINE_KEYS = ("device", "precision", "threads", "deterministic")
 def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
     """Return the content of a client's reply to a message.
 
-    Parameters
-    ----------
-    settings
-        ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a simulated
-        client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``, and
-        ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
+    The settings are ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a
+    simulated client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``,
+    and ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
     """
     load_plugins(json.loads(str(settings.get("plugins", "[]"))))
     machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})

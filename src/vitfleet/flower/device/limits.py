@@ -59,13 +59,7 @@ class ClientLimits(Table):
 
 
 def check_run(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None:
-    """Check what a server asks for, before anything is built or stored.
-
-    Raises
-    ------
-    UserError
-        Names what it asks for and what the device's owner allows.
-    """
+    """Check what a server asks for against what the device's owner allows, before anything is built or stored."""
     _check_form(config, run_spec)
     tasks, work = config.data.tasks, declared_work(config)
     _check_limits(
@@ -88,11 +82,6 @@ def check_model(config: Config, run_spec: RunSpec, limits: ClientLimits) -> None
     """Check the sizes of a model that the server names: they follow from the name, not from the configuration.
 
     It is built without values: nothing of its size is allocated.
-
-    Raises
-    ------
-    UserError
-        Names a size and what the device's owner allows.
     """
     with weights_without_values():
         net = build_net(config, len(run_spec.classes), run_spec.channels, run_spec.image_size)

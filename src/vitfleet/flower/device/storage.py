@@ -41,14 +41,9 @@ class ClientStorage:
         return cls(root / sha256(run_id.encode()).hexdigest()[:16])
 
     def check_room(self, new_bytes: int, limit_mb: int) -> None:
-        """Check that a file of this size may be added to those of this client's runs, before it is written.
+        """Check that the owner's limit leaves room for a file of this size, before it is written.
 
         The cache of decoded images is deleted if there is no room beside it.
-
-        Raises
-        ------
-        UserError
-            The owner's limit would be exceeded, by what this server asks for or by what earlier runs left.
         """
         root = self.folder.parent
         if free_bytes(root, limit_mb) < new_bytes:

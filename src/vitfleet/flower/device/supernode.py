@@ -60,17 +60,11 @@ def run_forever(
 ) -> NoReturn:
     """Run a client's SuperNode and restart it whenever it ends. Only a signal to this process ends both.
 
-    Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`.
+    Flower's own output goes to ``supernode.log`` in ``home``: see :class:`SuperNodeLog`. The client's own lines, in the
+    file ``activity``, are passed to ``report``; ``explain`` returns why a SuperNode ended, see :func:`ending_cause`.
 
     A SuperNode ends when a restarted SuperLink does not know its id, and when the SuperLink still believes that the
     same node is connected: for a minute after it was killed.
-
-    Parameters
-    ----------
-    activity
-        The file with the client's own lines, which are passed to ``report``.
-    explain
-        Returns why a SuperNode ended, from what it wrote to its log; see :func:`ending_cause`.
     """
     home.mkdir(parents=True, exist_ok=True)
     lines, supernode_log = ActivityReader(activity), SuperNodeLog(home / SUPERNODE_LOG)
@@ -159,14 +153,7 @@ def ending_cause(log: str, name: str, key: Path | None) -> str | None:
     """Return why a SuperNode ended and what to do, in a sentence; ``None`` if its log does not show it.
 
     A server answers a key that it does not know and a key that is in use in the same way, so that the sentence names
-    both.
-
-    Parameters
-    ----------
-    log
-        What the SuperNode wrote from its start to its end.
-    name, key
-        The client's name and the file of its private key; ``None`` without authentication.
+    both. ``key`` is the file of the client's private key; ``None`` without authentication.
     """
     if "Failed to activate SuperNode" in log and key is not None:
         return (

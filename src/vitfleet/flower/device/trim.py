@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -23,24 +22,14 @@ CLIENT_COMMANDS = ("flower-supernode", "flwr-clientapp")
 
 
 def trim_torch(package: Path) -> int:
-    """Remove the unused files of an installed torch.
-
-    Parameters
-    ----------
-    package
-        The folder of the package ``torch``.
-
-    Returns
-    -------
-    Bytes that were freed.
-    """
+    """Remove the unused files of an installed torch from the package's folder; return the bytes that were freed."""
     before = size_of(package)
     for name, used in UNUSED_FOLDERS.items():
         folder = package / name
         if not used:
             shutil.rmtree(folder, ignore_errors=True)
             continue
-        for path in _files([folder]):
+        for path in _files(folder):
             if path.name not in used:
                 path.unlink()
     return before - size_of(package)
@@ -48,11 +37,11 @@ def trim_torch(package: Path) -> int:
 
 def size_of(folder: Path) -> int:
     """Return the bytes of all files in a folder."""
-    return sum(path.stat(follow_symlinks=False).st_size for path in _files([folder]))
+    return sum(path.stat(follow_symlinks=False).st_size for path in _files(folder))
 
 
-def _files(folders: Iterable[Path]) -> list[Path]:
-    return [path for folder in folders for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
 
 
 def main() -> None:

@@ -45,12 +45,8 @@ class WorkerError(Exception):
 def call_worker(folder: Path, parent: int, settings: ConfigRecord, content: RecordDict) -> RecordDict:
     """Let the worker of a folder handle a message, and return the content of its reply.
 
-    Parameters
-    ----------
-    parent
-        Id of the process with which the worker ends.
-    settings
-        See :func:`vitfleet.flower.device.handler.handle_message`.
+    The worker ends with the process ``parent``. :func:`vitfleet.flower.device.handler.handle_message` lists the
+    settings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"worker-{parent}.sock"

@@ -28,17 +28,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of a proxy's connections.
+    """Limits of a proxy's connections."""
 
-    Attributes
-    ----------
-    total
-        Number of connections.
-    handshake_s, waiting_s, request_s
-        How long a connection may be in each phase. The largest request, 2 MiB, may arrive at 18 kB/s.
-    """
-
-    total: int = 1000
+    total: int = 1000  # number of connections
+    # How long a connection may be in each phase. The largest request, 2 MiB, may arrive at 18 kB/s.
     handshake_s: float = 10.0
     waiting_s: float = 15.0
     request_s: float = 120.0
@@ -50,24 +43,14 @@ class ConnectionLimits:
 
 @dataclass(eq=False)
 class Connection:
-    """One connection. It is not identified by its peer: a new one may have the port of one that is just ending.
-
-    Attributes
-    ----------
-    close
-        Ends it at once.
-    is_closed
-        Whether it has ended.
-    known
-        Whether a request on it was accepted, so that its other side has a registered key.
-    """
+    """One connection. It is not identified by its peer: a new one may have the port of one that is just ending."""
 
     peer: Peer
-    close: Callable[[], object]
-    is_closed: Callable[[], bool]
+    close: Callable[[], object]  # ends it at once
+    is_closed: Callable[[], bool]  # whether it has ended
     since: float
     phase: Phase = Phase.HANDSHAKE
-    known: bool = False
+    known: bool = False  # whether a request on it was accepted, so that its other side has a registered key
 
 
 @dataclass

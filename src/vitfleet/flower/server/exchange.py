@@ -50,23 +50,13 @@ class ReplyFactory(Generic[AnyReply]):
 
 @dataclass
 class _Pending(Generic[AnyPayload]):
-    """A request without a reply.
-
-    Attributes
-    ----------
-    node
-        To which the request was sent last.
-    message_ids
-        Of the request's copies that may still be answered.
-    failure
-        Why a copy was not answered, unless its client was away.
-    """
+    """A request without a reply."""
 
     payload: AnyPayload
-    node: Node
-    message_ids: list[str]
+    node: Node  # to which the request was sent last
+    message_ids: list[str]  # of the request's copies that may still be answered
     times_sent: int = 1
-    failure: str | None = None
+    failure: str | None = None  # why a copy was not answered, unless its client was away
 
 
 @dataclass
@@ -169,14 +159,11 @@ class Exchange(Generic[AnyPayload, AnyReply]):
             return None
         if pending.failure is not None:
             return self.replies.failed(client, pending.failure)
-        if not self._may_return(client, pending):
+        if pending.times_sent == MAX_SENT or not self.nodes.may_return(client):
             return self.replies.failed(
                 client, f"disconnected, and not back after fleet.rejoin_s = {self.config.rejoin_s:g}"
             )
         return None
-
-    def _may_return(self, client: int, pending: _Pending[AnyPayload]) -> bool:
-        return pending.times_sent < MAX_SENT and self.nodes.may_return(client)
 
     @property
     def _too_late(self) -> str:

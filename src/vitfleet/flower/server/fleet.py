@@ -58,12 +58,7 @@ def fleet_factory(grid: Grid, clock: Clock | None = None) -> MakeFleet:
 class FlowerFleet:
     """Clients behind Flower's grid, one per node.
 
-    Parameters
-    ----------
-    run_spec
-        Sent to a client with every request.
-    base
-        The method's base message. A new client receives it with its first request.
+    Every request has the specification of the run. A new client receives the base message with its first request.
     """
 
     def __init__(

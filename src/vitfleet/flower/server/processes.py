@@ -41,22 +41,12 @@ for command in json.load(sys.stdin):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How clients reach the server.
-
-    Attributes
-    ----------
-    host, port
-        Address at which the proxy listens.
-    home
-        Folder of Flower's files.
-    certs
-        Certificates and keys. ``None`` means no encryption and no authentication.
-    """
+    """How clients reach the server."""
 
     host: str
     port: int
-    home: Path
-    certs: Certs | None
+    home: Path  # folder of Flower's files
+    certs: Certs | None  # ``None`` means no encryption and no authentication
 
 
 def superlink_command(settings: ServerSettings, superlink_port: int) -> list[str]:
@@ -106,13 +96,7 @@ def running_server(settings: ServerSettings, names: Sequence[str]) -> Iterator[N
 
 
 def wait_for_superlink(settings: ServerSettings, port: int, superlink: subprocess.Popen[bytes]) -> None:
-    """Wait until a SuperLink answers at its port.
-
-    Raises
-    ------
-    UserError
-        If it has ended, or does not answer in time.
-    """
+    """Wait until a SuperLink answers at its port, unless it ends or takes too long."""
     verify = ssl.create_default_context(cafile=str(settings.certs.ca)) if settings.certs else True
     url = f"{'https' if settings.certs else 'http'}://127.0.0.1:{port}/health"
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -176,13 +160,7 @@ def run_status(settings: ServerSettings, flower_run_id: int) -> str:
 
 
 def run_flwr(settings: ServerSettings, *commands: Sequence[str]) -> list[dict[str, Any]]:
-    """Run ``flwr`` commands in one process and return the JSON output of each.
-
-    Raises
-    ------
-    UserError
-        If a command fails.
-    """
+    """Run ``flwr`` commands in one process and return the JSON output of each."""
     with_format = [[*command, "--format", "json"] for command in commands]
     completed = subprocess.run(
         [sys.executable, "-c", RUN_COMMANDS],

@@ -37,14 +37,9 @@ def serve(
     on_ready: Callable[[], None],
     progress: Progress = NO_PROGRESS,
 ) -> None:
-    """Start the server, run all remaining rounds, and stop the server.
+    """Start the server for the clients of these names, run all remaining rounds, and stop the server.
 
-    Parameters
-    ----------
-    names
-        The clients that may connect.
-    on_ready
-        Called as soon as clients can connect.
+    ``on_ready`` is called as soon as clients can connect.
     """
     for stale in (folder / ERROR_FILE, folder / SUMMARY_FILE, folder / PROGRESS_FILE):
         stale.unlink(missing_ok=True)
@@ -60,13 +55,7 @@ def follow(
     show_round: ShowRound = lambda record, seconds: None,
     progress: Progress = NO_PROGRESS,
 ) -> None:
-    """Show every round, and the progress of the current round, until the run has ended.
-
-    Raises
-    ------
-    UserError
-        If the run fails.
-    """
+    """Show every round, and the progress of the current round, until the run has ended."""
     mirror = ProgressMirror(progress)
     shown = max((record.round for record in read_records(folder)), default=0)
     seconds, last_query = read_seconds(folder), time.monotonic()

@@ -106,13 +106,7 @@ def pack_reply(reply: Reply) -> RecordDict:
 
 
 def unpack_reply(content: RecordDict, client: int, max_bytes: int) -> Reply:
-    """Read a client's reply to a training request. An invalid reply becomes a failure that names the reason.
-
-    Parameters
-    ----------
-    max_bytes
-        Largest size of a message.
-    """
+    """Read a client's reply to a training request. An invalid reply becomes a failure that names the reason."""
     try:
         header = _header(content)
         if failure := printable(str(header["failure"])):

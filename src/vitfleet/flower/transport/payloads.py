@@ -19,26 +19,16 @@ CLIENT_NAME = "client_name"  # the action of the query for a client's name, and 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a client must know of a run besides the current round.
+    """What a client must know of a run besides the current round."""
 
-    Attributes
-    ----------
-    run_id
-        Identifies the run. A client stores its files under it.
-    config
-        The run's configuration, as JSON.
-    classes, channels, image_size
-        The images' class names, number of colour channels, and pixels per side.
-    plugins
-        What the run's method and model need from plug-ins: ``kind:name:sha256`` of each. A client compares it with what
-        its owner installed; it never loads a plug-in because a server names it.
-    """
-
-    run_id: str
-    config: str
+    run_id: str  # Identifies the run. A client stores its files under it.
+    config: str  # the run's configuration, as JSON
+    # The images' class names, number of colour channels, and pixels per side
     classes: list[str]
     channels: int
     image_size: int
+    # What the run's method and model need from plug-ins: ``kind:name:sha256`` of each. A client compares it with what
+    # its owner installed; it never loads a plug-in because a server names it.
     plugins: list[str] = field(default_factory=list)
 
 

@@ -23,39 +23,18 @@ CHUNK_BYTES = 2**26  # differences are computed for tensors of at most so many b
 
 
 class UpdateLimits:
-    """The limits on one round's updates of some weights.
-
-    Parameters
-    ----------
-    reference
-        The server's weights.
-    config
-        The table ``[aggregate]``.
-
-    Attributes
-    ----------
-    rms
-        Of each update that was within the limits: the root mean square of its change.
-    """
+    """The limits on one round's updates of the server's weights, the reference."""
 
     def __init__(self, reference: Tensors, config: AggregationParams) -> None:
         self.reference = reference
         self.config = config
-        self.rms: dict[int, float] = {}
+        self.rms: dict[int, float] = {}  # of each update within the limits: the root mean square of its change
         self._reference_norms: dict[str, float] = {}
 
     def check(self, client: int, weights: Tensors, earlier: Sequence[float]) -> None:
         """Reject an update that is not finite or too large. Its names, shapes and types have been checked.
 
-        Parameters
-        ----------
-        earlier
-            Root mean squares of updates that were accepted in the round before.
-
-        Raises
-        ------
-        RejectedUpdateError
-            The reason.
+        ``earlier`` are the root mean squares of updates that were accepted in the round before.
         """
         names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
         changes = dict(zip(names, _change_norms(names, weights, self.reference), strict=True))

@@ -57,8 +57,3 @@ def _mean_without_extremes(values: Tensor, dropped: int) -> Tensor:
     """Return the coordinate-wise mean without the ``dropped`` smallest and largest values."""
     ranked = values.sort(dim=0).values
     return ranked[dropped : len(values) - dropped].mean(dim=0)
-
-
-def is_weighted_mean(rule: AggregationRule) -> bool:
-    """Whether a rule is the weighted mean, for which a running sum suffices."""
-    return rule is weighted_mean

@@ -105,19 +105,11 @@ def adagrad(params: AdagradParams, weight: Tensor, change: Tensor, moments: Tens
 def apply_server_optimizer(
     params: ServerOptimizerParams, before: State, aggregated: State, moments: State, parameters: Collection[str]
 ) -> tuple[State, State]:
-    """Return the server's state after a round, and the optimiser's moments.
+    """Return the server's state after a round, and the optimiser's moments; before the first round these are empty.
 
     A tensor that no client sent is, in the aggregated state, the same object as before: it keeps its value and its
-    moments. What is not a parameter (running statistics, what a method averages besides weights) stays as aggregated.
-
-    Parameters
-    ----------
-    before, aggregated
-        The server's state before the round, and with the aggregates in place of what clients sent.
-    moments
-        What this function returned after the round before; an empty state at first.
-    parameters
-        Names of the model's parameters.
+    moments. What is not one of the model's parameters (running statistics, what a method averages besides weights)
+    stays as aggregated.
     """
     if params.takes_aggregate:
         return aggregated, moments

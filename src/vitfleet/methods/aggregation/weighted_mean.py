@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +14,13 @@ from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation.limits import UpdateLimits
-from vitfleet.methods.aggregation.rules import AggregationRule, MeanParams, is_weighted_mean
+from vitfleet.methods.aggregation.rules import AggregationRule, MeanParams, weighted_mean
 from vitfleet.methods.base import Aggregator
 from vitfleet.methods.reported import RejectedUpdateError
 
 
 def check_weights(received: Tensors, expected: Tensors) -> None:
-    """Reject weights that do not fit the model.
-
-    Raises
-    ------
-    RejectedUpdateError
-        The reason.
-    """
+    """Reject weights that do not fit the model."""
     for name, tensor in received.items():
         if name not in expected:
             raise RejectedUpdateError(f"its weight {name!r} is not part of the model")
@@ -66,20 +60,12 @@ def norm_outliers(norms: Mapping[int, float], factor: float | None) -> dict[int,
     }
 
 
-@dataclass(frozen=True)
-class PendingUpdate:
-    """An update that is kept until the end of the round.
-
-    Attributes
-    ----------
-    rms
-        Root mean square of the difference to the server's weights. It is comparable between clients that sent different
-        layers.
-    """
+class PendingUpdate(NamedTuple):
+    """An update that is kept until the end of the round."""
 
     samples: int
     weights: Tensors
-    rms: float
+    rms: float  # of the difference to the server's weights: comparable between clients that sent different layers
 
 
 class WeightedMean(Aggregator):
@@ -87,27 +73,15 @@ class WeightedMean(Aggregator):
 
     A tensor that no client sent keeps its value. The mean needs only a running sum per tensor, in float64: the mean of
     equal weights is exactly these weights, whatever their number. Other rules and the bound on the norm relative to the
-    round's median need all updates at once.
-
-    Parameters
-    ----------
-    server_state
-        The state whose tensors are updated.
-    config
-        The aggregation rule and the limits on updates.
-
-    Attributes
-    ----------
-    updated_names
-        After :meth:`finish`: the tensors that at least one client sent.
+    round's median need all updates at once. The table ``[aggregate]`` has the rule and the limits on updates.
     """
 
     def __init__(self, server_state: State, config: AggregationParams | None = None) -> None:
         self.server_state = server_state
         self.config = config or MeanParams()
         self.rule: AggregationRule = AGGREGATIONS.entry_of(self.config).target
-        self.is_streaming = is_weighted_mean(self.rule)
-        self.updated_names: set[str] = set()
+        self.is_streaming = self.rule is weighted_mean  # then running sums suffice
+        self.updated_names: set[str] = set()  # after `finish`: the tensors that at least one client sent
         self.sums: dict[str, Tensor] = {}
         self.sample_counts: dict[str, float] = {}
         self.pending: dict[int, PendingUpdate] = {}

@@ -13,7 +13,6 @@ from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.aggregation.weighted_mean import WeightedMean
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientRoundInput, ClientUpdate, Method, train_metrics
-from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.step import Step, cross_entropy_step
 
@@ -25,11 +24,6 @@ class WeightAveraging(Method[Params]):
 
     All other weights keep their initial values. A client receives them once.
     """
-
-    @property
-    def trainable(self) -> Selection:
-        """The whole model."""
-        return self.parts.whole
 
     @property
     def step(self) -> Step:
@@ -46,10 +40,6 @@ class WeightAveraging(Method[Params]):
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial weights."""
         return State(self.trainable.take(initial_weights))
-
-    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the current weights."""
-        return Message(server_state.tensors)
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean, or the configured aggregation rule."""

@@ -34,18 +34,11 @@ class GradientMagnitude:
     """G_ℓ (equation 1) of every layer, and of every attention head (figure 2), in a step.
 
     The weights of a head are its rows of the query-key-value projection and its columns of the output projection.
-
-    Attributes
-    ----------
-    blocks, sizes
-        The weights of each layer, and how many numbers they are.
-    attention
-        The projections of each layer's attention; empty for models with other attention modules.
     """
 
-    blocks: tuple[Selection, ...]
-    sizes: tuple[int, ...]
-    attention: tuple[AttentionProjections, ...]
+    blocks: tuple[Selection, ...]  # the weights of each layer
+    sizes: tuple[int, ...]  # how many numbers they are
+    attention: tuple[AttentionProjections, ...]  # of each layer; empty for models with other attention modules
 
     @classmethod
     def of_model(cls, parts: ModelParts) -> GradientMagnitude:
@@ -75,13 +68,7 @@ class GradientMagnitude:
 
 
 def head_magnitudes(qkv: Tensor, projection: Tensor, heads: int) -> Tensor:
-    """Return the mean absolute gradient of each attention head, ``[heads]``.
-
-    Parameters
-    ----------
-    qkv, projection
-        Gradients of the query-key-value and of the output projection's weights.
-    """
+    """Return the mean absolute gradient of each attention head, ``[heads]``, from those of the two projections."""
     width = projection.shape[1]
     rows = qkv.abs().view(3, heads, -1, qkv.shape[1]).sum(dim=(0, 2, 3))
     columns = projection.abs().view(projection.shape[0], heads, -1).sum(dim=(0, 2))
@@ -103,19 +90,11 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class LayerSharing:
-    """Which weights are sent: the k layers with the largest gradients, and always some others.
-
-    Attributes
-    ----------
-    k
-        How many layers a client sends.
-    always_sent
-        The weights outside the layers that are sent in every round, in both directions.
-    """
+    """Which weights are sent: the k layers with the largest gradients, and always some others."""
 
     parts: ModelParts
-    k: int
-    always_sent: Selection
+    k: int  # how many layers a client sends
+    always_sent: Selection  # weights outside the layers that are sent in every round, in both directions
 
     @property
     def magnitude(self) -> GradientMagnitude:

@@ -33,7 +33,6 @@ from vitfleet.methods.base import (
     train_metrics,
 )
 from vitfleet.methods.params import check_layers
-from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 
 
@@ -65,11 +64,6 @@ class TransFL(Method[TransFLParams]):
         parts = {"embed": self.parts.embed, "norm": self.parts.norm, "head": self.parts.head}
         always_sent = self.parts.union(*(parts[part] for part in params.always_send))
         self.sharing = LayerSharing(self.parts, params.k, always_sent)
-
-    @property
-    def trainable(self) -> Selection:
-        """The whole model."""
-        return self.parts.whole
 
     # Server
 

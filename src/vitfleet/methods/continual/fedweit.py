@@ -75,15 +75,9 @@ from vitfleet.methods.base import (
     StateAfterTasks,
     train_metrics,
 )
-from vitfleet.methods.continual.sparse_weights import (
-    OTHERS_MULTIPLE,
-    SparseVector,
-    check_sparse,
-    densify,
-    sparsify,
-)
+from vitfleet.methods.continual.sparse_weights import OTHERS_MULTIPLE, SparseVector, check_sparse, densify, sparsify
 from vitfleet.methods.reported import ClientMetric, RejectedUpdateError
-from vitfleet.models.parts import ModelParts, Selection
+from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, cross_entropy
 from vitfleet.training.step import StepView
@@ -104,12 +98,6 @@ class FedWeitParams(MethodParams):
     )
     drift_weight: float = Field(100.0, ge=0, description="weight λ₂ of the changes of earlier tasks' weights")
     adaptive_start: float = Field(1 / 3, ge=0, description="adaptive weights of a new task begin as this fraction of B")
-
-
-def decomposed_weights(parts: ModelParts) -> Selection:
-    """Return the weights that are decomposed: the matrices and kernels of all blocks."""
-    blocks = parts.trainable(parts.union(*parts.blocks))
-    return parts.select(name for name in blocks if len(parts.shapes[name]) >= 2)
 
 
 def masked(base: Tensor, mask: Tensor) -> Tensor:
@@ -288,14 +276,10 @@ class FedWeit(Method[FedWeitParams]):
 
     def __init__(self, params: FedWeitParams, context: MethodContext) -> None:
         super().__init__(params, context)
-        self.decomposed = decomposed_weights(self.parts)
+        blocks = self.parts.trainable(self.parts.union(*self.parts.blocks))
+        self.decomposed = self.parts.select(name for name in blocks if len(self.parts.shapes[name]) >= 2)
         self.shapes = {name: self.parts.shapes[name] for name in self.decomposed}
         self.rounds_per_task = max(1, context.rounds // context.num_tasks)
-
-    @property
-    def trainable(self) -> Selection:
-        """The whole model. The tensors that its weights are composed of train too."""
-        return self.parts.whole
 
     # Server
 

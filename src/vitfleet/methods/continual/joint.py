@@ -9,10 +9,7 @@ is local by default.
 from __future__ import annotations
 
 from vitfleet.config.registry import register_method
-from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams, SharedBody, TrainedClient
-from vitfleet.training.local_training import LocalTraining
+from vitfleet.methods.personal.shared_body import HeadsParams, SharedBody
 
 
 class JointParams(HeadsParams):
@@ -25,8 +22,3 @@ class Joint(SharedBody[JointParams]):
 
     needs_tasks = True
     accumulates_tasks = True
-
-    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
-        """Train body and head together."""
-        result = yield LocalTraining(weights, self.trainable, self.context.train.epochs)
-        return TrainedClient({**weights, **result.weights}, result)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
-from vitfleet.message import Tensors
-from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.personal.shared_body import ClientTraining, SharedBody, TrainedClient
-from vitfleet.training.local_training import LocalTraining
+from vitfleet.methods.personal.shared_body import SharedBody
 
 
 class FedPerParams(MethodParams):
@@ -19,9 +16,4 @@ class FedPerParams(MethodParams):
 
 @register_method("fedper", FedPerParams, title="FedPer")
 class FedPer(SharedBody[FedPerParams]):
-    """Federated averaging of the body."""
-
-    def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
-        """Train body and head together."""
-        result = yield LocalTraining(weights, self.trainable, self.context.train.epochs)
-        return TrainedClient({**weights, **result.weights}, result)
+    """Federated averaging of the body. Body and head are trained together."""

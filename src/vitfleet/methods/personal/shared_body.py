@@ -10,7 +10,6 @@ what is shared is the server's instead.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
@@ -45,37 +44,21 @@ class HeadsParams(MethodParams):
 
 @dataclass(frozen=True)
 class TrainedClient:
-    """The result of a client's local training.
+    """The result of a client's local training."""
 
-    Attributes
-    ----------
-    weights
-        The whole trained model.
-    result
-        The training whose samples and loss are reported.
-    numbers
-        Further numbers to report.
-    extra_state
-        Tensors that the client keeps besides its model.
-    sent
-        The weights of the body that the client sends; ``None``: all of them.
-    also_sent
-        Further tensors that the client sends, under names of the server's state.
-    """
-
-    weights: Tensors
-    result: LocalResult
-    numbers: Numbers = field(default_factory=dict)
-    extra_state: Tensors = field(default_factory=dict)
-    sent: Selection | None = None
-    also_sent: Tensors = field(default_factory=dict)
+    weights: Tensors  # the whole trained model
+    result: LocalResult  # of the training whose samples and loss are reported
+    numbers: Numbers = field(default_factory=dict)  # further numbers to report
+    extra_state: Tensors = field(default_factory=dict)  # what the client keeps besides its model
+    sent: Selection | None = None  # the weights of the body that the client sends; None: all of them
+    also_sent: Tensors = field(default_factory=dict)  # further tensors to send, under names of the server's state
 
 
 ClientTraining: TypeAlias = Generator[LocalTraining, LocalResult, TrainedClient]
 
 
 class SharedBody(Method[Params]):
-    """Shared body, local heads unless :class:`HeadsParams` says otherwise. A subclass defines the local training."""
+    """Shared body, local heads unless :class:`HeadsParams` says otherwise. Subclasses change the local training."""
 
     shares_body = True
 
@@ -93,20 +76,13 @@ class SharedBody(Method[Params]):
         """The weights that are sent and averaged: the body, with shared heads the whole model."""
         return self.parts.whole if self.shares_heads else self.parts.body
 
-    @property
-    def trainable(self) -> Selection:
-        """The whole model, in parts or at once."""
-        return self.parts.whole
-
-    @abstractmethod
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
-        """Train a client's model, yielding each training.
+        """Train a client's model, yielding each training: by default body and head together.
 
-        Parameters
-        ----------
-        weights
-            The received body with the client's head, or the received model.
+        The weights are the received body with the client's head, or the received model.
         """
+        result = yield LocalTraining(weights, self.trainable, self.context.train.epochs)
+        return TrainedClient({**weights, **result.weights}, result)
 
     # Server
 
@@ -117,10 +93,6 @@ class SharedBody(Method[Params]):
     def initial_state(self, initial_weights: Tensors) -> State:
         """Return the initial weights that are shared."""
         return State(self.shared.take(initial_weights))
-
-    def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
-        """Return the shared weights."""
-        return Message(server_state.tensors)
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the sample-weighted mean of the shared weights, or the configured aggregation rule."""

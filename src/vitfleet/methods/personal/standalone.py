@@ -6,7 +6,6 @@ from vitfleet.config.base import MethodParams
 from vitfleet.config.registry import register_method
 from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import Aggregator, ClientGenerator, ClientRoundInput, ClientUpdate, Method, train_metrics
-from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining
 
 
@@ -24,11 +23,6 @@ class Standalone(Method[StandaloneParams]):
     def averages_weights(cls, params: StandaloneParams) -> bool:
         """Return that nothing is averaged."""
         return False
-
-    @property
-    def trainable(self) -> Selection:
-        """The whole model."""
-        return self.parts.whole
 
     # Server
 

@@ -41,7 +41,7 @@ from vitfleet.methods.base import (
     ServerWork,
     train_metrics,
 )
-from vitfleet.methods.params import check_layers, check_views
+from vitfleet.methods.params import check_layers
 from vitfleet.methods.reported import RejectedUpdateError
 from vitfleet.methods.split.median_sampling import SamplingPlan, draw_sampling_plan
 from vitfleet.models.parts import Selection
@@ -126,7 +126,10 @@ class EftVit(Method[EftVitParams]):
         """Check M against the number of layers, if the configuration sets it, and the views against the epochs."""
         super().check_config(params, config)
         check_layers("local_layers", params.local_layers, config.model.depth, reserved=1)
-        check_views(params.views, config.train.epochs)
+        epochs = config.train.epochs
+        if params.views > epochs:
+            remedy = f"must be at most train.epochs = {epochs}: every epoch gives one view"
+            raise ConfigError("method.views", params.views, remedy)
         if not params.train_head and (params.local_rounds is None or params.average_local is not None):
             remedy = (
                 "only for local modules that are frozen and not averaged; set method.local_rounds (0: frozen from the "

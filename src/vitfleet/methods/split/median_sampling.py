@@ -24,24 +24,13 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Which features to record, and which of them to send.
+    """Which features to record, and which of them to send."""
 
-    Attributes
-    ----------
-    rows
-        The row of the recording that each sample's features of each epoch are written to, ``[epochs, samples]``;
-        ``num_recorded`` if they are not recorded.
-    num_recorded
-        Number of recorded (epoch, sample) pairs.
-    sent_rows
-        The rows that are sent, in order; a pair that was drawn again occurs more than once.
-    sent_labels
-        Their labels.
-    """
-
+    # The row of the recording that each sample's features of each epoch are written to, [epochs, samples];
+    # `num_recorded` if they are not recorded.
     rows: Ints
-    num_recorded: int
-    sent_rows: Ints
+    num_recorded: int  # (epoch, sample) pairs
+    sent_rows: Ints  # in order; a pair that was drawn again occurs more than once
     sent_labels: Ints
 
 

@@ -5,9 +5,19 @@ The client's layers up to l are the server's. Its layers after l are a sorted ra
 server's layers after l. Only layer l and the head are trained and sent. Each layer is trained for half of the remaining
 rounds, the last layer of the client's model for all of them. The whole model of L layers is evaluated.
 
-The keys ``head_rounds``, ``keep_last`` and ``center_features`` are not in the paper. They are ours, for a classifier
-with a new head on a pretrained ViT, where the paper's clients go on with BERT's own pretraining task and head. Each is
-off by default.
+Three keys are not in the paper. They are ours, for a classifier with a new head on a pretrained ViT, where the paper's
+clients go on with BERT's own pretraining task and head. Each is off by default.
+
+- ``head_rounds``: in the first rounds only the head is trained and sent, through all L layers. The schedule of the
+  layers covers the remaining rounds.
+- ``keep_last``: the last layers of the server's model end every client's model, so that the head sees their outputs.
+  The sampled layers lie between the trained layer and these, and these are never trained.
+- ``center_features``: where layers are left out, the features that enter the head are mostly one vector that all images
+  share. A client measures the mean of its images' features in its shallow model, by one more pass before training, and
+  subtracts it: it changes the bias of the final norm, so the model's function remains a ViT. In one more pass after
+  training it measures the mean in the whole model, and sends that model's bias; the average of the biases centres the
+  server's model. The mean of a client with few classes is also a mean of its classes, and subtracting it removes what
+  tells them from others: it is meant for clients that have most of the classes.
 """
 
 from __future__ import annotations
@@ -47,26 +57,7 @@ MIN_LOCAL_LAYERS = 2
 
 
 class FedBfptParams(MethodParams):
-    """Layer after layer, through a shallow local model (FEDBFPT).
-
-    Attributes
-    ----------
-    local_layers
-        The paper's L_k.
-    head_rounds
-        Not in the paper. In the first rounds only the head is trained and sent, through all L layers; the schedule of
-        the layers covers the remaining rounds.
-    keep_last
-        Not in the paper. The last layers of the server's model end every client's model, so that the head sees their
-        outputs. The sampled layers lie between the trained layer and these, and these are never trained.
-    center_features
-        Not in the paper. Where layers are left out, the features that enter the head are mostly one vector that all
-        images share. A client measures the mean of its images' features in its shallow model, by one more pass before
-        training, and subtracts it: it changes the bias of the final norm, so the model's function remains a ViT. In one
-        more pass after training it measures the mean in the whole model, and sends that model's bias; the average of
-        the biases centres the server's model. The mean of a client with few classes is also a mean of its classes, and
-        subtracting it removes what tells them from others: it is meant for clients that have most of the classes.
-    """
+    """Layer after layer, through a shallow local model (FEDBFPT)."""
 
     local_layers: int = Field(
         6, ge=MIN_LOCAL_LAYERS, description="layers L_k of a client's model, 2 … the model's layers"
@@ -93,13 +84,7 @@ def layer_schedule(rounds: int, local_layers: int) -> list[int]:
 
 
 def check_params(params: FedBfptParams, depth: int | None, rounds: int) -> None:
-    """Check the parameters against the number of layers, if it is known, and of rounds.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Check the parameters against the number of layers, if it is known, and of rounds."""
     check_layers("local_layers", params.local_layers, depth, MIN_LOCAL_LAYERS)
     if params.keep_last >= params.local_layers:
         remedy = f"must be below method.local_layers = {params.local_layers}: at least one other layer is trained"
@@ -200,10 +185,7 @@ class FedBfpt(Method[FedBfptParams]):
     def center(self, weights: Tensors, depth: int | None) -> Generator[LocalTraining, LocalResult, dict[str, Tensor]]:
         """Return the bias with which the client's features have the mean zero; nothing without ``center_features``.
 
-        Parameters
-        ----------
-        depth
-            Number of layers of the model that the weights are of; ``None``: all layers.
+        ``depth`` is the number of layers of the model that the weights are of; ``None``: all layers.
         """
         if self.shift_name is None:
             return {}

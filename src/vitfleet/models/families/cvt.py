@@ -7,8 +7,6 @@ stage has a class token. timm has no CvT; layers and sizes are those of the pape
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
 from vitfleet.models.families.request import ModelRequest, check_divides, check_stages, choose_sizes, refuse_hub_weights
-from vitfleet.models.families.vit import INIT_STD, Mlp, init_normal_
+from vitfleet.models.families.vit import INIT_STD, Mlp, init_layers_, init_normal_
 
 # CvT-13 has 20 million parameters; the small configuration has 5.
 STANDARD = {"dims": (64, 192, 384), "depths": (1, 2, 10), "heads": (1, 3, 6)}
@@ -157,7 +155,7 @@ class CvT(nn.Module):
         )
         self.norm = nn.LayerNorm(dims[-1])
         self.head = nn.Linear(dims[-1], num_classes)
-        self.apply(_init_weights)
+        init_layers_(self, nn.Linear, nn.Conv2d)
         init_normal_(self.stages[-1].get_parameter("cls_token"), INIT_STD)
 
     def get_classifier(self) -> nn.Module:
@@ -172,13 +170,6 @@ class CvT(nn.Module):
             grid = to_grid(tokens, size) if stage.cls_token is None else grid
         logits: Tensor = self.head(self.norm(tokens)[:, 0])
         return logits
-
-
-def _init_weights(module: Any) -> None:
-    if isinstance(module, nn.Linear | nn.Conv2d):
-        init_normal_(module.weight, INIT_STD)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 @register_model("cvt", CvtParams)

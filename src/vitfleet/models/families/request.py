@@ -41,29 +41,18 @@ class ModelRequest:
 
 
 def check_patch_size(image_size: int, patch_size: int) -> None:
-    """Require patches that cut an image without remainder, and not into too many.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Require patches that cut an image without remainder, and not into too many."""
     num_patches = (image_size // patch_size) ** 2
     if num_patches > MAX_PATCHES:
-        raise ConfigError(
-            "model.patch_size",
-            patch_size,
+        wrong = (
             f"cuts an image of {image_size} x {image_size} pixels into {num_patches:,} patches, more than "
-            f"{MAX_PATCHES:,}; choose larger patches or a smaller model.image_size, such as "
-            f"{fewer_patches(image_size)}",
+            f"{MAX_PATCHES:,}; choose larger patches or a smaller model.image_size"
         )
-    if image_size % patch_size:
-        raise ConfigError(
-            "model.patch_size",
-            patch_size,
-            f"must divide the image size, {image_size} pixels; model.image_size may be another one, such as "
-            f"{fewer_patches(image_size)}",
-        )
+    elif image_size % patch_size:
+        wrong = f"must divide the image size, {image_size} pixels; model.image_size may be another one"
+    else:
+        return
+    raise ConfigError("model.patch_size", patch_size, f"{wrong}, such as {fewer_patches(image_size)}")
 
 
 def fewer_patches(image_size: int) -> str:
@@ -74,13 +63,7 @@ def fewer_patches(image_size: int) -> str:
 
 @contextmanager
 def timm_required_for(key: str, value: str) -> Iterator[None]:
-    """Say what needs timm, if it is not installed: a device need not have it.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Say what needs timm, if it is not installed: a device need not have it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -90,13 +73,7 @@ def timm_required_for(key: str, value: str) -> Iterator[None]:
 
 
 def refuse_hub_weights(request: ModelRequest) -> None:
-    """Refuse to download weights for a model that is not one of timm's.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Refuse to download weights for a model that is not one of timm's."""
     if request.config.weights == HUB_WEIGHTS:
         raise ConfigError("model.weights", HUB_WEIGHTS, "needs a timm name in model.name, such as vit_tiny_patch16_224")
 
@@ -108,13 +85,7 @@ def choose_sizes(params: Table, image_size: int, small: dict[str, Any], standard
 
 
 def check_stages(sizes: dict[str, Any], *names: str) -> None:
-    """Require one value per stage in each of the named sizes.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Require one value per stage in each of the named sizes."""
     stages = len(sizes[names[0]])
     for name in names[1:]:
         if len(sizes[name]) != stages:
@@ -126,12 +97,6 @@ def check_stages(sizes: dict[str, Any], *names: str) -> None:
 
 
 def check_divides(heads: int, dim: int) -> None:
-    """Require a width that can be divided among the attention heads.
-
-    Raises
-    ------
-    ConfigError
-        Names the key, its value and the remedy.
-    """
+    """Require a width that can be divided among the attention heads."""
     if dim % heads:
         raise ConfigError("model.params.heads", heads, f"must divide the width, {dim}")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from vitfleet.config.base import Table
 from vitfleet.config.registry import register_model
-from vitfleet.message import Tensors
+from vitfleet.message import Tensors, with_prefix
 from vitfleet.models.families.request import ModelRequest, check_divides, choose_sizes, refuse_hub_weights
 from vitfleet.models.families.vit import PlainViT
 from vitfleet.models.forward.functional_vit import FunctionalViT
@@ -79,21 +79,10 @@ class TokensToToken(nn.Module):
 
 
 def tokens_to_token(weights: Tensors, images: Tensor, splits: tuple[Split, ...]) -> Tensor:
-    """Return the tokens of images, of one client or of several stacked, ``[…, tokens, dim]``.
-
-    Parameters
-    ----------
-    weights
-        Those of a :class:`TokensToToken`.
-    """
+    """Return the tokens of images, of one client or of several stacked, ``[…, tokens, dim]``."""
     grid = images
     for index, split in enumerate(splits[:-1]):
-        layer = {
-            name.removeprefix(f"layers.{index}."): tensor
-            for name, tensor in weights.items()
-            if name.startswith(f"layers.{index}.")
-        }
-        tokens = _transform(layer, soft_split(grid, split))
+        tokens = _transform(with_prefix(weights, f"layers.{index}."), soft_split(grid, split))
         side = round(tokens.shape[-2] ** 0.5)
         grid = tokens.mT.reshape(*tokens.shape[:-2], -1, side, side)
     return linear(soft_split(grid, splits[-1]), weights["proj.weight"], weights["proj.bias"])
@@ -140,9 +129,7 @@ class FunctionalT2T(FunctionalViT):
 
     def embed_patches(self, weights: Tensors, images: Tensor, keep: Tensor | None) -> Tensor:
         """Return the tokens of the tokens-to-token module that are kept."""
-        prefix = "patch_embed."
-        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        tokens = tokens_to_token(own, images, self.vit.patch_embed.splits)
+        tokens = tokens_to_token(with_prefix(weights, "patch_embed."), images, self.vit.patch_embed.splits)
         return tokens if keep is None else gather_tokens(tokens, keep)
 
     def positions(self, weights: Tensors) -> Tensor:

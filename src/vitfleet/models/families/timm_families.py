@@ -62,14 +62,7 @@ def timm_family(
 ) -> Callable[[Arguments], Arguments]:
     """Return a decorator that registers a family under the name of the function with its arguments.
 
-    Parameters
-    ----------
-    params
-        The table ``model.params``.
-    timm_class
-        timm's class, by its qualified name.
-    small, standard
-        The sizes for small images, and those that are others for larger images.
+    ``standard`` holds the sizes for larger images that differ from those for small ones.
     """
     package, _, class_name = timm_class.rpartition(".")
 
@@ -92,6 +85,11 @@ def _cut_images(request: ModelRequest, sizes: Sizes) -> Sizes:
     patch_size = request.config.patch_size or sizes["patch"]
     check_patch_size(request.image_size, patch_size)
     return {"img_size": request.image_size, "patch_size": patch_size}
+
+
+def _renamed(sizes: Sizes, **names: str) -> Sizes:
+    """Return sizes under the names that timm's constructor has for them; that of the patches goes with the image's."""
+    return {names.get(name, name): value for name, value in sizes.items() if name != "patch"}
 
 
 def _size(description: str, at_least: int = 1) -> Any:
@@ -122,10 +120,7 @@ def cait(request: ModelRequest, sizes: Sizes) -> Sizes:
     check_divides(sizes["heads"], sizes["dim"])
     return {
         **_cut_images(request, sizes),
-        "embed_dim": sizes["dim"],
-        "depth": sizes["depth"],
-        "depth_token_only": sizes["class_depth"],
-        "num_heads": sizes["heads"],
+        **_renamed(sizes, dim="embed_dim", class_depth="depth_token_only", heads="num_heads"),
         "init_values": 1e-5,  # deep CaiTs have a smaller layer scale
     }
 
@@ -147,8 +142,7 @@ class DeitParams(Table):
 def deit(request: ModelRequest, sizes: Sizes) -> Sizes:
     """DeiT-Tiny; for small images with smaller patches."""
     check_divides(sizes["heads"], sizes["dim"])
-    dim, depth, heads = sizes["dim"], sizes["depth"], sizes["heads"]
-    return {**_cut_images(request, sizes), "embed_dim": dim, "depth": depth, "num_heads": heads}
+    return {**_cut_images(request, sizes), **_renamed(sizes, dim="embed_dim", heads="num_heads")}
 
 
 class LevitParams(Table):
@@ -173,13 +167,9 @@ def levit(request: ModelRequest, sizes: Sizes) -> Sizes:
     """LeViT-128S; its stem of four convolutions would leave 2 x 2 tokens of 32 x 32 pixels: small images get two."""
     check_stages(sizes, "dims", "depths", "heads")
     return {
+        **_renamed(sizes, dims="embed_dim", depths="depth", heads="num_heads"),
         "img_size": request.image_size,
-        "embed_dim": sizes["dims"],
-        "depth": sizes["depths"],
-        "num_heads": sizes["heads"],
-        "key_dim": sizes["key_dim"],
         "stem_backbone": LevitStem(request.channels, sizes["dims"][0], sizes["stem_stride"]),
-        "stem_stride": sizes["stem_stride"],
         "act_layer": LEVIT_ACTIVATION,
     }
 
@@ -220,12 +210,9 @@ def pit(request: ModelRequest, sizes: Sizes) -> Sizes:
     """PiT-Ti, whose patches overlap by half; small images get 8 x 8 patches that do not."""
     check_stages(sizes, "depths", "heads", "head_dims")
     return {
+        **_renamed(sizes, head_dims="base_dims", depths="depth"),
         "img_size": request.image_size,
         "patch_size": request.config.patch_size or sizes["patch"],
-        "stride": sizes["stride"],
-        "base_dims": sizes["head_dims"],
-        "depth": sizes["depths"],
-        "heads": sizes["heads"],
     }
 
 
@@ -251,13 +238,7 @@ PVT_V2_B0 = {"dims": (32, 64, 160, 256), "depths": (2, 2, 2, 2), "heads": (1, 2,
 def pvt(request: ModelRequest, sizes: Sizes) -> Sizes:
     """PVT v2-B0. Its first tokens are of 4 x 4 pixels at any image size; on a small grid less of it is reduced."""
     check_stages(sizes, "dims", "depths", "heads", "mlp_ratios", "reductions")
-    return {
-        "depths": sizes["depths"],
-        "embed_dims": sizes["dims"],
-        "num_heads": sizes["heads"],
-        "sr_ratios": sizes["reductions"],
-        "mlp_ratios": sizes["mlp_ratios"],
-    }
+    return _renamed(sizes, dims="embed_dims", heads="num_heads", reductions="sr_ratios")
 
 
 class SwinParams(Table):
@@ -282,10 +263,7 @@ def swin(request: ModelRequest, sizes: Sizes) -> Sizes:
         check_divides(heads, sizes["dim"] * 2**stage)
     return {
         **_cut_images(request, sizes),
-        "embed_dim": sizes["dim"],
-        "depths": sizes["depths"],
-        "num_heads": sizes["heads"],
-        "window_size": sizes["window"],
+        **_renamed(sizes, dim="embed_dim", heads="num_heads", window="window_size"),
         "drop_path_rate": 0.0,  # every random draw of a run has an address, but stochastic depth has none
     }
 

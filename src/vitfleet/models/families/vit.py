@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitfleet.config.registry import NoParams, register_model
+from vitfleet.errors import UserError
 from vitfleet.models.families.request import ModelRequest, check_patch_size, refuse_hub_weights
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.parts import PartPaths, default_part_paths, is_instance_of, register_part_paths
@@ -33,21 +34,12 @@ DEFAULT_PATCH_SIZE = 4
 DEFAULT_DEPTH = 4
 
 
-class NamedSizes(NamedTuple):
-    """Sizes of a model of timm; its patches and images are in its name."""
-
-    dim: int
-    depth: int
-    num_heads: int
-    patch_size: int
-    image_size: int
-
-
+# Width, depth and heads of timm's models; patch size and image size are in their names.
 _SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
 # What may follow a name: the training of timm's weights. It decides on nothing else for these.
 _TAGS = ("", ".augreg_in1k", ".augreg_in21k", ".augreg_in21k_ft_in1k", ".augreg2_in21k_ft_in1k")
 NAMED_VITS = {
-    f"vit_{name}_patch{patch_size}_{image_size}{tag}": NamedSizes(*sizes, patch_size, image_size)
+    f"vit_{name}_patch{patch_size}_{image_size}{tag}": (*sizes, patch_size, image_size)
     for name, sizes in _SIZES.items()
     for patch_size, image_size in ((16, 224), (16, 384), (32, 224), (32, 384))
     if (name, patch_size) != ("tiny", 32)  # timm has none
@@ -134,10 +126,7 @@ class Block(nn.Module):
 class PlainViT(nn.Module):
     """A ViT with a class token, learned positions and a linear classifier.
 
-    Parameters
-    ----------
-    patch_embed
-        Embeds images, ``[batch, patches, dim]``; it has an attribute ``num_patches``.
+    ``patch_embed`` returns the tokens of images, ``[batch, patches, dim]``, and has an attribute ``num_patches``.
     """
 
     # What timm's plain ViTs have in several variants, and this one in one.
@@ -172,7 +161,7 @@ class PlainViT(nn.Module):
         init_normal_(self.pos_embed, INIT_STD)
         if not self.cls_token.is_meta:
             nn.init.normal_(self.cls_token, std=CLASS_TOKEN_STD)
-        self.apply(_init_linear)
+        init_layers_(self, nn.Linear)
 
     def get_classifier(self) -> nn.Module:
         """Return the head, as timm's models do."""
@@ -211,11 +200,13 @@ def init_normal_(tensor: Tensor, std: float) -> None:
         tensor.uniform_(-1, 1).erfinv_().mul_(std * math.sqrt(2)).clamp_(-2, 2)
 
 
-def _init_linear(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        init_normal_(module.weight, INIT_STD)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+def init_layers_(vit: nn.Module, *kinds: type[nn.Linear | nn.Conv2d]) -> None:
+    """Draw the weights of all layers of these kinds; their biases are zero."""
+    for module in vit.modules():
+        if isinstance(module, kinds):
+            init_normal_(module.weight, INIT_STD)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 
 
 @register_model(PLAIN_VIT)
@@ -225,26 +216,19 @@ def build_plain_vit(params: NoParams, request: ModelRequest) -> tuple[nn.Module,
     config, image_size = request.config, request.image_size
     patch_size = config.patch_size or DEFAULT_PATCH_SIZE
     check_patch_size(image_size, patch_size)
-    vit = PlainViT(
-        PatchEmbed(image_size, patch_size, request.channels, config.dim),
-        num_classes=request.num_classes,
-        dim=config.dim,
-        depth=config.depth or DEFAULT_DEPTH,
-        num_heads=config.heads,
-        mlp_ratio=config.mlp_ratio,
-    )
-    return vit, image_size
+    embed = PatchEmbed(image_size, patch_size, request.channels, config.dim)
+    depth = config.depth or DEFAULT_DEPTH
+    return PlainViT(embed, request.num_classes, config.dim, depth, config.heads, config.mlp_ratio), image_size
 
 
 def build_named_vit(request: ModelRequest) -> tuple[nn.Module, int]:
     """Build a plain ViT that timm has a name for; image size, patch size and depth may be others, as in timm."""
-    config, sizes = request.config, NAMED_VITS[request.config.name]
-    image_size = config.image_size or sizes.image_size
-    patch_size = config.patch_size or sizes.patch_size
+    config = request.config
+    dim, depth, heads, patch_size, image_size = NAMED_VITS[config.name]
+    patch_size, image_size = config.patch_size or patch_size, config.image_size or image_size
     check_patch_size(image_size, patch_size)
-    embed = PatchEmbed(image_size, patch_size, request.channels, sizes.dim)
-    depth = config.depth or sizes.depth
-    return PlainViT(embed, request.num_classes, sizes.dim, depth, sizes.num_heads, TIMM_MLP_RATIO), image_size
+    embed = PatchEmbed(image_size, patch_size, request.channels, dim)
+    return PlainViT(embed, request.num_classes, dim, config.depth or depth, heads, TIMM_MLP_RATIO), image_size
 
 
 @register_part_paths(TIMM_VIT)
@@ -263,6 +247,15 @@ def is_plain_vit(vit: Any) -> bool:
     if is_instance_of(vit, TIMM_VIT):
         return _is_plain_timm_vit(vit)
     return isinstance(vit, PlainViT) and isinstance(vit.patch_embed, PatchEmbed)
+
+
+def require_plain_vit(vit: Any, what: str) -> None:
+    """Refuse a model that cannot be given what only a plain ViT with one classifier on its class token can."""
+    if not is_plain_vit(vit) or getattr(vit, "dist_token", None) is not None or vit.attn_pool is not None:
+        raise UserError(
+            f"model.name: a {type(vit).__name__} cannot {what}; choose a plain ViT (vit_*, deit_* that are "
+            "not distilled)"
+        )
 
 
 def _is_plain_timm_vit(vit: Any) -> bool:

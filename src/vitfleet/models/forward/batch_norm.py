@@ -1,9 +1,9 @@
 """Batch norm of one client or of several: padding does not count, and the caller says whether statistics are updated.
 
 Running statistics are weights of the model: they are sent and averaged with the parameters of their part, weighted by
-samples. In a training step a batch norm whose running statistics are in the objective's selection normalises with its
-batch and updates them in place. Any other one normalises with the running statistics and changes nothing: where its
-part is frozen, in evaluation, for stored samples, and for the gradients of single images.
+samples. In a training step a batch norm whose part trains normalises with its batch and updates them in place. Any
+other one normalises with the running statistics and changes nothing: where its part is frozen, in evaluation, for
+stored samples, and for the gradients of single images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 MASK_NAME = "sample_mask"
-STATISTIC_NAMES = ("running_mean", "running_var")
 DEFAULT_MOMENTUM = 0.1
 
 
@@ -25,18 +24,14 @@ class MaskedBatchNorm(nn.Module):
 
     The names of its weights are those of torch's module. A batch with fewer than two values per channel, such as an
     empty one, is normalised with the running statistics and does not change them.
-
-    Attributes
-    ----------
-    sample_mask
-        Which samples of the batch count, ``[batch]``; ``None``: the running statistics are used. A call of the model
-        sets it (``torch.func.functional_call``); it is never stored.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     running_mean: Tensor
     running_var: Tensor
+    # Which samples of the batch count, `[batch]`; `None`: the running statistics are used. A call of the model sets it
+    # (`torch.func.functional_call`); it is never stored.
     sample_mask: Tensor | None
 
     def __init__(self, norm: Any) -> None:
@@ -100,8 +95,7 @@ def replace_batch_norms(vit: nn.Module) -> tuple[str, ...]:
 
 def statistics_names(path: str) -> tuple[str, str]:
     """Return the names of the running statistics of a batch norm."""
-    mean, variance = STATISTIC_NAMES
-    return f"{path}.{mean}", f"{path}.{variance}"
+    return f"{path}.running_mean", f"{path}.running_var"
 
 
 def trained_batch_norms(paths: Collection[str], selected: Collection[str]) -> tuple[str, ...]:

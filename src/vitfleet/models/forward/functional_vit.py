@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from vitfleet.message import Tensors
+from vitfleet.message import Tensors, with_prefix
 from vitfleet.models.adapters import LowRankLinear
 from vitfleet.models.forward.stacked_ops import (
     attention,
@@ -36,16 +36,8 @@ FORWARD_PASS = "forward_pass"
 class FunctionalViT:
     """The forward pass of one plain ViT.
 
-    Parameters
-    ----------
-    vit
-        The architecture; its own weights are not used.
-    compile_blocks
-        Whether to compile the blocks.
-    fused_attention
-        Whether to use torch's fused attention.
-    short_attention
-        Whether to use vitfleet's Triton kernel for attention over few tokens in bfloat16; it needs a GPU.
+    The weights of its module, the architecture, are not used. ``short_attention`` is vitfleet's Triton kernel for few
+    tokens in bfloat16; it needs a GPU.
     """
 
     def __init__(
@@ -89,18 +81,11 @@ class FunctionalViT:
     def __call__(
         self, weights: Tensors, inputs: Tensor, keep: Tensor | None, start: int, stop: int | None, depth: int | None
     ) -> Tensor:
-        """Return logits, or the tokens that enter a block.
+        """Return logits, or with a ``stop`` the tokens that enter that block.
 
-        Parameters
-        ----------
-        inputs
-            Images or, if ``start`` is not 0, the tokens that enter block ``start``.
-        keep
-            Positions of the patches that are kept, ``[…, batch, kept]``; the others are never embedded.
-        start, stop
-            Run the blocks from ``start`` to before ``stop``. With a ``stop``, return the tokens there.
-        depth
-            Number of blocks to use, if not all of them; the last ones are skipped.
+        ``inputs`` are images or, if ``start`` is not 0, the tokens that enter block ``start``. ``keep`` holds the
+        positions of the patches that are kept, ``[…, batch, kept]``: the others are never embedded. With a ``depth``
+        only so many blocks are used.
         """
         tokens, num_prompts = self._run(weights, inputs, keep, start, stop, depth)
         return tokens if stop is not None else self.head(weights, self._final_tokens(weights, tokens, num_prompts))
@@ -218,11 +203,7 @@ class FunctionalViT:
         return self._norm(weights, "fc_norm", vit.fc_norm, pooled)
 
     def _attention_pool(self, weights: Tensors, tokens: Tensor) -> Tensor:
-        prefix = "attn_pool."
-        pool_weights = {
-            name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)
-        }
-        pooled: Tensor = functional_call(self.vit.attn_pool, pool_weights, tokens)
+        pooled: Tensor = functional_call(self.vit.attn_pool, with_prefix(weights, "attn_pool."), tokens)
         return pooled
 
     def _attention(self, weights: Tensors, path: str, module: Any, tokens: Tensor) -> Tensor:

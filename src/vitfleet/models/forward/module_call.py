@@ -22,16 +22,10 @@ from vitfleet.models.forward.stacked_ops import attention, linear
 def call_module(
     module: nn.Module, weights: Mapping[str, Tensor], stacked: frozenset[str], images: Tensor, keep: Tensor | None
 ) -> Tensor:
-    """Return a module's logits of images.
+    """Return a module's logits of images; of several clients, with a leading axis of clients.
 
-    Parameters
-    ----------
-    weights
-        Weights and buffers by their names in the module.
-    stacked
-        Names of those that have a leading axis of clients.
-    images, keep
-        Images, and the positions of the kept patches; of several clients, with a leading axis of clients.
+    Weights have their names in the module; those that are ``stacked`` have that axis too. ``keep`` holds the positions
+    of the kept patches.
     """
 
     def call(weights: Mapping[str, Tensor], images: Tensor, keep: Tensor | None) -> Tensor:
@@ -59,14 +53,7 @@ class FoldClients(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace attention, linear layers and convolutions; leave any other operation to ``torch.vmap``."""
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return _linear(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func in (F.conv2d, torch.conv2d):
-            return _conv2d(*args, **kwargs)
-        return func(*args, **kwargs)
+        return FOLDED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _attention(
@@ -79,12 +66,12 @@ def _attention(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    if attn_mask is None and query.dim() == 4 and not (dropout_p or is_causal or options):
-        return cast(Tensor, _FoldedAttention.apply(query, key, value, scale))  # type: ignore[no-untyped-call]
     if dropout_p or is_causal or options:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
         )
+    if attn_mask is None and query.dim() == 4:
+        return cast(Tensor, _FoldedAttention.apply(query, key, value, scale))  # type: ignore[no-untyped-call]
     return attention(query, key, value, attn_mask, scale)
 
 
@@ -178,6 +165,9 @@ class _FoldedConvolution(_Folded):
         product = linear(_unfold_clients(columns, len(images)).mT, kernels.flatten(2), None).mT
         height = (images.shape[-2] + 2 * padding[0] - dilation[0] * (size[0] - 1) - 1) // stride[0] + 1
         return product.reshape(*product.shape[:-1], height, -1), 0
+
+
+FOLDED: dict[Any, Any] = {F.linear: _linear, F.scaled_dot_product_attention: _attention, F.conv2d: _conv2d}
 
 
 def _clients_first(tensor: Tensor, axis: int | None, clients: int) -> Tensor:

@@ -19,26 +19,13 @@ HEAD_DIMS = (16, 32, 64)
 
 
 class LaunchConfig(NamedTuple):
-    """How one program processes one head of one image. Tile sizes are powers of two, at least 16.
+    """How one program processes one head of one image. Tile sizes are powers of two, at least 16."""
 
-    Attributes
-    ----------
-    query_rows
-        Queries processed at a time.
-    num_warps
-        Warps per program.
-    main_keys, rest_keys
-        Keys in the first and in the second tile; 0 if there is one tile. 65 tokens are a tile of 64 and one of 16
-        instead of one of 128.
-    num_stages
-        Depth of the software pipeline that loads queries.
-    """
-
-    query_rows: int
-    num_warps: int
-    main_keys: int
-    rest_keys: int
-    num_stages: int = 2
+    query_rows: int  # queries processed at a time
+    num_warps: int  # warps per program
+    main_keys: int  # keys in the first tile: 65 tokens are a tile of 64 and one of 16 instead of one of 128
+    rest_keys: int  # keys in the second tile; 0 if there is one tile
+    num_stages: int = 2  # depth of the software pipeline that loads queries
 
 
 def is_supported(tokens: int, head_dim: int) -> bool:
@@ -47,18 +34,7 @@ def is_supported(tokens: int, head_dim: int) -> bool:
 
 
 def short_attention(qkv: Tensor) -> Tensor:
-    """Return scaled dot-product attention.
-
-    Parameters
-    ----------
-    qkv
-        ``[batch, tokens, 3, heads, head_dim]``.
-
-    Returns
-    -------
-    Tensor
-        ``[batch, tokens, heads, head_dim]``.
-    """
+    """Return scaled dot-product attention, ``[batch, tokens, heads, head_dim]``; the input has 3 before the heads."""
     if qkv.dim() != 5 or qkv.shape[2] != 3 or not is_supported(qkv.shape[1], qkv.shape[4]):
         raise ValueError(f"not [batch, tokens, 3, heads, head_dim] of a supported size: {list(qkv.shape)}")
     output: Tensor = _forward_op(qkv)
@@ -261,12 +237,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(  # type: ignore[no-untyped-def]
-    queries,
-    keys,
-    scale,
-    first_key,
-    tokens: tl.constexpr,
-    count: tl.constexpr,
+    queries, keys, scale, first_key, tokens: tl.constexpr, count: tl.constexpr
 ):
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     key = first_key + tl.arange(0, count)
@@ -292,12 +263,7 @@ def _store_keys_values(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_tile(  # type: ignore[no-untyped-def]
-    source,
-    first_row,
-    stride,
-    tokens: tl.constexpr,
-    count: tl.constexpr,
-    head_dim: tl.constexpr,
+    source, first_row, stride, tokens: tl.constexpr, count: tl.constexpr, head_dim: tl.constexpr
 ):
     row = first_row + tl.arange(0, count)
     offsets = row[:, None] * stride + tl.arange(0, head_dim)[None, :]
@@ -306,13 +272,7 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_tile(  # type: ignore[no-untyped-def]
-    target,
-    tile,
-    first_row,
-    stride,
-    tokens: tl.constexpr,
-    count: tl.constexpr,
-    head_dim: tl.constexpr,
+    target, tile, first_row, stride, tokens: tl.constexpr, count: tl.constexpr, head_dim: tl.constexpr
 ):
     row = first_row + tl.arange(0, count)
     offsets = row[:, None] * stride + tl.arange(0, head_dim)[None, :]

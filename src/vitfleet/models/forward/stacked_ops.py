@@ -17,11 +17,8 @@ from torch.nn import functional as F
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``inputs · weightᵀ + bias``; weight and bias are shared or per client, independently.
 
-    Parameters
-    ----------
-    weight
-        ``[out, in]``, ``[clients, out, in]``, or ``[clients, parts, out, in]`` where the parts of a client have the
-        same weight: an expanded tensor. The inputs then have a leading axis of clients times parts.
+    The weight is ``[out, in]``, ``[clients, out, in]``, or ``[clients, parts, out, in]`` where the parts of a client
+    have the same weight: an expanded tensor. The inputs then have a leading axis of clients times parts.
     """
     if weight.dim() == 2:
         if bias is None or bias.dim() == 1:
@@ -110,12 +107,7 @@ def attention(
 ) -> Tensor:
     """Return scaled dot-product attention without a fused kernel; all ``[batch, heads, tokens, head_dim]``.
 
-    Parameters
-    ----------
-    bias
-        Added to the scores; broadcast over them.
-    scale
-        Default: 1 / √head_dim.
+    The bias is added to the scores, the scale is 1 / √head_dim by default.
     """
     scores: Tensor = (queries * (queries.shape[-1] ** -0.5 if scale is None else scale)) @ keys.mT
     scores = scores if bias is None else scores + bias

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitfleet.errors import UserError
 from vitfleet.message import Tensors
-from vitfleet.models.families.vit import is_plain_vit
+from vitfleet.models.families.vit import require_plain_vit
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.forward.stacked_ops import linear
 from vitfleet.models.parts import ModelParts, Selection
@@ -38,11 +37,7 @@ class DualHead(nn.Module):
 
 def add_external_keys(vit: Any) -> None:
     """Turn a plain ViT into one with external keys and two classifiers; queries and values keep their weights."""
-    if not is_plain_vit(vit) or getattr(vit, "dist_token", None) is not None or vit.attn_pool is not None:
-        raise UserError(
-            f"model.name: a {type(vit).__name__} cannot have external keys; choose a plain ViT (vit_*, deit_* that are "
-            "not distilled)"
-        )
+    require_plain_vit(vit, "have external keys")
     width, num_tokens = vit.embed_dim, vit.num_prefix_tokens + vit.patch_embed.num_patches
     for block in vit.blocks:
         attention = block.attn

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitfleet.errors import ConfigError, UserError
-from vitfleet.message import Tensors
-from vitfleet.models.families.vit import is_plain_vit
+from vitfleet.errors import ConfigError
+from vitfleet.message import Tensors, with_prefix
+from vitfleet.models.families.vit import require_plain_vit
 from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT, layer_scale
 from vitfleet.models.forward.stacked_ops import layer_norm, linear
 
@@ -44,10 +44,7 @@ _STD = 0.02
 class TaskHeads(nn.Module):
     """The tokens and heads of all tasks, the ones in training, and the divergence head.
 
-    Parameters
-    ----------
-    class_to_task
-        The task of each class; −1 for a class that belongs to none.
+    ``class_to_task`` is the task of each class, −1 for a class that belongs to none.
     """
 
     class_slots: Tensor
@@ -79,11 +76,7 @@ def _random(*shape: int) -> nn.Parameter:
 
 def add_task_tokens(vit: Any, class_to_task: Sequence[int]) -> None:
     """Turn a plain ViT into one with task tokens: without class token, its last block a task-attention block."""
-    if not is_plain_vit(vit) or getattr(vit, "dist_token", None) is not None or vit.attn_pool is not None:
-        raise UserError(
-            f"model.name: a {type(vit).__name__} cannot take task tokens; choose a plain ViT (vit_*, deit_* that are "
-            "not distilled)"
-        )
+    require_plain_vit(vit, "take task tokens")
     if len(vit.blocks) < 2:
         raise ConfigError("model.depth", len(vit.blocks), "must be at least 2: the last block is the task attention")
     prefix = 0 if vit.no_embed_class else vit.num_prefix_tokens
@@ -96,19 +89,11 @@ def add_task_tokens(vit: Any, class_to_task: Sequence[int]) -> None:
 
 
 class AuxiliaryOutputs(NamedTuple):
-    """What the model returns besides its logits where the weights have a teacher.
+    """What the model returns besides its logits where the weights have a teacher."""
 
-    Attributes
-    ----------
-    divergence
-        The outputs of the divergence head on the token in training: an old class, then each class of the task.
-    logits, teacher_logits
-        The logits of all classes, of any task, of the model and of the teacher.
-    """
-
-    divergence: Tensor
-    logits: Tensor
-    teacher_logits: Tensor
+    divergence: Tensor  # of the divergence head on the token in training: an old class, then each class of the task
+    logits: Tensor  # of all classes, of any task
+    teacher_logits: Tensor  # the same of the teacher
 
 
 def split_auxiliary(auxiliary: Tensor, num_classes: int) -> AuxiliaryOutputs:
@@ -139,7 +124,7 @@ class TaskTokenViT(FunctionalViT):
             return super().__call__(weights, inputs, keep, start, stop, None)
         embeddings = self.embeddings(weights, inputs, keep, start)
         logits = self.logits(weights, embeddings)
-        teacher = {name.removeprefix(TEACHER): weights[name] for name in weights if name.startswith(TEACHER)}
+        teacher = with_prefix(weights, TEACHER)
         if not teacher:
             return logits
         earlier = {**weights, **teacher}
@@ -154,12 +139,8 @@ class TaskTokenViT(FunctionalViT):
         own = {name: weights[f"blocks.{last}.{name}"] for name in self.block_weight_dims}
         task_tokens = _with_new(weights, TOKEN)
         task_tokens = task_tokens.expand(*patches.shape[:-3], *task_tokens.shape[-2:])
-        attended = self._task_attention(
-            own,
-            block.attn,
-            self._norm(own, "norm1", block.norm1, task_tokens),
-            self._norm(own, "norm1", block.norm1, patches),
-        )
+        normed, normed_patches = (self._norm(own, "norm1", block.norm1, part) for part in (task_tokens, patches))
+        attended = self._task_attention(own, block.attn, normed, normed_patches)
         tokens = task_tokens.unsqueeze(-3) + layer_scale(own, "ls1", attended)
         hidden = block.mlp.act(self._linear(own, "mlp.fc1", self._norm(own, "norm2", block.norm2, tokens)))
         hidden = self._norm(own, "mlp.norm", block.mlp.norm, hidden)

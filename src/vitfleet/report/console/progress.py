@@ -17,11 +17,8 @@ from rich.text import Text
 from vitfleet.progress import Advance
 from vitfleet.report.columns import metric_text, metric_title
 from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds
-from vitfleet.run.callbacks import Callback
-from vitfleet.run.context import RunContext
 from vitfleet.run.records import UNAVAILABLE, RoundRecord
 from vitfleet.run.round_plan import TOO_LATE
-from vitfleet.run.state import RunState
 
 LIVE_ROUNDS = 8  # rounds in the live table
 PLAIN_LINES = 20  # about this many lines for a whole run, where the output is not a terminal
@@ -49,24 +46,12 @@ class TerminalProgress:
 
 @dataclass
 class ComparisonClock:
-    """How long several runs, one after the other, will still take.
+    """How long several runs, one after the other, will still take."""
 
-    Attributes
-    ----------
-    expected
-        The expected seconds of each run; only their proportions count once a part is done.
-    seeds
-        The seed of each run.
-    in_seconds
-        False if ``expected`` has other measures of the work, such as rounds.
-    current
-        The run that is going on, from 0; −1 before the first.
-    """
-
-    expected: Sequence[float]
-    seeds: Sequence[int]
-    in_seconds: bool = True
-    current: int = -1
+    expected: Sequence[float]  # of each run; only their proportions count once a part is done
+    seeds: Sequence[int]  # of each run
+    in_seconds: bool = True  # False if the work is expected in another measure, such as rounds
+    current: int = -1  # the run that is going on; −1 before the first
     started: float = field(default_factory=time.perf_counter)
 
     def start_next(self) -> str:
@@ -75,13 +60,7 @@ class ComparisonClock:
         return f"run {self.current + 1} of {len(self.expected)}, seed {self.seeds[self.current]}"
 
     def seconds_left(self, share: float, now: float | None = None) -> float | None:
-        """Return the seconds that all runs will still take; ``None`` if that is not known yet.
-
-        Parameters
-        ----------
-        share
-            The share of the current run that is done.
-        """
+        """Return the seconds that all runs will still take when a share of the current one is done, if known."""
         elapsed = (time.perf_counter() if now is None else now) - self.started
         done = sum(self.expected[: self.current]) + share * self.expected[self.current]
         total = sum(self.expected)
@@ -90,17 +69,11 @@ class ComparisonClock:
         return elapsed * (total - done) / done
 
 
-class RoundDisplay(Callback):
+class RoundDisplay:
     """Shows the last rounds of a run, its progress and the remaining time.
 
-    Parameters
-    ----------
-    rounds
-        Number of rounds of the whole run.
-    done
-        Number of rounds that were finished before this process started.
-    clock
-        The time of all runs of which this is one; ``None`` for a single run.
+    ``done`` of all ``rounds`` were finished before this process started. ``clock`` has the time of all runs if this is
+    one of several.
     """
 
     def __init__(self, console: Console, rounds: int, done: int, clock: ComparisonClock | None = None) -> None:
@@ -108,7 +81,7 @@ class RoundDisplay(Callback):
         self.rounds, self.done = rounds, done
         self.warned: set[str] = set()  # metrics that cannot be measured
         self.recent: list[tuple[RoundRecord, float]] = []
-        self.started = self.round_started = time.perf_counter()
+        self.started = time.perf_counter()
         left = TextColumn("left"), TimeRemainingColumn(compact=True)
         columns = TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=40), *left
         # Rounds can be long: the speed is estimated from all of them.
@@ -136,16 +109,6 @@ class RoundDisplay(Callback):
             yield lambda units: self.round_bar.advance(task, units)
         finally:
             self.round_bar.remove_task(task)
-
-    def on_run_start(self, context: RunContext, state: RunState) -> None:
-        """Start the clock of the first round."""
-        self.round_started = time.perf_counter()
-
-    def on_round_end(self, state: RunState, record: RoundRecord) -> None:
-        """Show a finished round, and the time since the one before."""
-        now = time.perf_counter()
-        self.show_round(record, now - self.round_started)
-        self.round_started = now
 
     def show_round(self, record: RoundRecord, seconds: float) -> None:
         """Show a finished round."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from vitfleet.report.columns import metric_title, metric_unit
-from vitfleet.report.figures.metrics import metric_curves
+from vitfleet.report.columns import metric_title, metric_unit, shown_numbers
 from vitfleet.report.figures.types import AxisView, Curve, LineChart
 from vitfleet.report.runs import RunData, RunGroup, eval_splits
 from vitfleet.report.units import MEBIBYTE, PERCENT
@@ -91,11 +90,22 @@ def _charts(split: str) -> list[_Chart]:
 def comparison_figures(groups: Sequence[RunGroup]) -> list[LineChart]:
     """Return the line charts that compare the configurations."""
     figures = []
-    metrics = (_metric_chart(metric, key) for metric, key in metric_curves(groups))
+    metrics = (_metric_chart(metric, key) for metric, key in _metric_curves(groups))
     for chart in (*_charts(eval_splits(groups)), *metrics):
         if views := list(_views(groups, chart)):
-            figures.append(LineChart(chart.id, chart.title, chart.label, views, chart.percent, chart.note))
+            figures.append(LineChart(chart.id, chart.title, chart.label, views, chart.percent, note=chart.note))
     return figures
+
+
+def _metric_curves(groups: Sequence[RunGroup]) -> list[tuple[str, str]]:
+    """Return the metrics and values that are curves over rounds: numbers that were measured in several rounds."""
+    rounds: dict[tuple[str, str], set[int]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for record in run.records:
+            for metric, values in record.metrics.items():
+                for key in shown_numbers(metric, values):
+                    rounds.setdefault((metric, key), set()).add(record.round)
+    return [name for name, measured in rounds.items() if len(measured) > 1]
 
 
 def time_unit(runs: Sequence[RunData]) -> tuple[float, str]:

@@ -26,10 +26,8 @@ def draw_files(
 ) -> list[Path]:
     """Draw a figure into a folder and return its files: one per ending and horizontal axis.
 
-    Parameters
-    ----------
-    names
-        Appended to the files' names: the configurations that the figure shows, where its id does not name them.
+    ``names`` are appended to the files' names: the configurations that the figure shows, where its id does not name
+    them.
     """
     suffix = f"-{names}" if names else ""
     if isinstance(figure, ImageFigure):
@@ -55,25 +53,19 @@ def _file_names(figure: Figure) -> Iterator[tuple[str, AxisView | None]]:
         yield figure.id, figure.views[0] if isinstance(figure, LineChart) else None
 
 
-def new_canvas(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, without pyplot: no display is needed, and no global state remains."""
+def _draw(figure: Figure, view: AxisView | None) -> Any:
+    """Return a matplotlib figure, without pyplot: no display is needed, and no global state remains."""
+    import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as MatplotlibFigure
-
-    canvas = MatplotlibFigure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(canvas)
-    return canvas
-
-
-def _draw(figure: Figure, view: AxisView | None) -> Any:
-    """Return a matplotlib figure."""
-    import matplotlib as mpl
 
     mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     mpl.rcParams["svg.hashsalt"] = "vitfleet"
     mpl.rcParams["pdf.fonttype"] = 42  # TrueType: journals reject Type 3 fonts
-    canvas = new_canvas(7, _height(figure))
-    axes: Any = canvas.subplots()
+    canvas = MatplotlibFigure(figsize=(7, _height(figure)), dpi=130, layout="constrained")
+    FigureCanvasAgg(canvas)
+    ratios = (5, 1) if isinstance(figure, HeatMap) and figure.sums_label else (1,)
+    ((axes, *beside),) = canvas.subplots(1, len(ratios), squeeze=False, sharey=True, width_ratios=ratios)
     axes.set_title(figure.title, fontsize=11, color=INK, loc="left")
     axes.tick_params(colors=INK, labelsize=8)
     match figure:
@@ -82,7 +74,9 @@ def _draw(figure: Figure, view: AxisView | None) -> Any:
             _draw_lines(axes, figure, view)
         case HeatMap():
             image = _draw_heat_map(axes, figure)
-            canvas.colorbar(image, ax=axes, shrink=0.8)
+            if beside:
+                _draw_sums(beside[0], figure)
+            canvas.colorbar(image, ax=[axes, *beside], shrink=0.8)
         case BarChart():
             _draw_bars(axes, figure)
         case Timeline():
@@ -123,7 +117,7 @@ def _draw_lines(axes: Any, figure: LineChart, view: AxisView) -> None:
         axes.set_ylim(bottom=0)
     if len(view.curves) > 1:
         axes.legend(fontsize=8, frameon=False)
-    hide_spines(axes)
+    _hide_spines(axes)
 
 
 def _draw_heat_map(axes: Any, figure: HeatMap) -> Any:
@@ -142,6 +136,17 @@ def _draw_heat_map(axes: Any, figure: HeatMap) -> Any:
     axes.set_xlabel(figure.column_label, color=INK, fontsize=9)
     axes.set_ylabel(figure.row_label, color=INK, fontsize=9)
     return image
+
+
+def _draw_sums(axes: Any, figure: HeatMap) -> None:
+    """Draw the sums of a heat map's rows as bars beside it."""
+    sums = [sum(value or 0 for value in row) for row in figure.values]
+    # No gaps between many rows: between thin bars they cause moiré patterns.
+    axes.barh(range(len(sums)), sums, height=0.8 if figure.rows else 1.0, color="#64748b")
+    axes.set_xlabel(figure.sums_label, color=INK, fontsize=9)
+    axes.tick_params(colors=INK, labelsize=8)
+    axes.tick_params(axis="y", length=0, labelleft=False)
+    _hide_spines(axes)
 
 
 def _label_ticks(set_ticks: Any, names: Sequence[str], count: int, rotate: bool) -> None:
@@ -164,7 +169,7 @@ def _draw_bars(axes: Any, figure: BarChart) -> None:
     axes.set_xlabel(figure.category_label, color=INK, fontsize=9)
     axes.set_ylabel(figure.label, color=INK, fontsize=9)
     axes.legend(fontsize=8, frameon=False)
-    hide_spines(axes)
+    _hide_spines(axes)
 
 
 def _draw_timeline(axes: Any, figure: Timeline) -> None:
@@ -182,13 +187,11 @@ def _draw_timeline(axes: Any, figure: Timeline) -> None:
     _label_ticks(axes.set_yticks, figure.rows, len(figure.rows), rotate=False)
     axes.invert_yaxis()
     axes.set_xlabel(figure.label, color=INK, fontsize=9)
-    hide_spines(axes)
+    _hide_spines(axes)
 
 
-def hide_spines(axes: Any, *sides: str) -> None:
-    """Remove the lines around a drawing at the top, at the right, and at other sides."""
-    for side in ("top", "right", *sides):
-        axes.spines[side].set_visible(False)
+def _hide_spines(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _floats(values: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,19 +12,13 @@ from PIL import Image
 
 from vitfleet.config.schema import AugmentConfig
 from vitfleet.data.batches import draw_epoch
-from vitfleet.files import PARTITION_FIGURE, PATCHES_FIGURE
-from vitfleet.report.figures.files import INK, ROTATED, draw_files, hide_spines, new_canvas
+from vitfleet.files import PATCHES_FIGURE
+from vitfleet.report.figures.files import draw_files
 from vitfleet.report.figures.methods import method_figures
+from vitfleet.report.figures.runs import partition_heat_map
 from vitfleet.report.runs import read_run
 from vitfleet.run.context import RunContext
 
-Ints = NDArray[np.int64]
-
-# Up to these numbers every client has a labelled row, every class a labelled column.
-LABELLED_CLIENTS = 60
-LABELLED_CLASSES = 30
-# A plot has fewer rows than a large fleet has clients: neighbours in the sorted order are averaged.
-_MAX_ROWS = 600
 NUM_IMAGES = 8
 MIN_IMAGE_PIXELS = 84  # side of an image in the figure
 _GAP_PIXELS = 6
@@ -41,7 +33,8 @@ def can_draw() -> bool:
 def draw_setup(context: RunContext) -> None:
     """Draw the data partition, and masked images if there are any, before the first round."""
     if can_draw():
-        draw_partition(context.partition.class_counts, context.data.classes, context.folder / PARTITION_FIGURE)
+        figure = partition_heat_map("partition", context.partition.class_counts, context.data.classes)
+        draw_files(figure, context.folder, endings=("png",))
     draw_masked_patches(context)
 
 
@@ -85,14 +78,8 @@ def draw_masked_patches(context: RunContext) -> None:
 def contact_sheet(pixels: NDArray[np.uint8], kept: NDArray[np.int64], grid: int) -> NDArray[np.uint8]:
     """Return an image with all images in a row, and each of them again below, masked.
 
-    Parameters
-    ----------
-    pixels
-        ``[images, side, side, channels]``.
-    kept
-        Indices of the patches that each image keeps, ``[images, kept]``, counted row by row.
-    grid
-        Number of patches per side.
+    ``pixels`` are ``[images, side, side, channels]``; each image keeps the patches ``kept``, ``[images, kept]``, of a
+    grid of so many per side, counted row by row.
     """
     cell = -(-MIN_IMAGE_PIXELS // grid)  # whole pixels per patch, so that its edges are sharp
     side = cell * grid
@@ -108,117 +95,3 @@ def contact_sheet(pixels: NDArray[np.uint8], kept: NDArray[np.int64], grid: int)
         columns.append(np.concatenate([whole, gap, masked]))
     separator = np.full((len(columns[0]), _GAP_PIXELS, 3), 255, dtype=np.uint8)
     return np.concatenate([part for column in columns for part in (column, separator)][:-1], axis=1)
-
-
-def draw_partition(counts: Ints, class_names: Sequence[str], path: Path) -> None:
-    """Draw a partition to a PNG file.
-
-    Up to 60 clients are labelled and in order. A larger fleet is sorted by dominant class, which makes its structure
-    visible, and has no labels.
-
-    Parameters
-    ----------
-    counts
-        Training images, ``[clients, classes]``.
-    class_names
-        Names of the classes; shown for up to 30 classes.
-    path
-        The PNG file.
-    """
-    from matplotlib.colors import PowerNorm
-
-    clients, classes = counts.shape
-    labelled = clients <= LABELLED_CLIENTS
-    rows = counts.astype(np.float64) if labelled else average_neighbours(counts[by_dominant_class(counts)], _MAX_ROWS)
-    height = float(np.clip(1.6 + 0.26 * clients, 3.2, 9.0)) if labelled else 6.5
-    width = float(np.clip(3.6 + 0.42 * classes, 6.0, 10.5))
-
-    figure = new_canvas(width, height)
-    table, bars = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
-    # An exponent below 1, so that one large count does not bleach the others.
-    shade = PowerNorm(0.6, vmin=0, vmax=max(float(rows.max()), 1.0))
-    image = table.imshow(rows, aspect="auto", cmap="Blues", norm=shade, interpolation="nearest")
-    _label_table(table, clients, class_names, labelled)
-    _draw_sizes(bars, rows.sum(axis=1))
-    # Below both parts: between them, the scale would separate the bars from their rows.
-    scale = figure.colorbar(
-        image, ax=[table, bars], location="bottom", shrink=0.5, aspect=40, pad=0.02, ticks=_whole_numbers()
-    )
-    averaged = len(rows) < clients
-    scale.set_label("images, mean of neighbouring clients" if averaged else "images", fontsize=8, color=INK)
-    scale.ax.tick_params(labelsize=7, colors=INK, length=2)
-    scale.ax.xaxis.set_major_formatter("{x:,.0f}")
-    scale.outline.set_visible(False)
-    empty = int(np.count_nonzero(counts.sum(axis=1) == 0))
-    note = f", {empty:,} without images" if empty else ""
-    figure.suptitle(f"{int(counts.sum()):,} images on {clients:,} clients{note}", fontsize=11, color=INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-
-
-def by_dominant_class(counts: Ints) -> Ints:
-    """Return the clients sorted by dominant class, then by their images of it; clients without images last.
-
-    Ties between classes are resolved in favour of a class that changes from client to client. With a few images per
-    client ties are common, and the first class would look larger than it is.
-    """
-    clients, classes = counts.shape
-    tie_breaker = (np.arange(classes) + np.arange(clients)[:, None]) % classes / (2 * classes)
-    sizes = counts.sum(axis=1)
-    dominant = np.where(sizes > 0, (counts + tie_breaker).argmax(axis=1), classes)
-    return np.lexsort((-sizes, -counts.max(axis=1), dominant)).astype(np.int64)
-
-
-def average_neighbours(counts: Ints, rows: int) -> NDArray[np.float64]:
-    """Average neighbouring clients so that at most ``rows`` rows remain."""
-    clients = counts.shape[0]
-    starts = np.arange(0, clients, -(-clients // rows))
-    lengths = np.diff(starts, append=clients)
-    means: NDArray[np.float64] = np.add.reduceat(counts, starts, axis=0) / lengths[:, None]
-    return means
-
-
-def _label_table(axes: Any, clients: int, class_names: Sequence[str], labelled: bool) -> None:
-    for spine in axes.spines.values():
-        spine.set_color("#cbd5e1")
-    axes.tick_params(length=0, labelsize=8, colors=INK)
-    classes = len(class_names)
-    axes.set_xlabel("class" if classes <= LABELLED_CLASSES else f"{classes:,} classes", color=INK, fontsize=9)
-    if classes <= LABELLED_CLASSES:
-        long = max(len(name) for name in class_names) > 4
-        axes.set_xticks(range(classes), [_shorten(name) for name in class_names], **(ROTATED if long else {}))
-    else:
-        axes.set_xticks([])
-    if labelled:
-        axes.set_ylabel("client", color=INK, fontsize=9)
-        axes.set_yticks(range(clients), [str(client) for client in range(clients)])
-        axes.set_yticks(np.arange(clients + 1) - 0.5, minor=True)
-        axes.set_xticks(np.arange(classes + 1) - 0.5, minor=True)
-        axes.grid(which="minor", color="white", linewidth=1.0 if classes <= LABELLED_CLASSES else 0.3)
-        axes.tick_params(which="minor", length=0)
-    else:
-        axes.set_ylabel("clients, by dominant class", color=INK, fontsize=9)
-        axes.set_yticks([])
-
-
-def _draw_sizes(axes: Any, sizes: NDArray[np.float64]) -> None:
-    # No gaps in a large fleet: between hundreds of thin bars they cause moiré patterns.
-    axes.barh(range(len(sizes)), sizes, height=0.8 if len(sizes) <= LABELLED_CLIENTS else 1.0, color="#64748b")
-    axes.set_xlim(0, max(float(sizes.max()), 1.0) * 1.05)
-    axes.set_xlabel("images\nper client", color=INK, fontsize=8)
-    axes.xaxis.set_major_locator(_whole_numbers(2))
-    axes.tick_params(axis="x", labelsize=7, colors=INK, length=2)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.tick_params(axis="y", which="both", length=0, labelleft=False)
-    hide_spines(axes, "left")
-    axes.spines["bottom"].set_color("#cbd5e1")
-
-
-def _whole_numbers(bins: int = 6) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(bins, integer=True)
-
-
-def _shorten(name: str, limit: int = 16) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"

@@ -5,7 +5,7 @@ A builder takes a run and returns a figure whose id is the builder's name, or ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -70,7 +70,8 @@ def sent_layers(run: RunData) -> HeatMap | None:
 @register_figure("head-gradients")
 def head_gradients(run: RunData) -> HeatMap | None:
     """Return each attention head's mean absolute gradient over rounds and clients, from ``head_gradients``."""
-    matrices = [_by_layer(numbers) for numbers in _numbers(run) if "head_gradients" in numbers]
+    clients = [client for record in run.records for client in record.clients]
+    matrices = [_by_layer(client.numbers) for client in clients if "head_gradients" in client.numbers]
     if not matrices:
         return None
     mean = np.mean(matrices, axis=0)
@@ -106,12 +107,6 @@ def balanced_labels(run: RunData) -> BarChart | None:
         series=[("images", available.tolist()), ("features sent", np.where(available > 0, target, 0).tolist())],
         note=f"{target} samples of each class that the client has: the {quantile:.0%} quantile of its class counts.",
     )
-
-
-def _numbers(run: RunData) -> Iterator[Numbers]:
-    for record in run.records:
-        for client in record.clients:
-            yield client.numbers
 
 
 def _by_layer(numbers: Numbers) -> NDArray[np.float64]:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 Numbers: TypeAlias = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a line chart.
-
-    Attributes
-    ----------
-    style
-        Index of the configuration: it has the same colour and dashes in every figure.
-    low, high
-        Bounds of the band around a mean over several seeds; empty without a band.
-    """
+    """A curve of a line chart."""
 
     name: str
-    style: int
+    style: int  # index of the configuration: it has the same colour and dashes in every figure
     x: Numbers
     y: Numbers
-    low: Numbers = ()
+    low: Numbers = ()  # of the band around a mean over several seeds; empty without a band
     high: Numbers = ()
 
 
@@ -39,36 +31,38 @@ class AxisView:
 
 
 @dataclass(frozen=True)
-class LineChart:
-    """Curves over one horizontal axis, or over several to choose from."""
+class Figure:
+    """What every figure has; the page and the files draw it by its kind."""
 
     id: str
     title: str
-    label: str
-    views: Sequence[AxisView]
-    percent: bool = False
-    note: str = ""
-    kind: str = field(default="line-chart", init=False)
+    note: str = field(default="", kw_only=True)
+    kind: ClassVar[str]
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    """A matrix of shades, ``values[row][column]``; ``None`` is left blank.
+class LineChart(Figure):
+    """Curves over one horizontal axis, or over several to choose from."""
 
-    ``rows`` and ``columns`` are tick labels; an empty sequence means no tick labels.
-    """
+    label: str
+    views: Sequence[AxisView]
+    percent: bool = False
+    kind = "line-chart"
 
-    id: str
-    title: str
+
+@dataclass(frozen=True)
+class HeatMap(Figure):
+    """A matrix of shades, ``values[row][column]``; ``None`` is left blank."""
+
     values: Sequence[Numbers]
     row_label: str
     column_label: str
-    rows: Sequence[str]
+    rows: Sequence[str]  # labels of ticks; empty: no ticks
     columns: Sequence[str]
     percent: bool = False
     palette: Literal["blues", "oranges"] = "blues"
-    note: str = ""
-    kind: str = field(default="heat-map", init=False)
+    sums_label: str = ""  # of bars beside the rows, the sums of their values; only in files
+    kind = "heat-map"
 
     @property
     def shade_exponent(self) -> float:
@@ -77,49 +71,37 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
-class BarChart:
+class BarChart(Figure):
     """Groups of bars: one group per category, one bar per series."""
 
-    id: str
-    title: str
     label: str
     category_label: str
     categories: Sequence[str]
     series: Sequence[tuple[str, Numbers]]
-    note: str = ""
-    kind: str = field(default="bar-chart", init=False)
+    kind = "bar-chart"
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Figure):
     """Busy intervals per row: ``intervals`` are (row, start, end, whether the work was used)."""
 
-    id: str
-    title: str
     label: str
     rows: Sequence[str]
     intervals: Sequence[tuple[int, float, float, bool]]
-    note: str = ""
-    kind: str = field(default="timeline", init=False)
+    kind = "timeline"
 
 
 @dataclass(frozen=True)
-class ImageFigure:
+class ImageFigure(Figure):
     """A PNG image, encoded in base64."""
 
-    id: str
-    title: str
     png: str
-    note: str = ""
-    kind: str = field(default="image", init=False)
-
-
-Figure: TypeAlias = LineChart | HeatMap | BarChart | Timeline | ImageFigure
+    kind = "image"
 
 
 def to_json(figure: Figure) -> dict[str, Any]:
     """Return a figure as values for JSON, with five significant digits."""
-    tree: dict[str, Any] = {key: _round(value) for key, value in asdict(figure).items()}
+    tree: dict[str, Any] = {"kind": figure.kind, **{key: _round(value) for key, value in asdict(figure).items()}}
     if isinstance(figure, HeatMap):
         tree["shade_exponent"] = figure.shade_exponent
     return tree

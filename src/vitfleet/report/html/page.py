@@ -1,22 +1,34 @@
-"""The page of a report: one self-contained HTML file that opens without a network."""
+"""Reports: one self-contained HTML page that opens without a network, its figures as files, and a live page."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 
 from vitfleet import __version__
 from vitfleet.config.run_title import run_title
+from vitfleet.files import COMPARISON_FILE, make_folder, write_atomically
+from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.report.columns import COLUMNS, COMPARABLE_NOTE, best_rows, comparable_rows, metric_columns
 from vitfleet.report.figures.curves import comparison_figures
+from vitfleet.report.figures.files import draw_files
+from vitfleet.report.figures.folder import can_draw
 from vitfleet.report.figures.runs import configuration_figures, partition_figures
 from vitfleet.report.figures.types import Figure, to_json
-from vitfleet.report.runs import RunGroup, all_finished, eval_splits
+from vitfleet.report.runs import RunGroup, all_finished, eval_splits, read_groups
+from vitfleet.run.comparison.manifest import member_folders, read_target
+from vitfleet.run.comparison.results import read_comparison
+from vitfleet.run.output.folder import next_free_folder
+from vitfleet.run.output.summary import is_finished
 
+PAGE = "report.html"
+FIGURES = "figures"
 REFRESH_SECONDS = 5
 MAX_NAMES_LENGTH = 60
 # The columns of the page's table, as far as a configuration has values for them; metrics come after these.
@@ -25,6 +37,71 @@ TABLE_COLUMNS = (
     "memory", "virtual", "time",
 )  # fmt: skip
 SCRIPTS = ("page_svg.js", "page_charts.js", "page_values.js", "page.js")
+
+
+def report_folder(paths: Sequence[Path], out: Path | None) -> Path:
+    """Return the folder of a report: ``out``, or the run's or comparison's own, or for several a new one in runs/."""
+    if out is not None:
+        return out
+    return paths[0] if len(paths) == 1 else next_free_folder(Path("runs"), "report")
+
+
+def write_report(
+    paths: Sequence[Path],
+    out: Path | None = None,
+    progress: Progress = NO_PROGRESS,
+    target: float | None = None,
+    figure_files: bool = True,
+) -> Path:
+    """Write the report of runs and comparisons: the page, whose path is returned, and figures as SVG, PDF and PNG.
+
+    The page has the rounds and the traffic to a target accuracy; by default that is the comparison's own. It does not
+    need the ``figure_files``, which take longer than the page.
+    """
+    groups = read_groups(paths)
+    figures = report_figures(groups)
+    folder = make_folder(report_folder(paths, out))
+    write_atomically(folder / PAGE, render(groups, figures, target=_target(paths, target)).encode())
+    if figure_files and can_draw():
+        (folder / FIGURES).mkdir(exist_ok=True)
+        shared = compared_names(groups)  # figures of one configuration have its name already
+        drawn = [(figure, shared if name == "curves" else "") for name in figures for figure in figures[name]]
+        with progress.task("figures", len(drawn)) as advance:
+            for figure, names in drawn:
+                draw_files(figure, folder / FIGURES, names)
+                advance(1)
+    return folder / PAGE
+
+
+def watch_report(
+    paths: Sequence[Path],
+    out: Path | None = None,
+    announce: Callable[[Path], None] = lambda page: None,
+    wait: Callable[[float], None] = time.sleep,
+    target: float | None = None,
+) -> Path:
+    """Update the page every few seconds until all its runs are finished, then write the whole report.
+
+    ``announce`` is called once with the path of the page, ``wait`` with the seconds between two updates.
+    """
+    folder = make_folder(report_folder(paths, out))
+    announced = False
+    while not all_finished(groups := read_groups(paths)):
+        page = render(groups, report_figures(groups), live=True, target=_target(paths, target))
+        write_atomically(folder / PAGE, page.encode())
+        if not announced:
+            announce(folder / PAGE)
+            announced = True
+        wait(REFRESH_SECONDS)
+    return write_report(paths, folder, target=target)
+
+
+def _target(paths: Sequence[Path], chosen: float | None) -> float | None:
+    """Return the accuracy to reach: the chosen one, or that of a comparison; ``None``: there is none yet."""
+    if chosen is not None or len(paths) != 1 or not (paths[0] / COMPARISON_FILE).is_file():
+        return chosen
+    finished = all(is_finished(folder) for _, folder in member_folders(paths[0]))
+    return read_comparison(paths[0]).target if finished else read_target(paths[0])
 
 
 def report_figures(groups: Sequence[RunGroup]) -> dict[str, list[Figure]]:
@@ -61,15 +138,7 @@ def section_id(index: int) -> str:
 def render(
     groups: Sequence[RunGroup], figures: dict[str, list[Figure]], live: bool = False, target: float | None = None
 ) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    live
-        Whether the page reloads itself every few seconds.
-    target
-        An accuracy: the table has the rounds and the traffic after which it was reached.
-    """
+    """Return the page; a live one reloads itself every few seconds. For ``target`` see :func:`summary_columns`."""
     data = {
         "groups": [{"label": group.label} for group in groups],
         "figures": {section: [to_json(figure) for figure in drawn] for section, drawn in figures.items()},
@@ -112,31 +181,18 @@ def _subtitle(groups: Sequence[RunGroup], live: bool) -> str:
 
 @dataclass(frozen=True)
 class SummaryColumn:
-    """A column of the page's table: one cell per configuration.
-
-    Attributes
-    ----------
-    description
-        The tooltip of the heading.
-    best
-        Indices of the best configurations, among those comparable with them.
-    """
+    """A column of the page's table."""
 
     heading: str
-    description: str
-    cells: list[str]
-    best: frozenset[int] = frozenset()
+    description: str  # the tooltip of the heading
+    cells: list[str]  # one per configuration
+    best: frozenset[int] = frozenset()  # indices of the best configurations
 
 
 def summary_columns(groups: Sequence[RunGroup], target: float | None = None) -> list[SummaryColumn]:
-    """Return the columns for which at least one configuration has a value.
+    """Return the columns for which at least one configuration has a value, unfinished runs with those so far.
 
-    Unfinished runs are counted with the values of their rounds so far.
-
-    Parameters
-    ----------
-    target
-        An accuracy: adds the rounds and the traffic after which it was reached.
+    A target accuracy adds the rounds and the traffic after which it was reached.
     """
     summaries = [[run.summary_until(target) for run in group.runs if run.summary or run.records] for group in groups]
     finished = [run.summary for group in groups for run in group.runs if run.summary is not None]

@@ -31,60 +31,40 @@ class DamagedManifestError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint."""
 
-    Attributes
-    ----------
-    round
-        The last finished round.
-    server
-        File of the server state.
-    records_length, timings_length
-        Length in bytes of the records and timings up to this checkpoint.
-    total_up_bytes, total_down_bytes, last_seen, update_sizes, stop_reason
-        See :class:`vitfleet.run.state.RunState`.
-    virtual_seconds
-        The virtual clock.
-    clients
-        File of each client's state.
-    parts
-        File of each part of the server state that is stored separately.
-    """
-
-    round: int
-    server: str
+    round: int  # the last finished round
+    server: str  # file of the server state
+    # Length in bytes of the records and timings up to this checkpoint
     records_length: int
     timings_length: int
     total_up_bytes: int = 0
     total_down_bytes: int = 0
     virtual_seconds: float = 0.0
     stop_reason: str | None = None
-    clients: dict[int, str] = field(default_factory=dict)
+    clients: dict[int, str] = field(default_factory=dict)  # file of each client's state
+    # File of each part of the server state that is stored separately
     parts: dict[str, str] = field(default_factory=dict)
     last_seen: dict[int, int] = field(default_factory=dict)
     update_sizes: list[float] = field(default_factory=list)
+    # SHA-256 of the files; a file without one was written before there were checksums
+    checksums: dict[str, str] = field(default_factory=dict)
 
     def files(self) -> set[str]:
         """Return the names of the checkpoint's files."""
         return {self.server, *self.clients.values(), *self.parts.values()}
 
-
-@dataclass(frozen=True)
-class StoredManifest:
-    """A manifest and the SHA-256 of its files; a file without one was written before there were checksums."""
-
-    manifest: Manifest
-    checksums: Mapping[str, str]
+    def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
+        """Return the manifest with those of these checksums that are of its files."""
+        named = self.files()
+        return replace(self, checksums={name: value for name, value in checksums.items() if name in named})
 
     def damage(self, folders: tuple[Path, ...]) -> str | None:
         """Return what is wrong with the first file that is missing or changed; ``None`` if all are sound.
 
-        Parameters
-        ----------
-        folders
-            Where a file may be, in the order in which it is looked for.
+        Files are looked for in the folders one after the other.
         """
-        for name in sorted(self.manifest.files()):
+        for name in sorted(self.files()):
             path = find_file(name, folders)
             if path is None:
                 return f"{folders[0] / name} is missing"
@@ -107,22 +87,17 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(folder: Path) -> StoredManifest | None:
+def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest in a checkpoint folder; ``None`` before the first checkpoint.
 
-    Raises
-    ------
-    DamagedManifestError
-        It cannot be read.
-    UserError
-        It was written by another version.
+    A ``DamagedManifestError`` says that it cannot be read, another ``UserError`` that another version wrote it.
     """
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
         tree = parse_json(path.read_bytes())
-        written_by, checksums = tree.pop("version", None), tree.pop("checksums", {})
+        written_by = tree.pop("version", None)
         if type(written_by) is not int:
             raise ValueError("it has no version")
     except (ValueError, AttributeError, TypeError):
@@ -132,20 +107,18 @@ def read_manifest(folder: Path) -> StoredManifest | None:
     try:
         for table in ("clients", "last_seen"):  # JSON has no integer keys
             tree[table] = {int(client): value for client, value in tree[table].items()}
+        tree["checksums"] = dict(tree.get("checksums", {}))
         manifest = Manifest(**tree)
         if not all(isinstance(name, str) and Path(name).name == name for name in manifest.files()):
             raise ValueError("it names files elsewhere")
-        return StoredManifest(manifest, dict(checksums))
+        return manifest
     except (ValueError, LookupError, AttributeError, TypeError):
         raise DamagedManifestError(f"{path} is damaged") from None
 
 
-def write_manifest(folder: Path, stored: StoredManifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest; this commits the checkpoint."""
-    named = stored.manifest.files()
-    checksums = {name: value for name, value in stored.checksums.items() if name in named}
-    tree = {**asdict(stored.manifest), "version": VERSION, "checksums": checksums}
-    write_atomically(folder / MANIFEST, json.dumps(tree).encode())
+    write_atomically(folder / MANIFEST, json.dumps({**asdict(manifest), "version": VERSION}).encode())
 
 
 def kept_folder(run_folder: Path, task: int) -> Path:
@@ -153,19 +126,19 @@ def kept_folder(run_folder: Path, task: int) -> Path:
     return run_folder / KEPT_FOLDER / f"after-{task:03d}"
 
 
-def keep_states(checkpoint: Path, stored: StoredManifest, target: Path) -> None:
+def keep_states(checkpoint: Path, manifest: Manifest, target: Path) -> None:
     """Keep the states of a complete checkpoint in another folder, which afterwards is complete or does not exist."""
     if target.exists():
         return
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
     temporary.mkdir(parents=True)
-    kept = replace(stored.manifest, parts={})  # models do not need the parts
+    kept = replace(manifest, parts={}).with_checksums(manifest.checksums)  # models do not need the parts
     for name in kept.files():
         try:
             os.link(checkpoint / name, temporary / name)
         except OSError:  # a disk without hard links
             shutil.copyfile(checkpoint / name, temporary / name)
-    write_manifest(temporary, StoredManifest(kept, stored.checksums))
+    write_manifest(temporary, kept)
     temporary.rename(target)
     sync_folder(target.parent)

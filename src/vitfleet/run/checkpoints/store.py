@@ -35,7 +35,6 @@ from vitfleet.run.checkpoints.manifest import (
     PREVIOUS,
     DamagedManifestError,
     Manifest,
-    StoredManifest,
     find_file,
     keep_states,
     kept_folder,
@@ -54,13 +53,7 @@ MAX_PINNED_BYTES = 1 << 30  # per checkpoint: torch does not return pinned memor
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The states in a checkpoint, for reading: nothing in its folder is changed.
-
-    Attributes
-    ----------
-    folder
-        The checkpoint's folder.
-    """
+    """The states in a checkpoint, for reading: nothing in its folder is changed."""
 
     folder: Path
     manifest: Manifest
@@ -73,11 +66,11 @@ class StoredStates:
     @classmethod
     def of_folder(cls, folder: Path) -> StoredStates:
         """Return the states in a folder: that of a checkpoint, or one of those kept after each task."""
-        stored = read_manifest(folder)
-        if stored is None:
+        manifest = read_manifest(folder)
+        if manifest is None:
             run = folder.parent
             raise UserError(f"{run}: has no checkpoint yet; resume the run with `vitfleet resume {run}`")
-        return cls(folder, stored.manifest)
+        return cls(folder, manifest)
 
     def server(self) -> State:
         """Read the server's state, without its separately stored parts."""
@@ -97,17 +90,8 @@ class StoredStates:
 class Checkpoints:
     """The checkpoints of one run folder.
 
-    Parameters
-    ----------
-    verify
-        Whether to check the files of the last checkpoint: by one of several processes.
-    keep_every
-        Rounds of a task, if the states at the end of each are kept; ``None``: they are not.
-
-    Attributes
-    ----------
-    latest
-        The last complete checkpoint, or ``None`` before the first.
+    Of several processes one verifies the files. With ``keep_every`` rounds of a task, the states at the end of each
+    task are kept.
     """
 
     def __init__(self, folder: Path, verify: bool = True, keep_every: int | None = None) -> None:
@@ -115,9 +99,8 @@ class Checkpoints:
         self.keep_every = keep_every
         self.folder.mkdir(exist_ok=True)
         self.latest: Manifest | None = None
-        self._checksums: dict[str, str] = {}
         if verify:
-            self._take(self._last_sound())
+            self.latest = self._last_sound()
             self._keep()  # a crash may have come between a checkpoint and its copy
             self._sort_files()
         else:
@@ -129,13 +112,9 @@ class Checkpoints:
 
     def reload(self) -> None:
         """Switch to a checkpoint that another process committed."""
-        self._take(read_manifest(self.folder))
+        self.latest = read_manifest(self.folder)
 
-    def _take(self, stored: StoredManifest | None) -> None:
-        self.latest = None if stored is None else stored.manifest
-        self._checksums = {} if stored is None else dict(stored.checksums)
-
-    def _last_sound(self) -> StoredManifest | None:
+    def _last_sound(self) -> Manifest | None:
         """Return the last checkpoint whose files are sound, and make it the last one; ``None`` before the first."""
         before = self.folder / PREVIOUS
         latest, damage = _read_sound(self.folder, (self.folder, before))
@@ -148,8 +127,8 @@ class Checkpoints:
                 f"{damage}, and there is no earlier checkpoint that is sound: the weights of the run are lost, its "
                 f"records are in {self.folder.parent / RECORDS_FILE}; start a new run"
             )
-        logger.warning("%s; the run goes on from its checkpoint of round %d", damage, previous.manifest.round)
-        for name in previous.manifest.files():
+        logger.warning("%s; the run goes on from its checkpoint of round %d", damage, previous.round)
+        for name in previous.files():
             if (path := find_file(name, (before,))) is not None:
                 path.replace(self.folder / name)
         sync_folder(self.folder)
@@ -204,12 +183,8 @@ class Checkpoints:
     def commit(self, state: RunState, changed_clients: Mapping[int, State | None], lengths: tuple[int, int]) -> None:
         """Start to write a checkpoint, which then replaces the previous one.
 
-        Parameters
-        ----------
-        changed_clients
-            States of the clients that changed since the last commit; ``None`` for a client that has none any more.
-        lengths
-            Bytes of the records and of the timings.
+        ``changed_clients`` has ``None`` for a client that has no state any more; ``lengths`` are the bytes of the
+        records and of the timings.
         """
         self.wait()
         files: dict[str, State] = {}
@@ -258,7 +233,7 @@ class Checkpoints:
     def _write(self, files: dict[str, State], manifest: Manifest, host_copy: _HostCopy | None) -> None:
         if host_copy is not None:
             files = host_copy.finish(files)
-        checksums, new = dict(self._checksums), list(files)
+        checksums, new = dict(self.latest.checksums) if self.latest else {}, list(files)
         try:
             for name in new:
                 write_payload(self.folder / name, files.pop(name), _hashing_writer(name, checksums))
@@ -270,9 +245,10 @@ class Checkpoints:
         sync_folder(self.folder)
         if self.latest is not None:
             (self.folder / PREVIOUS).mkdir(exist_ok=True)
-            write_manifest(self.folder / PREVIOUS, StoredManifest(self.latest, self._checksums))
-        write_manifest(self.folder, StoredManifest(manifest, checksums))
-        self._take(StoredManifest(manifest, checksums))
+            write_manifest(self.folder / PREVIOUS, self.latest)
+        manifest = manifest.with_checksums(checksums)
+        write_manifest(self.folder, manifest)
+        self.latest = manifest
         self._unwritten = {}  # only now: a client's state may be requested during the write
         self._keep()
         self._sort_files()
@@ -281,7 +257,7 @@ class Checkpoints:
         """Keep the states of the last checkpoint if it is at the end of a task."""
         if self.latest is not None and self.keep_every is not None and self.latest.round % self.keep_every == 0:
             target = kept_folder(self.folder.parent, self.latest.round // self.keep_every)
-            keep_states(self.folder, StoredManifest(self.latest, self._checksums), target)
+            keep_states(self.folder, self.latest, target)
 
     def wait(self) -> None:
         """Wait until the last commit is complete. An error in writing it is raised here."""
@@ -307,8 +283,8 @@ class Checkpoints:
         """Move files that only the checkpoint before the last names to its folder; remove those that none names."""
         before = self.folder / PREVIOUS
         latest = set() if self.latest is None else self.latest.files()
-        stored, _ = _read_sound(before, ())
-        previous = set() if stored is None else stored.manifest.files()
+        manifest, _ = _read_sound(before, ())
+        previous = set() if manifest is None else manifest.files()
         for path in list(self.folder.iterdir()):
             if path.name in {MANIFEST, PREVIOUS} or path.name in latest:
                 continue
@@ -321,14 +297,14 @@ class Checkpoints:
                 path.unlink()
 
 
-def _read_sound(folder: Path, folders: tuple[Path, ...]) -> tuple[StoredManifest | None, str | None]:
+def _read_sound(folder: Path, folders: tuple[Path, ...]) -> tuple[Manifest | None, str | None]:
     """Return a folder's checkpoint, or what is wrong with it; without ``folders`` its files are not read."""
     try:
-        stored = read_manifest(folder)
+        manifest = read_manifest(folder)
     except DamagedManifestError as error:
         return None, str(error)
-    damage = stored.damage(folders) if stored is not None and folders else None
-    return (stored, None) if damage is None else (None, damage)
+    damage = manifest.damage(folders) if manifest is not None and folders else None
+    return (manifest, None) if damage is None else (None, damage)
 
 
 def _read_state(path: Path) -> State:
@@ -357,18 +333,10 @@ def _hashing_writer(name: str, checksums: dict[str, str]) -> Callable[[Path, Dat
 
 @dataclass(frozen=True)
 class _HostCopy:
-    """A copy of states from a GPU to the host, while the GPU continues with the next round.
+    """A copy of states from a GPU to the host, while the GPU continues with the next round."""
 
-    Attributes
-    ----------
-    stream
-        The CUDA stream of the copy.
-    pinned
-        Whether the copy goes to pinned memory, which takes a tenth of the time.
-    """
-
-    stream: torch.cuda.Stream
-    pinned: bool
+    stream: torch.cuda.Stream  # the CUDA stream of the copy
+    pinned: bool  # whether the copy goes to pinned memory, which takes a tenth of the time
 
     @classmethod
     def begin(cls, states: Iterable[State]) -> _HostCopy | None:

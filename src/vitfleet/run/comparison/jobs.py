@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,6 @@ class JobResult:
         return lines[-1] if lines else f"exit code {self.code}"
 
 
-@dataclass(frozen=True)
-class _Job:
-    process: subprocess.Popen[bytes]
-    started: float
-
-
 def run_jobs(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRESS) -> Generator[JobResult, None, None]:
     """Resume the runs in these folders, a number of them at a time, and yield each when its process has ended.
 
@@ -49,31 +43,23 @@ def run_jobs(folders: Sequence[Path], jobs: int, progress: Progress = NO_PROGRES
     """
     jobs = max(1, min(jobs, len(folders)))  # shares of the machine are those of the runs that there are
     waiting = list(folders)
-    running: dict[Path, _Job] = {}
+    running: dict[Path, tuple[subprocess.Popen[bytes], float]] = {}  # each with the time of its start
     rounds_done = {folder: _rounds_done(folder) for folder in folders}
     total = sum(read_config(folder / CONFIG_FILE).rounds - rounds_done[folder] for folder in folders)
-    with progress.task(f"rounds of {len(folders)} runs, {jobs} at a time", total) as advance, _stop_at_exit(running):
+    with progress.task(f"rounds of {len(folders)} runs, {jobs} at a time", total) as advance, ExitStack() as at_exit:
+        at_exit.callback(lambda: stop_jobs([process for process, _ in running.values()]))
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                running[folder] = _Job(start_job(folder, jobs), time.monotonic())
+                running[folder] = start_job(folder, jobs), time.monotonic()
             time.sleep(POLL_SECONDS)
-            for folder, job in list(running.items()):
+            for folder, (process, started) in list(running.items()):
                 now = _rounds_done(folder)
                 advance(now - rounds_done[folder])
                 rounds_done[folder] = now
-                if job.process.poll() is not None:
+                if process.poll() is not None:
                     del running[folder]
-                    yield JobResult(folder, job.process.returncode, time.monotonic() - job.started)
-
-
-@contextmanager
-def _stop_at_exit(running: Mapping[Path, _Job]) -> Iterator[None]:
-    """Stop the processes that are still running at the end, whatever ends the block."""
-    try:
-        yield
-    finally:
-        stop_jobs([job.process for job in running.values()])
+                    yield JobResult(folder, process.returncode, time.monotonic() - started)
 
 
 def stop_jobs(processes: Sequence[subprocess.Popen[bytes]]) -> None:

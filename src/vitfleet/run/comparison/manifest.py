@@ -17,20 +17,12 @@ from vitfleet.run.output.folder import next_free_folder
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run of a comparison: the name of its configuration, and the configuration with a seed.
-
-    Attributes
-    ----------
-    group
-        What the configuration is called without the swept values: the configurations of a group differ in them only.
-    swept
-        The swept keys, with their values.
-    """
+    """One run of a comparison: the name of its configuration, and the configuration with a seed."""
 
     name: str
     config: Config
-    group: str = ""
-    swept: Mapping[str, Any] = field(default_factory=dict)
+    group: str = ""  # the name without the swept values: the configurations of a group differ in these only
+    swept: Mapping[str, Any] = field(default_factory=dict)  # the swept keys, with their values
 
     def folder(self, comparison: Path) -> Path:
         """Return the run's folder."""
@@ -51,16 +43,9 @@ def create_comparison(
 ) -> Path:
     """Create a comparison's folder with its manifest and return the folder.
 
-    Parameters
-    ----------
-    out
-        The folder; ``None``: the next free ``runs/compare-NNN``.
-    command
-        The command that started the comparison.
-    target
-        An accuracy: when does each run reach it?
-    best_of
-        Where the values of the configurations were chosen, and how good they were there.
+    Without ``out`` it is the next free ``runs/compare-NNN``. ``command`` started the comparison. ``target`` is an
+    accuracy: when does each run reach it? ``best_of`` says where the values of the configurations were chosen, and how
+    good they were there.
     """
     path = out or next_free_folder(Path("runs"), "compare")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

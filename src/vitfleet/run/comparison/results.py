@@ -77,18 +77,8 @@ def read_comparison(path: Path) -> ComparisonResult:
 def default_target(best: Sequence[float | None], chance: float) -> float | None:
     """Return the best accuracy that all runs reached, in whole percent, if that is an achievement.
 
-    It is at least halfway from chance to the best of all: a run that learned nothing would else make it meaningless.
-
-    Parameters
-    ----------
-    best
-        The best accuracy of each run; ``None`` for a run without a global accuracy.
-    chance
-        The accuracy of guessing.
-
-    Returns
-    -------
-    ``None`` where a run has no accuracy, or none is better than guessing.
+    It is at least halfway from chance, the accuracy of guessing, to the best of all: a run that learned nothing would
+    else make it meaningless. ``None`` where a run has no global accuracy, or none is better than guessing.
     """
     known = [accuracy for accuracy in best if accuracy is not None]
     if len(known) < len(best) or not known or max(known) <= chance:

@@ -40,27 +40,18 @@ class GlobalEvaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetEvaluator:
-    """Evaluates models on test images: whole ones, never masked, in large batches.
-
-    Attributes
-    ----------
-    client_indices
-        Each client's test images, task by task.
-    class_to_task
-        The task of each class, ``[classes]``, if the model is told an image's task; ``None``: all classes compete.
-    held_out_clients
-        Clients that never train: their models do not stand for the global one.
-    """
+    """Evaluates models on test images: whole ones, never masked, in large batches."""
 
     net: Net
     preprocess: Preprocess
     test: ImageSet
-    client_indices: ClientIndices
+    client_indices: ClientIndices  # each client's test images, task by task
     machine: ExecutionSettings
     config: EvalConfig
     seed: int
+    # The task of each class, ``[classes]``, if the model is told an image's task; ``None``: all classes compete
     class_to_task: Tensor | None = None
-    held_out_clients: Sequence[int] = ()
+    held_out_clients: Sequence[int] = ()  # clients that never train: their models do not stand for the global one
 
     def evaluate_global(
         self,
@@ -75,11 +66,6 @@ class FleetEvaluator:
 
         Without a global model, the models of at most ``eval.clients`` clients are evaluated instead, the same ones in
         every round. They are loaded and evaluated a few at a time, see :attr:`Evaluator.models_at_once`.
-
-        Parameters
-        ----------
-        client_state
-            Returns a client's state; ``None`` for a client that has none.
         """
         clients = [] if method.has_global_model else self._evaluated_clients()
         count = 1 if method.has_global_model else len(clients)

@@ -63,10 +63,7 @@ def evaluate_clients(
 ) -> tuple[Rows, dict[str, str]]:
     """Return each training client's accuracy on its own test images of its first tasks, and why clients failed.
 
-    Parameters
-    ----------
-    last_seen
-        For each client, the last round whose update was used. The other clients have the server's model.
+    A client that is not in ``last_seen`` has the server's model.
     """
     clients = training_clients(context.config)
     request = EvalRequest(server, num_tasks, {client: last_seen.get(client) for client in clients})
@@ -98,12 +95,8 @@ def as_matrix(rows_by_task: Sequence[Rows], width: int) -> Floats:
 def compute_metrics(matrix: Floats, initial: Floats) -> ContinualMetrics:
     """Return the metrics of the module's docstring after the last task in the matrix.
 
-    Parameters
-    ----------
-    matrix
-        a_{k,i} of each client, ``[clients, m, tasks]``, NaN where it was not measured.
-    initial
-        a_{0,i} of each client, ``[clients, tasks]``.
+    ``matrix`` has a_{k,i} of each client, ``[clients, m, tasks]``, NaN where it was not measured; ``initial`` has
+    a_{0,i}, ``[clients, tasks]``.
     """
     learned = matrix.shape[1]
     last = matrix[:, -1, :learned]

@@ -43,6 +43,12 @@ class MetricContext:
 
     Attributes
     ----------
+    round
+        The round, from 1.
+    seed
+        The run's seed, for draws with :class:`~vitfleet.randomness.Address`.
+    class_names
+        Name of each class; a label is an index into them.
     record
         The round's record, without metrics.
     training_clients
@@ -56,24 +62,12 @@ class MetricContext:
         self._state = state
         self._progress = progress
         self._results: dict[int, EvalResult | None] = {}
+        self.round = state.round
+        self.seed = run.config.seed
+        self.class_names = run.data.classes
         self.record = record
         self.training_clients = training_clients(run.config)
         self.held_out_clients = held_out_clients(run.config)
-
-    @property
-    def round(self) -> int:
-        """The round, from 1."""
-        return self._state.round
-
-    @property
-    def seed(self) -> int:
-        """The run's seed, for draws with :class:`~vitfleet.randomness.Address`."""
-        return self._run.config.seed
-
-    @property
-    def class_names(self) -> Sequence[str]:
-        """Name of each class; a label is an index into them."""
-        return self._run.data.classes
 
     @cached_property
     def global_weights(self) -> Tensors:
@@ -115,7 +109,9 @@ class MetricContext:
         with self._progress.task(f"round {self.round}: local accuracy", len(clients)) as advance:
             for reply in self._run.fleet.evaluate(EvalRequest(self._state.server, num_tasks, last_rounds)):
                 advance(1)
-                results[reply.client] = None if reply.failure is not None else _total(reply.evaluations)
+                correct = sum(result.correct for result in reply.evaluations)
+                tested = sum(result.tested for result in reply.evaluations)
+                results[reply.client] = EvalResult(correct, tested) if reply.failure is None else None
         return results
 
     def client_weights(self, client: int) -> Tensors:
@@ -133,20 +129,10 @@ class MetricContext:
         return self._run.method.model_weights(self._state.server, self._run.base.tensors, client_state)
 
 
-def _total(results: Sequence[EvalResult]) -> EvalResult:
-    return EvalResult(sum(result.correct for result in results), sum(result.tested for result in results))
-
-
 def with_metrics(
     run: RunContext, state: RunState, record: RoundRecord, is_last: bool, progress: Progress = NO_PROGRESS
 ) -> RoundRecord:
-    """Return a round's record with the metrics that are due after it and not measured yet.
-
-    Parameters
-    ----------
-    is_last
-        Whether the run ends with this round.
-    """
+    """Return a round's record with the metrics that are due after it and not measured yet."""
     due = {
         name: params
         for name, params in run.config.metrics.items()
@@ -170,13 +156,7 @@ def _measure(name: str, params: Any, context: MetricContext) -> dict[str, Metric
 
 
 def plain_value(value: object, label: str) -> MetricValue:
-    """Return a value as JSON can hold it; a number that is not finite becomes ``None``.
-
-    Parameters
-    ----------
-    label
-        Name of the metric and its value, for messages.
-    """
+    """Return a value as JSON can hold it; a number that is not finite becomes ``None``. Messages name the label."""
     if isinstance(value, np.ndarray | np.generic | torch.Tensor):
         value = value.tolist()
     if isinstance(value, float):

@@ -107,11 +107,8 @@ def confusion(params: ConfusionParams, context: MetricContext) -> MetricValues:
 def accuracy_distribution(results: Iterable[EvalResult]) -> MetricValues:
     """Return the distribution of clients' accuracies. Every client counts the same, whatever its number of images.
 
-    Returns
-    -------
-    dict
-        ``mean``; ``std``, the population's standard deviation; ``worst_10_percent``, the mean over the worst 10 % of
-        the clients, rounded up; ``p0`` to ``p100``, percentiles with linear interpolation; ``clients``, their number.
+    ``std`` is the population's standard deviation, ``worst_10_percent`` the mean over the worst 10 % of the clients,
+    rounded up; ``p0`` to ``p100`` are percentiles with linear interpolation.
     """
     accuracies = np.sort([result.correct / result.tested for result in results])
     names = ("mean", "std", "worst_10_percent", *(f"p{level}" for level in PERCENTILES))

@@ -33,28 +33,22 @@ _PACKAGES = ("vitfleet", "torch", "torchvision", "timm", "numpy", "safetensors")
 class RunFolder:
     """A run's folder, locked by one process at a time.
 
-    Parameters
-    ----------
-    lock_seconds
-        How long to wait for another process to release the lock: one whose server was killed needs time to end.
+    ``lock_seconds`` is how long to wait for the lock: a process whose server was killed needs time to end.
     """
 
     def __init__(self, path: Path, lock_seconds: float = 0.0) -> None:
         self.path = path
         self._lock: IO[str] = (path / ".lock").open("w")
         end = time.monotonic() + lock_seconds
-        while not self._try_lock():
-            if time.monotonic() >= end:
-                raise UserError(f"{path}: another process is running this run")
+        while True:
+            try:
+                # The system releases the lock when the process ends, however it ends.
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise UserError(f"{path}: another process is running this run") from None
             time.sleep(0.2)
-
-    def _try_lock(self) -> bool:
-        try:
-            # The system releases the lock when the process ends, however it ends.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def config(self) -> Config:
         """Return the run's resolved configuration."""
@@ -72,12 +66,7 @@ class RunFolder:
 def create_run_folder(config: Config, out: Path | None, name: str, argv: Sequence[str]) -> RunFolder:
     """Create a new run's folder with its configuration, and lock it.
 
-    Parameters
-    ----------
-    out
-        The folder; ``None``: the next free ``runs/<name>-<method>-NNN``.
-    argv
-        The command that started the run.
+    Without ``out`` it is the next free ``runs/<name>-<method>-NNN``. ``argv`` is the command that started the run.
     """
     path = out or next_free_folder(Path("runs"), f"{name}-{config.method.name}")
     if (path / CONFIG_FILE).exists():

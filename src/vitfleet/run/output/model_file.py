@@ -39,23 +39,14 @@ METADATA_KEY = "vitfleet"
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a trained model must be told of the data it was trained on.
-
-    Attributes
-    ----------
-    classes
-        Names of the classes, in the order of the labels.
-    channels, image_size
-        Colour channels and side in pixels of the stored images.
-    eval_split
-        The images that every accuracy was measured on.
-    """
+    """What a trained model must be told of the data it was trained on."""
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the classes, in the order of the labels
+    # Colour channels and side in pixels of the stored images
     channels: int
     image_size: int
-    eval_split: EvalSplit = "test"
+    eval_split: EvalSplit = "test"  # the images that every accuracy was measured on
 
     @classmethod
     def of(cls, data: DataSet, eval_split: EvalSplit) -> DataInfo:
@@ -70,38 +61,20 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model file says of its model.
+    """What a model file says of its model."""
 
-    Attributes
-    ----------
-    model
-        The table ``model``, without the file of the initial weights.
-    method
-        The table ``method``: a method may add prompts or low-rank factors to the architecture.
-    data
-        Names of the classes and form of the images.
-    rounds
-        The round after which the model was written.
-    input_size, mean, std
-        The model's input: height and width in pixels, and the normalisation of pixels in 0…1.
-    client
-        The client whose own model it is; ``None``: the server's.
-    averaged_clients
-        Of how many clients the parts that the server does not have are the mean; 0: the server has a whole model.
-    class_to_task
-        The task of each class, −1 for none; ``None`` without tasks.
-    """
-
-    model: Mapping[str, Any]
-    method: Mapping[str, Any]
+    model: Mapping[str, Any]  # the table ``model``, without the file of the initial weights
+    method: Mapping[str, Any]  # the table ``method``: a method may add prompts or low-rank factors to the architecture
     data: DataInfo
-    rounds: int
+    rounds: int  # the round after which the model was written
+    # The model's input: height and width in pixels, and the normalisation of pixels in 0…1
     input_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    client: int | None = None
+    client: int | None = None  # the client whose own model it is; ``None``: the server's
+    # Of how many clients the parts that the server does not have are the mean; 0: the server has a whole model
     averaged_clients: int = 0
-    class_to_task: tuple[int, ...] | None = None
+    class_to_task: tuple[int, ...] | None = None  # the task of each class, −1 for none; ``None`` without tasks
 
 
 def write_data_info(data: DataSet, eval_split: EvalSplit, folder: Path) -> None:
@@ -172,13 +145,7 @@ def _contents(net: Net, weights: Tensors, info: ModelInfo) -> tuple[Tensors, dic
 
 
 def read_model(path: Path) -> tuple[ModelInfo, Tensors]:
-    """Read a model file.
-
-    Raises
-    ------
-    UserError
-        The file does not exist, or is not a model that vitfleet wrote.
-    """
+    """Read a model file."""
     return _read_info(path), load_file(path)
 
 
@@ -212,12 +179,7 @@ def server_model(
     """Return the server's model, and of how many clients' parts it contains the mean (0: the server has a whole one).
 
     Where the server has only a part of the model (EFTViT's global module, the body of methods with local heads), the
-    rest is the unweighted mean over the clients that have trained. Where none has, it is the initial one.
-
-    Parameters
-    ----------
-    client_states
-        The states of all clients that have one; not used if the method has a global model.
+    rest is the unweighted mean over the clients that have a state. Where none has, it is the initial one.
     """
     weights = dict(method.model_weights(server, base_weights, None))
     if method.has_global_model:

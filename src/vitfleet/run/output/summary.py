@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from vitfleet.files import SUMMARY_FILE, read_json, write_atomically
 from vitfleet.methods import method_class, reduce_client_metrics
 from vitfleet.run.records import (
     Accuracy,
-    ClientCosts,
     MetricValues,
     RoundRecord,
     TaskRecord,
@@ -31,38 +30,19 @@ _NO_ROUND = RoundRecord(0, 0.0, None, None, [], 0, 0)
 
 @dataclass
 class _Totals:
-    """Figures accumulated over a run's records.
-
-    Attributes
-    ----------
-    last
-        The last round.
-    participations
-        Clients that were part of a round, counted once per round.
-    failures, last_failure
-        How many of them failed, and the reason of the last failure.
-    accuracy
-        The last one measured.
-    best_accuracy
-        The best global accuracy.
-    local_accuracy
-        Each client's last one.
-    task
-        The last task that was learned.
-    metrics
-        The last values of each metric.
-    """
+    """Figures accumulated over a run's records."""
 
     last: RoundRecord = _NO_ROUND
-    participations: int = 0
+    participations: int = 0  # clients that were part of a round, counted once per round
+    # How many of them failed, and the reason of the last failure
     failures: int = 0
     last_failure: str | None = None
     train_gflops: float = 0.0
-    accuracy: Accuracy | None = None
-    best_accuracy: float | None = None
-    local_accuracy: dict[int, float] = field(default_factory=dict)
+    accuracy: Accuracy | None = None  # the last one measured
+    best_accuracy: float | None = None  # the best global one
+    local_accuracy: dict[int, float] = field(default_factory=dict)  # of each client, the last one
     task: TaskRecord | None = None
-    metrics: dict[str, MetricValues] = field(default_factory=dict)
+    metrics: dict[str, MetricValues] = field(default_factory=dict)  # the last values of each metric
 
     @classmethod
     def of(cls, records: Iterable[RoundRecord]) -> _Totals:
@@ -105,15 +85,9 @@ class _Totals:
 
 
 def write_summary(
-    folder: Path, config: Config, costs: ClientCosts, more: Mapping[str, Any] | None = None
+    folder: Path, config: Config, costs: Mapping[str, Any], more: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Summarise a run from its records, write ``summary.json`` and return it.
-
-    Parameters
-    ----------
-    more
-        Entries to add.
-    """
+    """Summarise a run from its records, with more entries; write ``summary.json`` and return it."""
     totals = _Totals.of(read_records(folder))
     last = totals.last
     reported = (client.numbers for record in read_records(folder) for client in record.clients)
@@ -137,7 +111,7 @@ def write_summary(
             "failures": totals.failures,
             "failure": totals.last_failure,
         },
-        "client": asdict(costs),
+        "client": dict(costs),
         "client_metrics": reduce_client_metrics(method_class(config.method).client_metrics, reported),
         "metrics": totals.metrics,
         **(more or {}),
@@ -176,13 +150,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read the summary of a finished run.
-
-    Raises
-    ------
-    UserError
-        The run is not finished, or the file is damaged.
-    """
+    """Read the summary of a run, which must be finished."""
     if not is_finished(folder):
         raise UserError(f"{folder}: the run is not finished; resume it with `vitfleet resume {folder}`")
     summary: dict[str, Any] = read_json(folder / SUMMARY_FILE)
@@ -205,15 +173,10 @@ def mean_std(values: Iterable[float]) -> MeanStd | None:
 
 
 def seed_values(summaries: Iterable[Mapping[str, Any]], path: Sequence[str]) -> list[float]:
-    """Return a number of the summaries of runs that differ in their seed.
+    """Return a number of the summaries of runs that differ in their seed, by its path: ``("accuracy", "global")``.
 
     The list is empty where a run does not have it: a mean over only the seeds that reached a target would flatter. A
     run that is not finished may lack what is known at its end.
-
-    Parameters
-    ----------
-    path
-        The names of its tables, and its key: ``("accuracy", "global")``.
     """
     values = []
     for summary in summaries:

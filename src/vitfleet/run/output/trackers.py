@@ -26,11 +26,9 @@ class Tracker(Protocol):
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Take a round's scalars."""
-        ...
 
     def close(self) -> None:
         """Write what is buffered and close."""
-        ...
 
 
 def scalars_of(record: RoundRecord) -> dict[str, float]:
@@ -84,10 +82,7 @@ class Trackers:
 def make_tracker(name: str, params: TrackerParams, config: Config, folder: Path, next_round: int) -> Tracker | None:
     """Start a tracker; ``None`` for one that is on by default and not installed.
 
-    Raises
-    ------
-    ConfigError
-        The tracker's package is not installed, or it does not start (no login, no connection).
+    A ``ConfigError`` says that its package is missing, or that it does not start (no login, no connection).
     """
     entry = TRACKERS[name]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Literal, TypeAlias
 
@@ -19,35 +19,18 @@ RunnerSummary: TypeAlias = RunnerName | Literal["mixed", "none"]
 
 @dataclass(frozen=True)
 class ExecutionSummary:
-    """The execution path of all trainings so far.
+    """The execution path of all trainings so far."""
 
-    Attributes
-    ----------
-    clients, server
-        How the steps of the clients' trainings and of the server's own were run: one operation after the other
-        ("eager"), replayed from a CUDA graph, both ("mixed"), or not at all ("none").
-    compiled
-        Whether the model was compiled.
-    kernels
-        Whether the project's own Triton kernels were enabled.
-    largest_stack
-        Most clients that were stacked in one training; 1 where no clients were stacked, 0 where none was trained.
-    captured_steps
-        CUDA graphs that were captured.
-    stacking
-        How clients were stacked: see :attr:`vitfleet.models.net.Net.stacking`; "none" where they were not.
-    repeated_clients
-        Clients that were trained again with plain steps, because captured ones had a non-finite loss or weight.
-    """
-
+    # How the steps of the clients' trainings and of the server's own were run: one operation after the other ("eager"),
+    # replayed from a CUDA graph, both ("mixed"), or not at all ("none").
     clients: RunnerSummary = "none"
     server: RunnerSummary = "none"
-    compiled: bool = False
-    kernels: bool = False
-    largest_stack: int = 0
-    captured_steps: int = 0
-    stacking: Stacking = "none"
-    repeated_clients: int = 0
+    compiled: bool = False  # whether the model was compiled
+    kernels: bool = False  # whether the project's own Triton kernels were enabled
+    largest_stack: int = 0  # most clients in one training; 1 where none were stacked, 0 where none was trained
+    captured_steps: int = 0  # CUDA graphs that were captured
+    stacking: Stacking = "none"  # how clients were stacked: see `Net.stacking`; "none" where they were not
+    repeated_clients: int = 0  # trained again with plain steps: captured ones had a non-finite loss or weight
 
     def __str__(self) -> str:
         words: list[str] = [self.clients]
@@ -66,79 +49,49 @@ class ExecutionSummary:
         return ", ".join(words)
 
 
-@dataclass
 class ExecutionLog:
-    """Collects an :class:`ExecutionSummary`. Several threads may train at the same time."""
+    """Keeps an :class:`ExecutionSummary` up to date. Several threads may train at the same time."""
 
-    _lock: Lock = field(default_factory=Lock)
-    _client_runners: set[RunnerName] = field(default_factory=set)
-    _server_runners: set[RunnerName] = field(default_factory=set)
-    _compiled: bool = False
-    _kernels: bool = False
-    _largest_stack: int = 0
-    _captured_steps: int = 0
-    _stacking: Stacking = "none"
-    _repeated_clients: int = 0
-    _diverged: bool = False
+    def __init__(self) -> None:
+        self.summary = ExecutionSummary()
+        self.diverged = False  # whether a client that was trained again diverged again
+        self._lock = Lock()
 
     def add_training(self, runner: RunnerName, engine: StepEngine, clients: int, server: bool) -> None:
         """Record a training that took at least one step: of some clients, or of the server."""
         with self._lock:
-            (self._server_runners if server else self._client_runners).add(runner)
-            self._compiled |= engine.compiled
-            self._kernels |= engine.machine.kernels
-            self._largest_stack = max(self._largest_stack, clients)
-            self._stacking = engine.net.stacking if clients > 1 else self._stacking
+            now = self.summary
+            self.summary = replace(
+                now,
+                clients=now.clients if server else _joined(now.clients, runner),
+                server=_joined(now.server, runner) if server else now.server,
+                compiled=now.compiled or engine.compiled,
+                kernels=now.kernels or engine.machine.kernels,
+                largest_stack=max(now.largest_stack, clients),
+                stacking=engine.net.stacking if clients > 1 else now.stacking,
+            )
 
     def add_captured_step(self) -> None:
         """Record that a step was captured in a CUDA graph."""
         with self._lock:
-            self._captured_steps += 1
+            self.summary = replace(self.summary, captured_steps=self.summary.captured_steps + 1)
 
     def add_repeated_client(self, diverged: bool) -> None:
         """Record that a client was trained again without captured steps, and whether it diverged again."""
         with self._lock:
-            self._repeated_clients += 1
-            self._diverged |= diverged
-
-    @property
-    def diverged(self) -> bool:
-        """Whether a client that was trained again diverged again."""
-        with self._lock:
-            return self._diverged
-
-    def summary(self) -> ExecutionSummary:
-        """Return what was recorded so far."""
-        with self._lock:
-            return ExecutionSummary(
-                _summarize(self._client_runners),
-                _summarize(self._server_runners),
-                self._compiled,
-                self._kernels,
-                self._largest_stack,
-                self._captured_steps,
-                self._stacking,
-                self._repeated_clients,
-            )
+            self.summary = replace(self.summary, repeated_clients=self.summary.repeated_clients + 1)
+            self.diverged |= diverged
 
 
-def _summarize(runners: set[RunnerName]) -> RunnerSummary:
-    if len(runners) > 1:
-        return "mixed"
-    return next(iter(runners), "none")
+def _joined(before: RunnerSummary, runner: RunnerName) -> RunnerSummary:
+    return runner if before in ("none", runner) else "mixed"
 
 
 class WarmupTimer:
-    """Shows warm-ups as progress tasks, and adds up the time they take.
-
-    Attributes
-    ----------
-    progress
-        Where warm-ups are shown.
-    """
+    """Shows warm-ups as progress tasks, and adds up the time they take."""
 
     def __init__(self) -> None:
-        self.progress: Progress = NO_PROGRESS
+        self.progress: Progress = NO_PROGRESS  # where warm-ups are shown
         self._seconds = 0.0
         self._timed_keys: set[Hashable] = set()
 

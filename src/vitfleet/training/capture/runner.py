@@ -6,7 +6,7 @@ import gc
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,38 +27,18 @@ BUFFERED_STEPS = 32  # steps whose batches a captured step can read; a longer ep
 BUFFERED_BYTES = 1 << 28  # but fewer steps if their batches are larger than this, as those of features are
 
 
-class StepRunner(Protocol):
-    """Runs the steps of a stack."""
-
-    stack: ClientStack
-
-    @property
-    def name(self) -> RunnerName:
-        """How steps are run."""
-        ...
-
-    def run_epoch(self, epoch_batches: EpochBatches, epoch: int) -> None:
-        """Run the steps of an epoch."""
-        ...
-
-
 @dataclass(frozen=True)
 class CaptureSpace:
-    """Where steps are captured.
+    """The memory pool of captured steps, and the CUDA stream on which they are warmed up and captured.
 
-    Attributes
-    ----------
-    pool
-        The memory pool of the captured steps, an opaque handle. No two of them run at the same time, so they share it.
-    stream
-        The CUDA stream on which steps are warmed up and captured. Torch keeps one cuBLAS workspace per stream and
-        handle, whose address captured steps contain. Some versions of torch (2.13 is one) free it when any graph that
-        was captured on the stream is destroyed (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a
-        stream are dropped together. (Torch has 32 streams and hands them out in turn: two trainers of one process
-        have different ones unless many are made.)
+    No two of the steps run at the same time, so they share the pool. Torch keeps one cuBLAS workspace per stream and
+    handle, whose address captured steps contain. Some versions of torch (2.13 is one) free it when any graph that was
+    captured on the stream is destroyed (https://github.com/pytorch/pytorch/issues/193402). So all graphs of a stream
+    are dropped together. (Torch has 32 streams and hands them out in turn: two trainers of one process have different
+    ones unless many are made.)
     """
 
-    pool: Any
+    pool: Any  # an opaque handle
     stream: Any
 
     @classmethod
@@ -67,20 +47,11 @@ class CaptureSpace:
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class StepKind:
-    """What distinguishes one captured step from another.
+class StepKind(NamedTuple):
+    """What distinguishes one captured step from another."""
 
-    Attributes
-    ----------
-    kind
-        What the method distinguishes: see :mod:`vitfleet.training.step`.
-    num_clients
-        How many clients compute the step. They are always the first ones.
-    """
-
-    kind: Hashable
-    num_clients: int
+    kind: Hashable  # what the method distinguishes: see `vitfleet.training.step`
+    num_clients: int  # how many clients compute the step; they are always the first ones
 
 
 def step_kinds(stack: ClientStack, epoch_batches: EpochBatches, captured: bool) -> list[StepKind]:
@@ -96,15 +67,8 @@ def clients_per_step(active_clients: Sequence[int], captured: bool, min_clients:
     """Return how many clients compute each step of an epoch.
 
     Eagerly, it is the number of clients that have the step. A captured step needs a capture per number of clients: so
-    the number is rounded up to one of a few. In a shorter epoch it is all clients or half of them, in a very short one
-    always all.
-
-    Parameters
-    ----------
-    active_clients
-        How many clients have each step; it never grows from step to step.
-    min_clients
-        The smallest number of clients that compute a captured step, if there are so many.
+    the number is rounded up to one of a few, and is at least ``min_clients`` if there are so many. In a shorter epoch
+    it is all clients or half of them, in a very short one always all. ``active_clients`` never grows.
     """
     if not captured:
         return list(active_clients)
@@ -163,13 +127,7 @@ class CudaGraphRunner:
     """Captures each kind of step in a CUDA graph and replays it.
 
     A captured step reads its batch from tables at a position that it advances itself: a replay needs no other call.
-
-    Parameters
-    ----------
-    epoch_batches
-        An epoch with batches of the shape of all later ones, of any length.
-    space
-        Where the steps are captured.
+    The batches of later epochs have the shape of those given here.
     """
 
     name: RunnerName = "cuda graph"
@@ -279,3 +237,6 @@ class CudaGraphRunner:
         stack = self.stack.first(kind.num_clients)
         stack.take_step(batch, self.epoch_number, kind.kind, all_active=False)
         self.position += 1
+
+
+StepRunner: TypeAlias = EagerRunner | CudaGraphRunner

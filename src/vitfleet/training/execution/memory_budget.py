@@ -26,16 +26,11 @@ CONTEXT_BYTES = 2**29  # of a GPU's memory that a process takes in addition to w
 
 
 class MemoryBudget:
-    """The GPU memory that the training of one client takes, as measured. There is no limit on a CPU.
-
-    Attributes
-    ----------
-    max_together
-        How many clients may run their updates together, with the tensors that a method makes for each.
-    """
+    """The GPU memory that the training of one client takes, as measured. There is no limit on a CPU."""
 
     def __init__(self) -> None:
         self.bytes_per_client = 0.0
+        # How many clients may run their updates together, with the tensors that a method makes for each.
         self.max_together: float = math.inf
 
     def max_clients(self, wanted: int, device: torch.device) -> int:
@@ -70,13 +65,7 @@ def limit_to_share(device: torch.device) -> None:
 
 
 def memory_fraction(total: int) -> float:
-    """Return the fraction of a GPU's memory, ``total`` bytes, that torch may allocate in this process.
-
-    Raises
-    ------
-    UserError
-        If the share is no number, or so small that nothing can be trained with it.
-    """
+    """Return the fraction of a GPU's memory, ``total`` bytes, that torch may allocate in this process."""
     text = os.environ.get(GPU_SHARE_VARIABLE, "1")
     try:
         share = float(text)

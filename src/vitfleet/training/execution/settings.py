@@ -26,31 +26,16 @@ MAX_WORKERS = 8  # clients trained in parallel on a CPU by default: with many co
 
 @dataclass(frozen=True)
 class ExecutionSettings:
-    """A device, and how it is used.
-
-    Attributes
-    ----------
-    bf16
-        Whether matrix products are computed in bfloat16.
-    graphs
-        Whether steps are captured in CUDA graphs.
-    kernels
-        Whether the project's own Triton kernels are used. Triton comes with torch for GPUs.
-    compile
-        Whether the model is compiled.
-    stack_size
-        The most clients that are stacked in one training.
-    workers
-        Clients that are trained in parallel on a CPU, with an equal number of threads each. The operations of a small
-        model are too short to be worth several threads.
-    """
+    """A device, and how it is used."""
 
     device: torch.device
-    bf16: bool
-    graphs: bool = False
-    kernels: bool = False
-    compile: bool = False
-    stack_size: int = 1
+    bf16: bool  # whether matrix products are computed in bfloat16
+    graphs: bool = False  # whether steps are captured in CUDA graphs
+    kernels: bool = False  # whether the project's own Triton kernels are used; Triton comes with torch for GPUs
+    compile: bool = False  # whether the model is compiled
+    stack_size: int = 1  # the most clients that are stacked in one training
+    # Clients that are trained in parallel on a CPU, with an equal number of threads each. The operations of a small
+    # model are too short to be worth several threads.
     workers: int = 1
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -62,13 +47,8 @@ class ExecutionSettings:
 def set_up_execution(config: MachineConfig, width: int = 0, client_bytes: int = 0) -> ExecutionSettings:
     """Apply a configuration to this process, and return its machine.
 
-    Parameters
-    ----------
-    width
-        The embedding dimension of the model that will be trained.
-    client_bytes
-        The memory that the training of one client takes, roughly: clients trained in parallel get at most half the
-        memory together. 0: unknown.
+    ``width`` is the embedding dimension of the model that will be trained. Clients trained in parallel on a CPU get at
+    most half the memory together: one takes roughly ``client_bytes``; 0: unknown.
     """
     device = _find_device(config.device)
     cuda = device.type == "cuda"

@@ -1,1 +1,1 @@
-"""The optimiser of clients and server, its learning-rate schedule, gradients and their clipping."""
+"""The optimiser of clients and server, and its learning-rate schedule. Where gradients come from: `passes.py`."""

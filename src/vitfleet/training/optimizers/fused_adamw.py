@@ -29,20 +29,11 @@ def adamw(
     epsilon: float,
     weight_decay: float,
 ) -> None:
-    """Take a step in place, for the active clients.
+    """Take a step in place, for the clients that are ``active``: 1 for each that takes the step, else 0, ``[clients]``.
 
-    Parameters
-    ----------
-    weight, first_moment, second_moment
-        The weights and their moments, float32, ``[clients, …]``, contiguous.
-    gradient
-        The same shape. Each client's gradient is contiguous, but those of two clients may be apart in memory.
-    step_counts
-        How many steps each client has taken, including this one, float32 ``[clients]``.
-    active
-        1 for each client that takes the step, else 0, float32 ``[clients]``. Nothing changes for the others.
-    lr
-        The learning rate, float32, on the device.
+    All tensors are float32 and on the device. Weights and moments, ``[clients, …]``, are contiguous. So is each
+    client's gradient, but those of two clients may be apart in memory. ``step_counts``, ``[clients]``, include this
+    step.
     """
     contiguous = gradient[0].is_contiguous() and all(
         tensor.is_contiguous() for tensor in (weight, first_moment, second_moment)

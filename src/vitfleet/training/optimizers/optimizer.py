@@ -21,14 +21,8 @@ def learning_rate(config: TrainConfig, round: int, rounds: int) -> float:
     """Return the learning rate of a round.
 
     A client takes few steps per round, so the schedule runs over rounds and is constant within a round: it rises
-    linearly over ``warmup_rounds``, then follows half a cosine towards zero, which it never reaches.
-
-    Parameters
-    ----------
-    round
-        The number of the round, from 1.
-    rounds
-        The number of rounds of the run, or of one task: after them the schedule starts again.
+    linearly over ``warmup_rounds``, then follows half a cosine towards zero, which it never reaches. Rounds count from
+    1. After ``rounds``, those of the run or of one task, the schedule starts again.
     """
     round = (round - 1) % rounds + 1
     if round <= config.warmup_rounds:
@@ -45,16 +39,8 @@ class Optimizer:
     It calls torch's fused kernel once per client, on views of the stacked weights. ``torch.optim`` itself has one step
     count for all weights; here every client has its own. A client without a step skips it: the kernel's flag for that
     was made for gradient overflows. One call per client keeps few of a GPU's processors busy: there AdamW is a Triton
-    kernel that is called once per tensor.
-
-    Parameters
-    ----------
-    leaves
-        The weights that train.
-    num_clients
-        The length of the leading axis of clients; ``None`` if there is no such axis.
-    kernels
-        Whether the project's own Triton kernels can be used.
+    kernel that is called once per tensor. ``num_clients`` is the length of the leading axis of clients; ``None``: the
+    leaves, the weights that train, have no such axis.
     """
 
     def __init__(
@@ -73,9 +59,8 @@ class Optimizer:
         self.step_counts = torch.zeros(num_clients or 1, device=device)
         self.kernel: Any = None
         if kernels and is_adamw and num_clients is not None:
-            self.kernel = import_module(
-                "vitfleet.training.optimizers.fused_adamw"
-            )  # imported only here, because it needs Triton
+            # Imported only here, because it needs Triton.
+            self.kernel = import_module("vitfleet.training.optimizers.fused_adamw")
 
     def restart(self, lr: float) -> None:
         """Reset all state, and set the learning rate."""
@@ -92,13 +77,7 @@ class Optimizer:
         return part
 
     def step(self, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
-        """Take a step.
-
-        Parameters
-        ----------
-        active
-            1 for each client that takes the step, else 0, on the device; ``None``: all clients take it.
-        """
+        """Take a step; ``active`` is 1 for each client that takes it, else 0, on the device; ``None``: all take it."""
         self.step_counts += 1 if active is None else active
         if self.kernel is not None:
             self._step_stacked(gradients, torch.ones_like(self.step_counts) if active is None else active)

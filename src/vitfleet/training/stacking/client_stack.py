@@ -6,7 +6,7 @@ therefore run eagerly, or be captured once in a CUDA graph and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 
 import torch
@@ -15,22 +15,18 @@ from torch import Tensor
 from vitfleet.data.batches import Batch
 from vitfleet.message import Tensors
 from vitfleet.training.engine import StepEngine
-from vitfleet.training.optimizers.gradients import clip_gradients
 from vitfleet.training.optimizers.optimizer import Optimizer
 from vitfleet.training.passes import ClientModels
 from vitfleet.training.stacking.inputs import ClientTraining, StackInputs, trained_tensors
 from vitfleet.training.step import StepView
 
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
 
 class ClientStack:
-    """Clients that take their steps together.
+    """Clients that take their steps together: one, or several with trainings that stack.
 
-    Parameters
-    ----------
-    group
-        One or several clients with trainings that stack. With several, tensors have a leading axis of clients.
-    inputs
-        The tensors of the group. The weights among them are trained in place.
+    With several, tensors have a leading axis of clients. The weights among the inputs are trained in place.
     """
 
     def __init__(self, engine: StepEngine, group: Sequence[ClientTraining], inputs: StackInputs) -> None:
@@ -91,16 +87,9 @@ class ClientStack:
 
     @torch.no_grad()
     def take_step(self, batch: Batch, epoch: Tensor, kind: Hashable, all_active: bool) -> None:
-        """Take one step.
+        """Take one step of this kind; unless ``all_active``, the batch says on the device which clients have it.
 
-        Parameters
-        ----------
-        epoch
-            The number of the epoch, from 0, a scalar on the device.
-        kind
-            What distinguishes the step from others, if its function does.
-        all_active
-            Whether all clients are known to have this step. If not, the batch says which have it, on the device.
+        The number of the epoch, from 0, is a scalar on the device.
         """
         view = StepView(self, self.models(epoch), batch, kind, all_active)
         gradients = self.training.step(view, view.batch)
@@ -121,3 +110,15 @@ class ClientStack:
             models.setdefault(name.rpartition("/")[0], {})[name] = gradient
         clipped = [clip_gradients(of_model, max_norm, self.stacked) for of_model in models.values()]
         return {name: gradient for of_model in clipped for name, gradient in of_model.items()}
+
+
+def clip_gradients(gradients: Tensors, max_norm: float, stacked: bool) -> dict[str, Tensor]:
+    """Scale each client's gradient down to a norm, as ``torch.nn.utils.clip_grad_norm_`` does for one model."""
+
+    def clip(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients.values()]
+        factor = (max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + CLIP_EPSILON)).clamp(max=1.0)
+        return {name: gradient * factor for name, gradient in gradients.items()}
+
+    clip_all: Callable[[dict[str, Tensor]], dict[str, Tensor]] = torch.vmap(clip) if stacked else clip
+    return clip_all(dict(gradients))

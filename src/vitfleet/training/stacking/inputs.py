@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitfleet.data.images import Shard
-from vitfleet.message import Tensors
 from vitfleet.models.net import Net
 from vitfleet.models.parts import Selection
 from vitfleet.training.local_training import LocalTraining, SampleSet
@@ -25,19 +24,12 @@ MAX_WIDTH_RATIO = 1.2  # a captured step is reused up to this much padding: capt
 
 @dataclass(frozen=True)
 class RngContext:
-    """The part of a random address that all draws of one training share.
-
-    Attributes
-    ----------
-    first_epoch
-        The epoch number of the training's first epoch. Trainings of the same client and round have different epochs,
-        so that no two share their random numbers.
-    """
+    """The part of a random address that all draws of one training share."""
 
     seed: int
     round: int
     client: int
-    first_epoch: int = 0
+    first_epoch: int = 0  # trainings of one client and round have different epochs: no two share their random numbers
 
 
 @dataclass(frozen=True)
@@ -55,22 +47,14 @@ class ClientTraining:
 
 @dataclass
 class StackInputs:
-    """The tensors of the trainings of a group.
-
-    Attributes
-    ----------
-    sets
-        The sets of stored samples, padded to common sizes. Padding has no weight and is never drawn.
-    widths
-        Of each set, how many samples of each part are computed, with padding.
-    """
+    """The tensors of the trainings of a group."""
 
     weights: Stack
     constants: Stack
     kept: Stack
     scratch: Stack
-    sets: dict[str, Stack]
-    widths: dict[str, tuple[int, ...]]
+    sets: dict[str, Stack]  # stored samples, padded to common sizes; padding has no weight and is never drawn
+    widths: dict[str, tuple[int, ...]]  # of each set, how many samples of each part are computed, with padding
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors."""
@@ -174,7 +158,8 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
     stacked = stack(
         [{name: training.weights[name].detach() for name in selected} for training in trainings], share=False
     )
-    frozen = stack([_without(training.weights, stacked.stacked_names) for training in trainings])
+    others = [name for name in first.weights if name not in stacked.stacked_names]
+    frozen = stack([{name: training.weights[name] for name in others} for training in trainings])
     return StackInputs(
         weights=Stack({**frozen.tensors, **stacked.tensors}, frozen.stacked_names | stacked.stacked_names),
         constants=stack([training.constants for training in trainings]),
@@ -183,10 +168,6 @@ def stack_inputs(group: Sequence[ClientTraining], net: Net, device: torch.device
         sets={name: stack(tensors, share=False) for name, tensors in padded.items()},
         widths=widths,
     )
-
-
-def _without(weights: Tensors, names: Collection[str]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 def _stacked_scratch(trainings: Sequence[LocalTraining], device: torch.device) -> Stack:

@@ -23,14 +23,9 @@ SCORING_MULTIPLE = 64  # a compiled model is compiled for each number of images:
 def local_results(
     stack: ClientStack, group: Sequence[ClientTraining], num_steps: Sequence[int], tensors_reused: bool
 ) -> list[LocalResult]:
-    """Return the result of each client of a group, in tensors of its own.
+    """Return the result of each client of a group, in tensors of its own, given the number of steps that each took.
 
-    Parameters
-    ----------
-    num_steps
-        How many steps each client took.
-    tensors_reused
-        Whether the stack's tensors will be used for another training, so that results have to be copied.
+    With ``tensors_reused`` the stack's tensors will be used for another training, and results are copies.
     """
     scores = _score_samples(stack, group) if stack.training.score_samples else None
 

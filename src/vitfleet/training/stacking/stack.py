@@ -18,23 +18,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stack:
-    """Named tensors of several clients.
-
-    Attributes
-    ----------
-    tensors
-        A stacked tensor has a leading axis of clients. A shared tensor has none.
-    stacked_names
-        The names of the stacked tensors.
-    """
+    """Named tensors of several clients. Stacked tensors have a leading axis of clients, all others are shared."""
 
     tensors: dict[str, Tensor]
     stacked_names: frozenset[str]
-
-    @property
-    def in_dims(self) -> dict[str, int | None]:
-        """Return the axis of clients of each tensor, for ``torch.vmap``."""
-        return {name: 0 if name in self.stacked_names else None for name in self.tensors}
 
     def first(self, count: int) -> Stack:
         """Return the tensors of the first ``count`` clients: views, not copies."""
@@ -53,12 +40,8 @@ def unstacked(tensors: dict[str, Tensor]) -> Stack:
 def stack(clients: Sequence[Tensors], share: bool = True) -> Stack:
     """Stack the tensors of several clients, which have the same names.
 
-    Tensors of unequal shapes are padded with zeros at their ends.
-
-    Parameters
-    ----------
-    share
-        Whether a tensor is kept once, without an axis of clients, if it is the same object for all clients.
+    Tensors of unequal shapes are padded with zeros at their ends. With ``share`` a tensor that is the same object for
+    all clients is kept once, without an axis of clients.
     """
     tensors: dict[str, Tensor] = {}
     stacked_names: set[str] = set()
@@ -113,12 +96,8 @@ def register_fields(cls: type[T]) -> type[T]:
 def vmap_over_clients(function: Callable[..., T], arguments: tuple[Any, ...], shared: Collection[int]) -> T:
     """Return a function of one client's tensors, applied to each client's.
 
-    Parameters
-    ----------
-    arguments
-        Tensors with a leading axis of clients, in any structure of tuples, lists, dictionaries and registered classes.
-    shared
-        Identities (``id``) of tensors that all clients share and that have no such axis.
+    The arguments are tensors with a leading axis of clients, in any structure of tuples, lists, dictionaries and
+    registered classes. ``shared`` are the identities (``id``) of tensors that all clients share, without such an axis.
     """
     leaves, structure = _pytree.tree_flatten(arguments)
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]

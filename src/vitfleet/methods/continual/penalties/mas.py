@@ -8,7 +8,7 @@ anchor, not one per task.
 f are the logits of the task's own classes where the task of an image is known, else all logits.
 
 The body is shared; heads are local unless ``heads = "shared"``. When Ω is computed:
-:mod:`~vitfleet.methods.continual.quadratic_penalty`.
+:mod:`~vitfleet.methods.continual.penalties.quadratic_penalty`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
-from vitfleet.methods.continual.quadratic_penalty import ImportanceStep, Penalty, PenaltyParams, QuadraticPenalty
+from vitfleet.methods.continual.penalties.quadratic_penalty import (
+    ImportanceStep,
+    Penalty,
+    PenaltyParams,
+    QuadraticPenalty,
+)
 from vitfleet.training.samples import Outputs
 
 

@@ -38,12 +38,9 @@ from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
 from vitfleet.message import Message, Tensors
 from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
-from vitfleet.methods.continual.quadratic_penalty import whole_images
-from vitfleet.methods.continual.replay import REPLAY, ReplayParams, drawn_before, with_draws
-from vitfleet.methods.continual.stored_samples import (
-    MemoryMethod,
-    StoredTasks,
-)
+from vitfleet.methods.continual.penalties.quadratic_penalty import whole_images
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, ReplayParams, drawn_before, with_draws
+from vitfleet.methods.continual.stored_samples import MemoryMethod, StoredTasks
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
@@ -75,19 +72,13 @@ class LvtParams(ReplayParams):
 
 @dataclass(frozen=True)
 class LvtStep:
-    """The step; r, and where there is a previous task its keys and gradients, are in the constants.
-
-    Attributes
-    ----------
-    replays
-        Whether there are stored samples of earlier tasks.
-    """
+    """The step; r, and where there is a previous task its keys and gradients, are in the constants."""
 
     alpha: float
     beta: float
     gamma: float
     temperature: float
-    replays: bool
+    replays: bool  # whether there are stored samples of earlier tasks
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:
         """Return the gradients to apply."""

@@ -39,8 +39,8 @@ from vitfleet.methods.averaging.layer_sharing import (
     MeasuredStep,
 )
 from vitfleet.methods.base import Aggregator, ClientRoundInput, MethodContext, Work
-from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
-from vitfleet.methods.continual.restorer import (
+from vitfleet.methods.continual.gradients.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.gradients.restorer import (
     BEFORE,
     INTEGRATION_METRICS,
     IntegratedStep,
@@ -95,11 +95,7 @@ class FedVit(MemoryMethod[FedVitParams]):
     """Knowledge extractor, gradient restorer, gradient integrator."""
 
     figures = LAYER_FIGURES
-    client_metrics = (
-        *INTEGRATION_METRICS,
-        *MemoryMethod.client_metrics,
-        *LAYER_METRICS,
-    )
+    client_metrics = (*INTEGRATION_METRICS, *MemoryMethod.client_metrics, *LAYER_METRICS)
 
     @classmethod
     def check_config(cls, params: FedVitParams, config: Config) -> None:

@@ -15,8 +15,8 @@ descent. Decisions:
 - Defaults are the authors' for CIFAR-100: β = 0.99, ε = 1e-3, η = 1e-5, one step each, as many samples of the memory as
   of the batch. The samples are those of earlier tasks; the authors' code draws from the batch too.
 - In a client's first task there is no memory: it minimises J_new.
-- What is stored, and how samples are drawn: :mod:`vitfleet.methods.continual.replay`. The body is shared; heads are
-  local by default.
+- What is stored, and how samples are drawn, is as in
+  :mod:`~vitfleet.methods.continual.replay.experience_replay`. The body is shared; heads are local by default.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import Tensors
 from vitfleet.methods.base import Work
-from vitfleet.methods.continual.replay import REPLAY, ReplayMethod, ReplayParams
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, ReplayMethod, ReplayParams
 from vitfleet.training.samples import Samples, cross_entropy
 from vitfleet.training.step import Step, StepView
 
@@ -69,20 +69,12 @@ class Bcn(ReplayMethod[BcnParams]):
 
 @dataclass(frozen=True)
 class GameStep:
-    """Follows the gradient of H, in which both displacements are constants.
-
-    Attributes
-    ----------
-    epsilon, ascent_steps
-        Player 1: the length of each step, for each image, in the model's normalised input, and the number of steps.
-    descent_rate, descent_steps
-        Player 2: the learning rate and the number of steps.
-    """
+    """Follows the gradient of H, in which both displacements are constants."""
 
     beta: float
-    epsilon: float
+    epsilon: float  # player 1: the length of each step, for each image, in the model's normalised input
     ascent_steps: int
-    descent_rate: float
+    descent_rate: float  # player 2
     descent_steps: int
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:

@@ -11,7 +11,7 @@ FedViT's predecessor (2023, arXiv 2212.01738). The knowledge of a task is weight
    forgetting. After an aggregation it does the same with the gradients before and after it, in one epoch of
    fine-tuning, against negative transfer from other clients.
 
-Integrator and fine-tuning are FedViT's (:mod:`vitfleet.methods.continual.restorer`).
+Integrator and fine-tuning are FedViT's (:mod:`vitfleet.methods.continual.gradients.restorer`).
 
 Decisions, where the papers leave it open:
 
@@ -40,8 +40,8 @@ from vitfleet.config.schema import Config
 from vitfleet.data.subsets import round_half_up
 from vitfleet.message import Numbers, State, Tensors, add_numbers, add_prefix, label_dtype, with_numbers, with_prefix
 from vitfleet.methods.base import ClientRoundInput, StateAfterTasks, Work
-from vitfleet.methods.continual.projection import References, projection_counts, zero_counts
-from vitfleet.methods.continual.restorer import (
+from vitfleet.methods.continual.gradients.projection import References, projection_counts, zero_counts
+from vitfleet.methods.continual.gradients.restorer import (
     BEFORE,
     INTEGRATION_METRICS,
     IntegratedStep,
@@ -139,7 +139,7 @@ class DistilledGradients:
         """Return the gradients of all teachers, or of those with these indices."""
         known = with_prefix(view.constants, TEACHERS)
         if selected is not None:
-            known = {name: view.map(_rows, tensor, selected) for name, tensor in known.items()}
+            known = {name: view.map(torch.index_select, tensor, 0, selected) for name, tensor in known.items()}
         count, axis = known["label"].shape[-1], known["label"].dim() - 1
         rows: dict[str, Tensor] = {}
 
@@ -168,10 +168,6 @@ class DistilledGradients:
     def expand(self, values: Tensor, indices: Tensor) -> dict[str, Tensor]:
         """Return the weights of a teacher; those that were not kept are zero."""
         return expand_weights(values, indices, dict(self.shapes))
-
-
-def _rows(tensor: Tensor, selected: Tensor) -> Tensor:
-    return tensor.index_select(0, selected)
 
 
 def distillation_losses(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:

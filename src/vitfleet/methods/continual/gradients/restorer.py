@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitfleet.message import Numbers, Tensors, add_prefix, with_prefix
-from vitfleet.methods.continual.projection import (
+from vitfleet.methods.continual.gradients.projection import (
     COUNTED_STEPS,
     References,
     as_row,

@@ -66,14 +66,9 @@ Params = TypeVar("Params", bound=ReplayParams)
 
 
 def drawn_before(stored: StoredTasks, task_index: int, draws: int) -> SampleSet | None:
-    """Return the stored samples of the tasks before ``task_index`` as one set that steps draw from.
+    """Return the stored samples of the tasks before ``task_index`` as one set of which steps draw.
 
-    ``None`` if there are none, or none are to be drawn.
-
-    Parameters
-    ----------
-    draws
-        How many of them are drawn per sample of the batch.
+    ``draws`` is how many per sample of the batch. ``None``: there are no samples, or none are to be drawn.
     """
     tasks = [stored[index] for index in sorted(stored) if index < task_index]
     if not tasks or not draws:
@@ -149,17 +144,11 @@ class DerPlusPlusParams(ReplayParams):
 
 @dataclass(frozen=True)
 class DarkExperienceStep:
-    """The step of DER++. Of each batch sample's replayed samples, the first are for α, the last for β.
-
-    Attributes
-    ----------
-    replays
-        Samples per sample of the batch that each of the two terms draws.
-    """
+    """The step of DER++. Of each batch sample's replayed samples, the first are for α, the last for β."""
 
     alpha: float
     beta: float
-    replays: int
+    replays: int  # samples per sample of the batch that each of the two terms draws
 
     def __call__(self, view: StepView, batch: Samples) -> Tensors:
         """Return the gradients to apply."""

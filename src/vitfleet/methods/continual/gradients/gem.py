@@ -18,7 +18,13 @@ from pydantic import Field
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.continual.projection import COUNTED_STEPS, References, project, projection_counts, zero_counts
+from vitfleet.methods.continual.gradients.projection import (
+    COUNTED_STEPS,
+    References,
+    project,
+    projection_counts,
+    zero_counts,
+)
 from vitfleet.methods.continual.stored_samples import MEMORY, MemoryMethod, StorageParams, parts_before
 from vitfleet.methods.personal.shared_body import ClientTraining, HeadsParams
 from vitfleet.training.local_training import LocalTraining

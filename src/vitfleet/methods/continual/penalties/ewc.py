@@ -12,7 +12,7 @@ Quadratic penalties add up to a quadratic: F₁(θ − a₁)² + F₂(θ − a�
 and a = (F₁a₁ + F₂a₂)/F. So one penalty per task, as in the paper, needs the memory of one.
 
 The body is shared; heads are local unless ``heads = "shared"``. When F is computed:
-:mod:`~vitfleet.methods.continual.quadratic_penalty`.
+:mod:`~vitfleet.methods.continual.penalties.quadratic_penalty`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.message import Tensors
 from vitfleet.methods.base import ClientRoundInput
-from vitfleet.methods.continual.quadratic_penalty import ImportanceStep, Penalty, PenaltyParams, QuadraticPenalty
+from vitfleet.methods.continual.penalties.quadratic_penalty import (
+    ImportanceStep,
+    Penalty,
+    PenaltyParams,
+    QuadraticPenalty,
+)
 from vitfleet.randomness import Address, Purpose
 from vitfleet.training.samples import Outputs, cross_entropy
 
@@ -54,22 +59,20 @@ class Ewc(QuadraticPenalty[EwcParams]):
         return ImportanceStep(drawn_label_loss if self.draws_labels else cross_entropy, "square")
 
     def importance_constants(self, job: ClientRoundInput) -> Tensors:
-        """Return the numbers from which labels are drawn."""
-        return {_UNIFORM: self.label_draws(job)} if self.draws_labels else {}
+        """Return one uniform number per sample of the client's shard, from which its label is drawn, if labels are.
+
+        There are more of them, a power of two, so that captured steps can be reused for shards of other sizes.
+        """
+        if not self.draws_labels:
+            return {}
+        rng = Address(self.context.seed, Purpose.FISHER_LABELS, job.round, job.client).generator()
+        count = 1 << max(0, len(job.shard) - 1).bit_length()
+        return {_UNIFORM: torch.from_numpy(rng.random(count)).to(self.context.device)}
 
     @property
     def draws_labels(self) -> bool:
         """Whether the labels of the Fisher information are drawn from the model's predictions."""
         return self.params.fisher_labels == "model"
-
-    def label_draws(self, job: ClientRoundInput) -> Tensor:
-        """Return one uniform number per sample of the client's shard, from which its label is drawn.
-
-        There are more of them, a power of two, so that captured steps can be reused for shards of other sizes.
-        """
-        rng = Address(self.context.seed, Purpose.FISHER_LABELS, job.round, job.client).generator()
-        count = 1 << max(0, len(job.shard) - 1).bit_length()
-        return torch.from_numpy(rng.random(count)).to(self.context.device)
 
     def consolidate(self, penalty: Penalty | None, importance: Tensors, anchor: Tensors) -> Penalty:
         """Add a task's penalty to the sum; the result has the same values and gradients as the sum."""

@@ -39,11 +39,8 @@ from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.message import State, Tensors, add_prefix, with_prefix
 from vitfleet.methods.base import ClientRoundInput, Work
-from vitfleet.methods.continual.replay import REPLAY, drawn_before, with_draws
-from vitfleet.methods.continual.stored_samples import (
-    MemoryMethod,
-    StorageParams,
-)
+from vitfleet.methods.continual.replay.experience_replay import REPLAY, drawn_before, with_draws
+from vitfleet.methods.continual.stored_samples import MemoryMethod, StorageParams
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
@@ -178,7 +175,9 @@ class DyTox(MemoryMethod[DyToxParams]):
 
     def local_training(self, job: ClientRoundInput, weights: Tensors) -> ClientTraining:
         """Train the body with the token and the head of the current task; store random samples of the task."""
-        stored, task = self.stored_tasks(job), self.current_task(job)
+        stored = self.stored_tasks(job)
+        # The task that the client's samples belong to; None without samples.
+        task = self.context.class_to_task[int(job.shard.labels[0])] if len(job.shard) else None
         begins = job.task_index not in stored
         weights = self.parts.whole.take(weights)
         constants = self.loss_constants(weights[GROWN], task)
@@ -200,10 +199,6 @@ class DyTox(MemoryMethod[DyToxParams]):
         numbers = {**local.numbers, "tokens": len(stored) + (begins and task is not None)}
         kept = {**local.extra_state, **teacher}
         return replace(local, weights=trained, numbers=numbers, extra_state=kept, also_sent=sent)
-
-    def current_task(self, job: ClientRoundInput) -> int | None:
-        """Return the task that the client's samples belong to; ``None`` without samples."""
-        return self.context.class_to_task[int(job.shard.labels[0])] if len(job.shard) else None
 
     def teacher(self, job: ClientRoundInput, begins: bool) -> Tensors:
         """Return the body of the client's model after its earlier tasks; empty in its first task.
@@ -243,16 +238,13 @@ class DyTox(MemoryMethod[DyToxParams]):
         of_task = (class_to_task == torch.arange(len(grown), device=grown.device).unsqueeze(-1)).float()
         old = old_tasks.unsqueeze(-1) * of_task  # [tasks, classes]
         counted = known_tasks @ of_task
+        new_classes = [label for label, of in enumerate(self.context.class_to_task) if of == current]
         return {
             _COUNTED: counted,
             _OLD: old if self.context.config.task_known else old.sum(dim=0, keepdim=True),
             _OLD_SHARE: old.sum() / counted.sum(),
-            _NEW_CLASSES: torch.tensor(self.classes_of(current), device=grown.device),
+            _NEW_CLASSES: torch.tensor(new_classes, device=grown.device),
         }
-
-    def classes_of(self, task: int) -> list[int]:
-        """Return the classes of a task."""
-        return [label for label, of in enumerate(self.context.class_to_task) if of == task]
 
 
 def committed(weights: Tensors, task: int) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""Methods whose loss has a penalty on changes of weights that earlier tasks need. They store no samples."""
