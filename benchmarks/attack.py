@@ -140,7 +140,7 @@ class Draft:
     def of(cls, reply: Reply) -> Draft:
         """Return the parts of a reply."""
         assert reply.message is not None
-        header = pack_reply(replace(reply, message=None)).config_records[HEADER]
+        header = pack_reply(replace(reply, message=None), ROUND).config_records[HEADER]
         return cls(dict(reply.message.tensors), dict(reply.message.numbers), dict(header))
 
     def content(self) -> RecordDict:
@@ -228,7 +228,7 @@ def forgeries(reply: Reply, earlier: Reply | None) -> Iterator[Forgery]:
             content = replace(draft, header={**draft.header, name: value}).content()
             yield Forgery(f"header {name} = {value!r}", content, False)
     if earlier is not None and earlier.message is not None:
-        yield Forgery("reply of an earlier round", pack_reply(earlier), True)
+        yield Forgery("reply of an earlier round", pack_reply(earlier, ROUND - 1), True)
 
 
 def plausible(name: str, honest: object, changed: object, kind: str) -> bool:
@@ -309,7 +309,7 @@ class Target:
         """Return the harm of a forged reply; an empty text if it is used and does none, ``None`` if it is refused."""
         started = time.process_time()
         try:
-            reply = unpack_reply(forgery.content, LIAR, MAX_BYTES)
+            reply = unpack_reply(forgery.content, LIAR, ROUND, MAX_BYTES)
             replies = [reply if other.client == LIAR else other for other in self.honest]
             after, record = self._round(self.before, ROUND, replies)
             seconds = time.process_time() - started
@@ -414,7 +414,7 @@ LIES: Mapping[str, Lie | None] = {
     "scaled": partial(changed_by, 10.0),
     "lied samples": partial(with_many_samples, partial(changed_by, -1.0)),
     "both": partial(with_many_samples, flip),
-    "at the limit": partial(with_many_samples, partial(changed_by, -1.9)),
+    "at the limit": partial(with_many_samples, partial(changed_by, -4.9)),
     "label flip": None,  # its images have wrong labels
     "a little": partial(a_little, 1.5),
 }

@@ -90,7 +90,7 @@ def round_of(message: Message) -> int:
 
 def with_changed_tensors(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor]) -> RecordDict:
     """Return a reply with every floating-point tensor changed."""
-    message = unpack_reply(content, 0, 10**9).message
+    message = unpack_reply(content, 0, int(str(content.config_records[HEADER]["round"])), 10**9).message
     assert message is not None
     tensors = {
         name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in message.tensors.items()

@@ -15,7 +15,7 @@ from conftest import MakeConfig, MakeContext
 from vitfleet.config import load_config
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
-from vitfleet.errors import ConfigError
+from vitfleet.errors import ConfigError, UserError
 from vitfleet.fleet.base import Reply
 from vitfleet.flower.transport.codec import pack_reply, unpack_reply
 from vitfleet.message import Message, State
@@ -95,7 +95,7 @@ def test_the_record_says_with_how_many_samples_a_device_counted(tiny_config: Mak
 
 
 def test_a_rule_that_can_drop_nobody_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"aggregate\.trim = 0\.1: drops nobody of fleet\.per_round = 5"):
+    with pytest.raises(ConfigError, match=r"aggregate\.rule = .trimmed.: needs 10 replies, and fleet\.per_round = 5"):
         load_config("start-fedavg", ["aggregate.rule=trimmed", "aggregate.trim=0.1"])
     load_config("start-fedavg", ["aggregate.rule=trimmed", "aggregate.trim=0.2"])
 
@@ -330,7 +330,7 @@ def test_empty_vectors_of_others_cost_a_client_nothing(make_context: MakeContext
     empty = {"values": torch.zeros(0), "indices": torch.zeros(0, dtype=torch.int32)}
     knowledge = {f"knowledge.{row:04d}.{name}": tensor for row in range(5000) for name, tensor in empty.items()}
     one = {f"knowledge.9999.{name}": tensor for name, tensor in random_sparse(method, 0).tensors().items()}
-    received = method.received_knowledge({**knowledge, **one}, round=3)
+    received = method.received_knowledge({**knowledge, **one})
     assert [len(vector) for vector in received] == [300]
 
 
@@ -339,8 +339,8 @@ def test_more_adaptive_weights_than_there_are_clients_are_refused(make_context: 
     clients = method.context.config.fleet.clients
     sparse = random_sparse(method, 0, kept=3).tensors()
     knowledge = {f"knowledge.{row:04d}.{name}": tensor for row in range(clients) for name, tensor in sparse.items()}
-    with pytest.raises(RejectedUpdateError, match="adaptive weights of"):
-        method.received_knowledge(knowledge, round=3)
+    with pytest.raises(UserError, match="adaptive weights of"):
+        method.received_knowledge(knowledge)
 
 
 # EFTViT
@@ -357,6 +357,22 @@ def test_rows_of_features_are_bounded_by_the_samples(tiny_config: MakeConfig, tm
 
 
 def test_the_store_of_features_has_a_limit(tiny_config: MakeConfig, tmp_path: Path) -> None:
-    failure = failure_of("eftvit", tiny_config, tmp_path, dict, "method.store_mb=0.001")
-    assert failure is not None
-    assert "method.store_mb = 0.001" in failure
+    config = tiny_config("method.name=eftvit", "method.local_layers=1", "method.store_mb=0.01")
+    context = opened(config, tmp_path)
+    state, record = run_round(context, load_state(context), 1)
+    failures = [entry.failure for entry in record.clients if entry.failure is not None]
+    assert all("method.store_mb = 0.01" in failure for failure in failures)
+    assert 0 < len(failures) < len(record.clients)
+    assert sum(part.num_bytes for part in state.server.parts.values()) <= 10_000
+
+
+def test_features_of_a_device_that_claims_many_images_are_cut(tiny_config: MakeConfig, tmp_path: Path) -> None:
+    context = opened(tiny_config("method.name=eftvit", "method.local_layers=1"), tmp_path)
+    honest = replies(context)
+    assert honest[0].message is not None
+    lying = Lying(context, honest, many_rows(dict(honest[0].message.tensors)), samples=10**8)
+    state, record = run_round(replace(context, fleet=lying), load_state(context), 1)  # type: ignore[arg-type]
+    assert not any(entry.failure for entry in record.clients)
+    rows = {name: len(part.tensors["labels"]) for name, part in state.server.parts.items()}
+    liar = rows.pop(f"features-{honest[0].client:06d}")
+    assert liar <= 20 * max(rows.values())

@@ -81,11 +81,26 @@ class AggregationParams(Table):
     """Parameters of an aggregation rule: the table ``[aggregate]``, with the limits that every rule has."""
 
     rule: str = ""
-    clip_update: float | None = Field(
-        None, gt=0, description="longest update: a longer one is scaled down (Euclidean norm)"
+    equal_weights: bool = Field(False, description="give every device the same weight, whatever samples it reports")
+    samples_factor: float | None = Field(
+        3.0,
+        ge=1,
+        description="samples that a device counts with at most: this many times the round's median, and what it "
+        "reported before; null: no limit",
+    )
+    clip_factor: float | None = Field(
+        3.0,
+        ge=1,
+        description="a weight's change that is longer than this many times the round's median of that weight's changes "
+        "is scaled down to it; null: no limit",
     )
     norm_factor: float | None = Field(
-        None, gt=1, description="updates or features larger than this many times the round's median are rejected"
+        5.0,
+        gt=1,
+        description="updates or features larger than this many times the round's median are rejected; null: no limit",
+    )
+    clip_update: float | None = Field(
+        None, gt=0, description="longest update: a longer one is scaled down (Euclidean norm)"
     )
     max_change: float | None = Field(
         100.0,
@@ -99,9 +114,11 @@ class AggregationParams(Table):
         description="updates larger than the model and than this many times the median of those accepted before, in "
         "this round and the last, are rejected; null: no limit",
     )
-    max_samples: int | None = Field(
-        10**8, ge=1, description="updates that report more samples are rejected; null: no limit"
-    )
+
+    @property
+    def least_replies(self) -> int:
+        """The fewest replies with which the rule can do its work; a round with fewer changes nothing."""
+        return 1
 
 
 class ServerOptimizerParams(Table):

@@ -129,6 +129,15 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _rule_suits_the_fleet(self) -> Config:
+        """Reject a rule that cannot do its work with the replies of a round: it would protect from nothing."""
+        aggregate, replies = self.aggregate, self.fleet.per_round
+        if replies < aggregate.least_replies:
+            remedy = f"needs {aggregate.least_replies} replies, and fleet.per_round = {replies}; choose another rule"
+            raise ConfigError("aggregate.rule", aggregate.rule, remedy)
+        return self
+
+    @model_validator(mode="after")
     def _components_fit(self) -> Config:
         """Let the method and the metrics check their parameters before any data is read."""
         METHODS[self.method.name].target.check_config(self.method, self)

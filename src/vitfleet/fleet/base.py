@@ -29,6 +29,7 @@ class Request:
     # the method's base message. A client continues from its state after that round: a round whose reply was late, lost
     # or rejected does not count.
     last_round: int | None = None
+    max_bytes: int | None = None  # of the reply's message, where it is known what an honest client sends
 
 
 @dataclass(frozen=True)

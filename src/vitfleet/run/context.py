@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitfleet.config.schema import Config
-from vitfleet.costs.cost_model import NO_LABELS, CostModel
+from vitfleet.costs.cost_model import NO_LABELS, ONE_LABEL, CostModel
 from vitfleet.costs.memory import round_memory
 from vitfleet.data.images import DataSet
 from vitfleet.fleet.base import Fleet
@@ -101,6 +101,16 @@ class RunContext:
     def initial_server_state(self) -> State:
         """Return the server state before the first round."""
         return self.method.initial_state(to_device(self.net.initial_weights(), self.machine.device))
+
+    def expected_update(self, round: int, client: int, previous_numbers: Numbers | None) -> Message:
+        """Return what an honest client sends in a round, as tensors without values: its update is compared with it.
+
+        ``previous_numbers`` are those in the client's update before.
+        """
+        task_index = self.config.task_index(round)
+        # The images of remote clients are not known: one of any class stands for them.
+        labels = ONE_LABEL if self.has_remote_clients else self.labels(client, round)
+        return self.cost_model.dry_run(round, client, labels, task_index, previous_numbers).update.message
 
     def client_gflops(
         self, round: int, client: int, numbers: Numbers, previous_numbers: Numbers | None

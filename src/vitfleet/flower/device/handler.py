@@ -49,7 +49,7 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
         reply = client.train(payload)
         if client.activity is not None:
             client.activity.add(round_line(payload, reply))
-        return pack_reply(reply)
+        return pack_reply(reply, payload.request.round)
     return pack_eval_reply(client.evaluate(unpack_eval_request(content)))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from flwr.app import RecordDict
 from flwr.common import MessageType
 from flwr.serverapp import Grid
 
@@ -73,20 +75,27 @@ class FlowerFleet:
 
     def train(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Send the requests, then yield replies until all have arrived or the deadline has passed."""
-        payloads = (
-            (request.client, TrainPayload(request, self.run_spec, self._base_for(request.last_round)))
-            for request in requests
-        )
-        max_bytes = int(self.config.max_message_mb * MEGABYTE)
+        asked: dict[int, Request] = {}
+
+        def payloads() -> Iterator[tuple[int, TrainPayload]]:
+            for request in requests:
+                asked[request.client] = replace(request, message=Content())  # a message may be large
+                yield request.client, TrainPayload(request, self.run_spec, self._base_for(request.last_round))
+
+        def unpack(client: int, content: RecordDict) -> Reply:
+            most = int(self.config.max_message_mb * MEGABYTE)
+            request = asked[client]
+            return unpack_reply(content, client, request.round, min(most, request.max_bytes or most))
+
         replies = ReplyFactory(
-            lambda client, content: unpack_reply(content, client, max_bytes),
+            unpack,
             lambda client, reason: Reply(client, None, failure=reason),
             lambda client, reason: Reply(client, None, failure=reason, sent=False),
         )
         exchange = Exchange(
             self.grid, self.nodes, self.config, self.clock, MessageType.TRAIN, pack_train_request, replies
         )
-        yield from exchange.run(payloads, self.config.per_round)
+        yield from exchange.run(payloads(), self.config.per_round)
 
     def commit(self, accepted: Collection[int]) -> None:
         """Do nothing: every request names the round that its client continues from."""

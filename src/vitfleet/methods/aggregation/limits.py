@@ -1,24 +1,27 @@
-"""Limits on the size of an update, judged as it arrives: relative to the weights it started from, and to other updates.
+"""Limits on an update: relative to the weights it started from, to earlier updates, and to the others of its round.
 
-Only norms are kept, never updates, so the limits cost no memory and a mean can still be summed as updates arrive. The
-price is that the first three updates of a run are not compared with others. ``aggregate.norm_factor`` compares all
-updates of a round with each other, and keeps them until its end.
+What is judged as an update arrives (:class:`UpdateLimits`) needs only norms. The price is that the first three updates
+of a run are not compared with others. What an update counts with is judged by the measure of its round
+(:class:`RoundMeasure`): the medians of what other devices sent, which up to half of them cannot raise.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitfleet.config.base import AggregationParams
 from vitfleet.message import Tensors, all_finite
+from vitfleet.methods.aggregation.rules import MIN_COMPARED
 from vitfleet.methods.reported import RejectedUpdateError
 
-MIN_COMPARED = 3  # of fewer updates nobody knows which one is wrong
+MAX_COUNT_STEP = 2**40  # a counter, such as that of the batches that a batch norm has seen, rises by less in a round
 CHUNK_BYTES = 2**26  # differences are computed for tensors of at most so many bytes at once
 
 
@@ -31,11 +34,13 @@ class UpdateLimits:
         self.rms: dict[int, float] = {}  # of each update within the limits: the root mean square of its change
         self._reference_norms: dict[str, float] = {}
 
-    def check(self, client: int, weights: Tensors, earlier: Sequence[float]) -> None:
+    def check(self, client: int, weights: Tensors, earlier: Sequence[float]) -> dict[str, float]:
         """Reject an update that is not finite or too large. Its names, shapes and types have been checked.
 
-        ``earlier`` are the root mean squares of updates that were accepted in the round before.
+        ``earlier`` are the root mean squares of updates that were accepted in the round before. Return the Euclidean
+        norm of each weight's change.
         """
+        self._check_statistics(weights)
         names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
         changes = dict(zip(names, _change_norms(names, weights, self.reference), strict=True))
         if not all(map(math.isfinite, changes.values())) and not all_finite(weights.values()):
@@ -54,6 +59,20 @@ class UpdateLimits:
         rms = math.hypot(*changes.values()) / size
         check_rms(rms, [*earlier, *self.rms.values()], self.config, floor=math.hypot(*given.values()) / size)
         self.rms[client] = rms
+        return changes
+
+    def _check_statistics(self, weights: Tensors) -> None:
+        """Reject running statistics that no training makes: negative variances, counters that fall or leap."""
+        for name, tensor in weights.items():
+            if name.endswith("running_var"):
+                possible = bool((tensor >= 0).all())
+            elif not tensor.is_floating_point() and tensor.dtype != torch.bool:
+                risen = tensor.double() - self.reference[name].double()
+                possible = bool(((risen >= 0) & (risen < MAX_COUNT_STEP)).all())
+            else:
+                continue
+            if not possible:
+                raise RejectedUpdateError(f"its weight {name!r} has values that no training makes")
 
     def _norms_given(self, names: Sequence[str]) -> dict[str, float]:
         missing = [name for name in names if name not in self._reference_norms]
@@ -74,6 +93,86 @@ def check_rms(rms: float, accepted: Sequence[float], config: AggregationParams, 
             f"its size {rms:.3g} is over aggregate.max_ratio = {config.max_ratio:g} times {median:.3g}, the median of "
             f"the {len(accepted)} accepted before it"
         )
+
+
+class PendingUpdate(NamedTuple):
+    """An update that waits for the measure of its round."""
+
+    samples: int
+    weights: Tensors
+    changes: Mapping[str, float]  # Euclidean norm of each weight's change
+    rms: float  # of the change of all weights: comparable between clients that sent different layers
+
+
+@dataclass(frozen=True)
+class RoundMeasure:
+    """What a round's updates are compared with: medians of what its devices sent.
+
+    The lower median is used: up to half of the clients cannot raise it. Of fewer than three updates nobody knows which
+    one is wrong: then those of the round before are counted too.
+    """
+
+    samples: float | None  # None: nothing to compare with
+    rms: float | None
+    changes: Mapping[str, float]  # by weight
+
+    @classmethod
+    def of(
+        cls, updates: Collection[PendingUpdate], earlier_sizes: Sequence[float], earlier_samples: Iterable[int]
+    ) -> RoundMeasure:
+        """Return the measure of these updates."""
+        few = len(updates) < MIN_COMPARED
+        samples = _median([update.samples for update in updates] + (list(earlier_samples) if few else []))
+        rms = _median([update.rms for update in updates] + (list(earlier_sizes) if few else []))
+        by_weight: dict[str, list[float]] = {}
+        for update in updates:
+            for name, change in update.changes.items():
+                by_weight.setdefault(name, []).append(change)
+        medians = {name: _median(changes) for name, changes in by_weight.items()}
+        return cls(samples, rms, {name: median for name, median in medians.items() if median is not None})
+
+    def counted_samples(self, samples: int, earlier: int | None, config: AggregationParams) -> int:
+        """Return with how many samples a device counts that reports so many now and ``earlier`` ones before."""
+        if config.equal_weights:
+            return 1
+        known = [bound for bound in (self.samples, earlier) if bound]
+        if config.samples_factor is None or not known:
+            return samples
+        return min(samples, int(config.samples_factor * min(known)))
+
+    def outlier(self, rms: float, config: AggregationParams) -> str | None:
+        """Return why an update of this size is rejected; ``None`` if it is not."""
+        factor, median = config.norm_factor, self.rms
+        if factor is None or median is None or rms <= factor * median:
+            return None
+        return f"its size {rms:.3g} is over aggregate.norm_factor = {factor:g} times the round's median {median:.3g}"
+
+    def clipped(self, update: PendingUpdate, reference: Tensors, config: AggregationParams) -> Tensors:
+        """Return an update's weights; changes that are too long are scaled down, towards the server's weights."""
+        shares = {name: self._share(update, name, config.clip_factor) for name in update.changes}
+        if config.clip_update is not None:
+            norm = math.hypot(*(share * update.changes[name] for name, share in shares.items()))
+            whole = min(1.0, config.clip_update / norm) if norm else 1.0
+            shares = {name: share * whole for name, share in shares.items()}
+        return {
+            name: torch.lerp(reference[name], tensor, shares[name]) if shares.get(name, 1.0) < 1 else tensor
+            for name, tensor in update.weights.items()
+        }
+
+    def _share(self, update: PendingUpdate, name: str, factor: float | None) -> float:
+        """Return by how much a weight's change is scaled, at most 1."""
+        change, median = update.changes[name], self.changes.get(name)
+        if median is None and self.rms is not None:  # too few sent it: changes of all weights are of about one size
+            median = self.rms * math.sqrt(update.weights[name].numel())
+        if factor is None or median is None or change <= factor * median:
+            return 1.0
+        return factor * median / change
+
+
+def _median(values: Sequence[float]) -> float | None:
+    """Return the lower median of those that are not 0, as of weights that only some train; ``None`` of too few."""
+    changed = [value for value in values if value]
+    return statistics.median_low(changed) if len(changed) >= MIN_COMPARED else None
 
 
 def _change_norms(names: Sequence[str], weights: Tensors, reference: Tensors) -> list[float]:

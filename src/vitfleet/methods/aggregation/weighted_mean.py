@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -13,10 +12,12 @@ from torch import Tensor
 from vitfleet.config.base import AggregationParams
 from vitfleet.config.registry import AGGREGATIONS
 from vitfleet.message import Message, State, Tensors
-from vitfleet.methods.aggregation.limits import UpdateLimits
+from vitfleet.methods.aggregation.limits import PendingUpdate, RoundMeasure, UpdateLimits
 from vitfleet.methods.aggregation.rules import AggregationRule, MeanParams, weighted_mean
 from vitfleet.methods.base import Aggregator
 from vitfleet.methods.reported import RejectedUpdateError
+
+MEASURED = 8  # updates of a round that are held until they are compared; later ones are compared with these, and summed
 
 
 def check_weights(received: Tensors, expected: Tensors) -> None:
@@ -44,36 +45,13 @@ def update_norm(weights: Tensors, reference: Tensors) -> float:
     return math.sqrt(sum(squares))
 
 
-def norm_outliers(norms: Mapping[int, float], factor: float | None) -> dict[int, str]:
-    """Return the clients whose norm is more than ``factor`` times the round's median, with the reason.
-
-    The median of an even number of norms is the lower one of the two: then up to half of the clients cannot raise the
-    bound. Fewer than three norms have no outliers.
-    """
-    if factor is None or len(norms) < 3:
-        return {}
-    median = statistics.median_low(norms.values())
-    return {
-        client: f"its size {norm:.3g} is over aggregate.norm_factor = {factor:g} times the round's median {median:.3g}"
-        for client, norm in norms.items()
-        if norm > factor * median
-    }
-
-
-class PendingUpdate(NamedTuple):
-    """An update that is kept until the end of the round."""
-
-    samples: int
-    weights: Tensors
-    rms: float  # of the difference to the server's weights: comparable between clients that sent different layers
-
-
 class WeightedMean(Aggregator):
     """The sample-weighted mean of each tensor over the clients that sent it, or another aggregation rule.
 
-    A tensor that no client sent keeps its value. The mean needs only a running sum per tensor, in float64: the mean of
-    equal weights is exactly these weights, whatever their number. Other rules and the bound on the norm relative to the
-    round's median need all updates at once. The table ``[aggregate]`` has the rule and the limits on updates.
+    A tensor that no client sent keeps its value. The mean is a running sum per tensor, in float64: the mean of equal
+    weights is exactly these weights, whatever their number. Updates count as the measure of the round allows
+    (:class:`RoundMeasure`), which the first of them give; other rules need all updates at once. The table
+    ``[aggregate]`` has the rule and the limits on updates.
     """
 
     def __init__(self, server_state: State, config: AggregationParams | None = None) -> None:
@@ -85,45 +63,49 @@ class WeightedMean(Aggregator):
         self.sums: dict[str, Tensor] = {}
         self.sample_counts: dict[str, float] = {}
         self.pending: dict[int, PendingUpdate] = {}
+        self.measure: RoundMeasure | None = None  # once there are enough updates
         self.limits = UpdateLimits(server_state.tensors, self.config)
         self.sizes = self.limits.rms
+        self.rejected = {}
+        self.counted = {}
 
     def add(self, client: int, message: Message) -> None:
         """Add one client's weights; an update of a client without samples is ignored."""
-        samples = self._checked_samples(message)
+        samples = message.numbers.get("samples")
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
+            raise RejectedUpdateError(f"its number of samples is {samples}")
         if not samples:
             return
         check_weights(message.tensors, self.server_state.tensors)
-        self.limits.check(client, message.tensors, self.earlier_sizes)
-        weights, norm = self._clipped(message.tensors)
-        if not self.is_streaming or self.config.norm_factor is not None:
-            size = sum(tensor.numel() for tensor in weights.values())
-            self.pending[client] = PendingUpdate(samples, weights, norm / math.sqrt(max(1, size)))
-        else:
-            self._accumulate(samples, weights)
+        changes = self.limits.check(client, message.tensors, self.earlier_sizes)
+        update = PendingUpdate(samples, message.tensors, changes, self.limits.rms[client])
+        if self.measure is not None:
+            if (reason := self.measure.outlier(update.rms, self.config)) is not None:
+                raise RejectedUpdateError(reason)
+            self._accumulate(*self._bounded(client, update))
+            return
+        self.pending[client] = update
+        if self.is_streaming and len(self.pending) == MEASURED:
+            self._take_measure()
 
-    def _checked_samples(self, message: Message) -> int:
-        samples, limit = message.numbers.get("samples"), self.config.max_samples
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
-            raise RejectedUpdateError(f"its number of samples is {samples}")
-        if limit is not None and samples > limit:
-            raise RejectedUpdateError(f"its number of samples is {samples}; aggregate.max_samples = {limit}")
-        return samples
+    def _take_measure(self) -> None:
+        """Compare the updates so far with each other: those that are used leave ``pending`` for the sums."""
+        self.measure = RoundMeasure.of(self.pending.values(), self.earlier_sizes, self.earlier_samples.values())
+        for client, update in list(self.pending.items()):
+            if (reason := self.measure.outlier(update.rms, self.config)) is not None:
+                self.rejected = {**self.rejected, client: reason}
+                del self.pending[client]
+            elif self.is_streaming:
+                self._accumulate(*self._bounded(client, update))
+                del self.pending[client]
 
-    def _clipped(self, weights: Tensors) -> tuple[Tensors, float]:
-        """Return the weights, scaled towards the server's if the update exceeds ``clip_update``, and its norm."""
-        config, reference = self.config, self.server_state.tensors
-        if config.clip_update is None and config.norm_factor is None:
-            return weights, 0.0
-        norm = update_norm(weights, reference)
-        if config.clip_update is None or norm <= config.clip_update:
-            return weights, norm
-        share = config.clip_update / norm
-        clipped = {
-            name: torch.lerp(reference[name], tensor, share) if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
-        }
-        return clipped, norm
+    def _bounded(self, client: int, update: PendingUpdate) -> tuple[int, Tensors]:
+        """Return with how many samples an update counts, and its weights as they count."""
+        assert self.measure is not None
+        samples = self.measure.counted_samples(update.samples, self.earlier_samples.get(client), self.config)
+        if samples < update.samples and not self.config.equal_weights:
+            self.counted = {**self.counted, client: samples}
+        return samples, self.measure.clipped(update, self.server_state.tensors, self.config)
 
     def _accumulate(self, samples: int, weights: Tensors) -> None:
         for name, tensor in weights.items():
@@ -135,26 +117,26 @@ class WeightedMean(Aggregator):
 
     def finish(self) -> State:
         """Return the server's state with the aggregated weights."""
-        norms = {client: update.rms for client, update in self.pending.items()}
-        self.rejected = norm_outliers(norms, self.config.norm_factor)
-        accepted = [update for client, update in self.pending.items() if client not in self.rejected]
-        if self.is_streaming:
-            for update in accepted:
-                self._accumulate(update.samples, update.weights)
-            names = list(self.sums)
-        else:
-            names = list(dict.fromkeys(name for update in accepted for name in update.weights))
+        if self.measure is None:
+            self._take_measure()
+        used = {client: self._bounded(client, update) for client, update in self.pending.items()}
+        least = self.config.least_replies
+        if used and len(used) < least:
+            reason = f"set aside: aggregate.rule = {self.config.rule} needs {least} replies; {len(used)} are usable"
+            self.rejected = {**self.rejected, **dict.fromkeys(used, reason)}
+            used = {}
+        senders = Counter(name for _, weights in used.values() for name in weights)
+        names = [*self.sums, *(name for name, count in senders.items() if count >= least)]
         self.updated_names = set(names)
         previous = self.server_state.tensors
         # One tensor after the other: a whole model in float64, besides the sums, would double the memory.
-        aggregated = {name: self._aggregate(name, accepted).to(previous[name].dtype) for name in names}
+        aggregated = {name: self._aggregate(name, used.values()).to(previous[name].dtype) for name in names}
         return State({**previous, **aggregated}, self.server_state.numbers)
 
-    def _aggregate(self, name: str, accepted: list[PendingUpdate]) -> Tensor:
+    def _aggregate(self, name: str, used: Collection[tuple[int, Tensors]]) -> Tensor:
         """Return one aggregated tensor in float64. Its running sum is freed."""
         if self.is_streaming:
             return self.sums.pop(name).div_(self.sample_counts[name])
-        senders = [update for update in accepted if name in update.weights]
-        values = torch.stack([update.weights[name] for update in senders]).double()
-        samples = torch.tensor([update.samples for update in senders], dtype=torch.float64, device=values.device)
-        return self.rule(self.config, values, samples)
+        values = torch.stack([weights[name] for _, weights in used if name in weights]).double()
+        samples = [samples for samples, weights in used if name in weights]
+        return self.rule(self.config, values, torch.tensor(samples, dtype=torch.float64, device=values.device))
