@@ -153,6 +153,13 @@ def client(
         list[str],
         typer.Option(metavar="NAME=VALUE", help="Most that a server may ask for: `--limit epochs=5`. May be repeated."),
     ] = [],  # noqa: B006
+    pretrained: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Published weights. With EFTViT no features of another local module leave this machine.",
+        ),
+    ] = None,
     plugin: options.Plugins = [],  # noqa: B006
     insecure: Insecure = False,
 ) -> None:
@@ -169,7 +176,7 @@ def client(
 
     fleet_certs = Certs(certs.resolve())
     check_client_name(name)
-    ClientLimits.parse(limit)
+    limits = ClientLimits.parse(limit)
     if insecure:
         _warn_insecure()
     else:
@@ -178,17 +185,25 @@ def client(
         raise UserError(f"--data {data}: no such file or folder")
     if missing := [path for path in plugin if not path.is_file()]:
         raise UserError(f"--plugin {missing[0]}: no such file")
+    if pretrained is not None and not pretrained.is_file():
+        raise UserError(f"--pretrained {pretrained}: no such file")
     home = (state or Path.home() / ".vitfleet" / name).resolve()
     address = server if ":" in server else f"{server}:{PORT}"
     machine: dict[str, str | int] = {"device": device} if threads is None else {"device": device, "threads": threads}
     used_certs = None if insecure else fleet_certs
-    command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit)
+    command = client_command(address, name, data.resolve(), home, used_certs, machine, plugin, limit, pretrained)
     signal.signal(signal.SIGTERM, raise_interrupt)
     try:
         if not insecure:
             check_authority(address, fleet_certs.ca)
         log = home / "flower" / SUPERNODE_LOG
         warn(f"{name}: waiting for {address}; files in {home}; Flower's log: {log}")
+        if limits.shown_share:  # what a device cannot check is said
+            share = f"features of {limits.shown_share:.0%} of each image's patches in a round"
+            warn(
+                f"note: a server that runs EFTViT receives {share}, and can rebuild these patches from them; "
+                "--limit shown_share=0 refuses it"
+            )
         explain = partial(ending_cause, name=name, key=None if insecure else fleet_certs.node_key(name))
         run_forever(command, home / "flower", home / "runs" / ACTIVITY_FILE, warn, explain)
     except KeyboardInterrupt:

@@ -135,9 +135,8 @@ class Work:
     epochs: int
     images_per_step: int  # those of the batch, and the stored samples that are drawn with it
     passes: int = 1  # forward passes of an image in a step
-    stored_share: float = (
-        0.0  # of the client's images, stored as samples: they remain when those of their task are gone
-    )
+    stored_share: float = 0.0  # of its images, stored as samples: they remain when those of their task are gone
+    shown_share: float = 0.0  # of an image's patches, whose features are sent in a round: of each view by itself
 
 
 ClientGenerator: TypeAlias = Generator[LocalTraining, LocalResult, ClientUpdate]
@@ -271,6 +270,11 @@ class Method(ABC, Generic[Params]):
     def trainable(self) -> Selection:
         """The weights that a client trains: by default the whole model."""
         return self.parts.whole
+
+    @property
+    def feature_split(self) -> int | None:
+        """The block before which features leave a client; ``None``: none do. ``declared_work`` has their share."""
+        return None
 
     @property
     def cost_round(self) -> int:

@@ -35,7 +35,8 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
 
     The settings are ``message_type``; of a real client, ``data`` (its images) and ``state`` (folder of its files); of a
     simulated client, ``client`` (its number) and ``folder`` (of the run); and optionally keys of the table ``machine``,
-    and ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON.
+    and ``plugins`` and ``limits``, the files and the ``NAME=VALUE`` texts that the client's owner gave, as JSON, and
+    ``pretrained``, the owner's file of published weights.
     """
     load_plugins(json.loads(str(settings.get("plugins", "[]"))))
     machine = MachineConfig.model_validate({key: settings[key] for key in MACHINE_KEYS if key in settings})
@@ -43,7 +44,8 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
         client = simulated_client(Path(str(settings["folder"])), int(str(settings["client"])), machine)
     else:
         limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
-        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits)
+        pretrained = Path(str(settings["pretrained"])) if "pretrained" in settings else None
+        client = local_client(Path(str(settings["data"])), Path(str(settings["state"])), machine, limits, pretrained)
     if settings["message_type"] == MessageType.TRAIN:
         payload = unpack_train_request(content)
         reply = client.train(payload)
@@ -54,7 +56,9 @@ def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:
 
 
 @lru_cache(maxsize=1)
-def local_client(data: Path, state: Path, machine: MachineConfig, limits: ClientLimits) -> FlowerClient:
+def local_client(
+    data: Path, state: Path, machine: MachineConfig, limits: ClientLimits, pretrained: Path | None = None
+) -> FlowerClient:
     """Return a client with images on this machine. It is cached, with its model and images."""
     dataset = LocalDataset(data, state / IMAGES_FOLDER, lambda: free_bytes(state, limits.disk_mb))
 
@@ -64,7 +68,7 @@ def local_client(data: Path, state: Path, machine: MachineConfig, limits: Client
             DataSpec(classes, run_spec.channels, run_spec.image_size, keys.test_share, keys.max_corrupt)
         )
 
-    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE))
+    return FlowerClient(load_images, state, machine, limits, pretrained, ActivityLog(state / ACTIVITY_FILE))
 
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:

@@ -35,6 +35,7 @@ def client_command(
     machine: dict[str, str | int],
     plugins: Sequence[Path] = (),
     limits: Sequence[str] = (),
+    pretrained: Path | None = None,
 ) -> list[str]:
     """Return the command that starts a client's SuperNode."""
     node_config: dict[str, str | int] = {"name": name, "data": str(data), "state": str(state / "runs"), **machine}
@@ -42,6 +43,8 @@ def client_command(
         node_config["plugins"] = json.dumps([str(path.resolve()) for path in plugins])
     if limits:
         node_config["limits"] = json.dumps(list(limits))
+    if pretrained is not None:
+        node_config["pretrained"] = str(pretrained.resolve())
     # Values are TOML: strings and numbers look the same in JSON.
     toml = " ".join(f"{key}={json.dumps(value)}" for key, value in node_config.items())
     command = ["flower-supernode", "--superlink", server, "--node-config", toml]

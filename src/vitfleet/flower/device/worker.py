@@ -157,7 +157,9 @@ def _serve(file: SocketFile) -> None:
         print(
             *map(printable, traceback.format_exc().split("\n")[-MAX_TRACEBACK:]), sep="\n", file=sys.stderr, flush=True
         )
-        reply = RecordDict({FAILURE: ConfigRecord({"reason": printable(f"{type(error).__name__}: {error}")})})
+        # The text of an error may name files and folders of this device: its log has them, the server does not.
+        reason = f"the client's worker failed ({type(error).__name__}); see the client's log"
+        reply = RecordDict({FAILURE: ConfigRecord({"reason": reason})})
     del content
     _write_records(file, reply)
 

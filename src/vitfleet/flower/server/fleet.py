@@ -42,6 +42,7 @@ def make_run_spec(config: Config, data: DataSet, run_id: str) -> RunSpec:
     server_only: dict[str, object] = {"plugins": (), "metrics": {}, "callbacks": {}, "trackers": {}}
     server_only |= {"aggregate": AGGREGATIONS.make_params("mean"), "server": SERVER_OPTIMIZERS.make_params("sgd")}
     server_only["machine"] = MachineConfig()
+    server_only["fleet"] = config.fleet.model_copy(update={"names": ()})  # of the other clients
     shared = config.model_copy(update={"data": data_config, "model": model_config, **server_only})
     needed = [f"{used.kind}:{used.name}:{used.sha256}" for used in used_components(shared)]
     images = data.train

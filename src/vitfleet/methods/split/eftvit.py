@@ -39,6 +39,7 @@ from vitfleet.methods.base import (
     MethodContext,
     ServerGenerator,
     ServerWork,
+    Work,
     train_metrics,
 )
 from vitfleet.methods.params import check_layers
@@ -143,6 +144,12 @@ class EftVit(Method[EftVitParams]):
             raise ConfigError("method.train_head", params.train_head, remedy)
 
     @classmethod
+    def declared_work(cls, params: EftVitParams, config: Config) -> Work:
+        """Return the work with the patches whose features are sent."""
+        shown = params.views * (1 - config.train.mask_ratio)
+        return replace(super().declared_work(params, config), shown_share=shown)
+
+    @classmethod
     def averages_weights(cls, params: EftVitParams) -> bool:
         """Return whether local modules are averaged."""
         return params.average_local is not None
@@ -160,6 +167,11 @@ class EftVit(Method[EftVitParams]):
         self.server_module = model_parts.union(self.global_module, model_parts.head)
         # Where local modules are averaged or never trained, the server has a whole model.
         self.has_global_model = params.average_local is not None or params.local_rounds == 0
+
+    @property
+    def feature_split(self) -> int:
+        """The block after the local module."""
+        return self.params.local_layers
 
     @property
     def trainable(self) -> Selection:
