@@ -90,4 +90,4 @@ def test_the_traceback_of_a_bad_message_is_short_and_printable(
     assert len(printed) < 20_000
     assert all(line.isprintable() for line in printed.split("\n"))
     assert len(reply.getvalue()) < 2000
-    assert b"UserError: a message of" in reply.getvalue()
+    assert b"the client's worker failed (UserError)" in reply.getvalue()

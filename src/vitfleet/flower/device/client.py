@@ -111,9 +111,9 @@ class FlowerClient:
     root: Path  # folder of the client's files
     machine: MachineConfig  # Hardware settings. The client's operator chooses them, not the run.
     limits: ClientLimits = field(default_factory=ClientLimits)  # what a server may ask for
-    pretrained: Path | None = None  # published weights that a local module whose features are sent must be near
     # Receives a line about each run, for the client's owner; ``None``: nobody reads it
     activity: ActivityLog | None = None
+    pretrained: Path | None = None  # published weights that a local module whose features are sent must be near
     _cached: _CachedSetup | None = field(default=None, init=False, repr=False)
 
     def train(self, payload: TrainPayload) -> Reply:

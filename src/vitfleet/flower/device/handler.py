@@ -68,7 +68,7 @@ def local_client(
             DataSpec(classes, run_spec.channels, run_spec.image_size, keys.test_share, keys.max_corrupt)
         )
 
-    return FlowerClient(load_images, state, machine, limits, pretrained, ActivityLog(state / ACTIVITY_FILE))
+    return FlowerClient(load_images, state, machine, limits, ActivityLog(state / ACTIVITY_FILE), pretrained)
 
 
 def simulated_client(folder: Path, client: int, machine: MachineConfig) -> FlowerClient:
