@@ -40,6 +40,7 @@ def tiny(method: str, *overrides: str) -> Config:
             "fleet.clients=3",
             "fleet.per_round=3",
             "machine.device=cpu",
+            "aggregate.clip_factor=null",
             *overrides,
         ],
     )

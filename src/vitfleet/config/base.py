@@ -83,13 +83,13 @@ class AggregationParams(Table):
     rule: str = ""
     equal_weights: bool = Field(False, description="give every device the same weight, whatever samples it reports")
     samples_factor: float | None = Field(
-        3.0,
+        2.0,
         ge=1,
         description="samples that a device counts with at most: this many times the round's median, and what it "
         "reported before; null: no limit",
     )
     clip_factor: float | None = Field(
-        3.0,
+        2.0,
         ge=1,
         description="a weight's change that is longer than this many times the round's median of that weight's changes "
         "is scaled down to it; null: no limit",
