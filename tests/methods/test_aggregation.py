@@ -79,9 +79,10 @@ def test_holding_replies_back_gives_the_streamed_bits() -> None:
 def test_an_update_out_of_all_proportion_is_set_aside_and_named() -> None:
     sent = updates(5)
     wild = {name: 1e6 * one for name, one in sent[3].items()}
-    state, gathering = gathered(MeanParams(norm_factor=5, max_change=None, max_ratio=None), [*sent[:3], wild, sent[4]])
+    limits = MeanParams(norm_factor=5, max_change=None, max_ratio=None, samples_factor=None)
+    state, gathering = gathered(limits, [*sent[:3], wild, sent[4]])
     assert list(gathering.rejected) == [3]
-    gathering = WeightedMean(KNOWN)
+    gathering = WeightedMean(KNOWN, limits)
     for client in (0, 1, 2, 4):
         gathering.add(client, Message(sent[client], {"samples": client + 1}))
     expected = gathering.finish()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Command, MakeConfig
-from vitfleet.config import plugins
+from vitfleet.config import plugins, trust
 from vitfleet.errors import UserError
 from vitfleet.run.checkpoints.store import Checkpoints
 from vitfleet.run.loop import run_rounds
@@ -93,6 +93,7 @@ class Mine(WeightAveraging):
 def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a run whose configuration names a plug-in that nobody here has ever loaded."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv(trust.VARIABLE, raising=False)
     monkeypatch.setattr(plugins, "_loaded", {})
     code = run / "mine.py"
     code.write_text(PLUGIN.format(marker=str(tmp_path / "marker")))
@@ -118,13 +119,15 @@ def test_a_foreign_runs_plug_in_is_not_run_unasked(
     assert not (tmp_path / "marker").exists()
 
 
-def test_a_plug_in_is_trusted_once(foreign: Path, vitfleet: Command, tmp_path: Path) -> None:
+def test_a_plug_in_is_trusted_once(
+    foreign: Path, vitfleet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = vitfleet(tmp_path, "resume", foreign, "--trust-plugins")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "marker").exists()
-    plugins._loaded.clear()
-    assert vitfleet(tmp_path, "resume", foreign).returncode == 0, "the answer is kept, for this content"
-    plugins._loaded.clear()
+    for _ in range(2):
+        assert vitfleet(tmp_path, "resume", foreign).returncode == 0, "the answer is kept, for this content"
+        monkeypatch.delenv(trust.VARIABLE, raising=False)  # as in another process
     with (foreign / "mine.py").open("a") as file:
         file.write("# changed\n")
     assert vitfleet(tmp_path, "resume", foreign).returncode == 2

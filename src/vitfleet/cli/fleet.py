@@ -106,6 +106,7 @@ def server(
     names: Annotated[str, typer.Option(help="The clients, as a,b,c; default: all that have a key.")] = "",
     insecure: Insecure = False,
     yes: options.Yes = False,
+    trust_plugins: options.TrustPlugins = False,
 ) -> None:
     """Run a configuration on clients on other machines: start the server, run all rounds, stop the server.
 

@@ -22,7 +22,17 @@ from vitfleet.config.load import read_config
 from vitfleet.config.plugins import UsedComponent, check_unchanged, used_components
 from vitfleet.config.schema import Config
 from vitfleet.errors import UserError
-from vitfleet.files import ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE, SUMMARY_FILE, make_folder, read_json, write_atomically
+from vitfleet.files import (
+    ABOUT_FILE,
+    CONFIG_FILE,
+    PLUGINS_FILE,
+    SUMMARY_FILE,
+    make_folder,
+    read_json,
+    refuse_links,
+    write_atomically,
+)
+from vitfleet.run.checkpoints.manifest import KEPT_FOLDER, PREVIOUS
 
 # Files that a process which was killed before it wrote config.json may have left.
 _TEMPORARY = {f".{name}.tmp" for name in (ABOUT_FILE, CONFIG_FILE, PLUGINS_FILE)}
@@ -99,6 +109,8 @@ def open_run_folder(path: Path, lock_seconds: float = 0.0) -> RunFolder:
     """Lock the folder of a run to resume it."""
     if not (path / CONFIG_FILE).is_file():
         raise UserError(f"{path}: holds no run (there is no {CONFIG_FILE} in it)")
+    checkpoint = path / "checkpoint"
+    refuse_links(checkpoint, checkpoint / PREVIOUS, path / KEPT_FOLDER, *sorted(path.iterdir()))
     return RunFolder(path, lock_seconds)
 
 
