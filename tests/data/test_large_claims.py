@@ -92,7 +92,7 @@ def test_the_most_pixels_fit_in_a_small_machine() -> None:
 
 
 def test_a_model_file_that_claims_a_huge_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitfleet.inference.stored_models.build_model", lambda *_: pytest.fail("it is built"))
+    monkeypatch.setattr("vitfleet.inference.stored_models.Classifier", lambda *_: pytest.fail("it is built"))
     info = {
         "model": {"name": "vit", "dim": 4096, "depth": 64, "heads": 64, "patch_size": 4},
         "method": {"name": "fedavg"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from vitfleet.flower.server.processes import (
     PROXY_LOG,
     SUPERLINK_LOG,
     ServerSettings,
+    check_running,
     run_status,
     running_server,
     start_run,
@@ -43,9 +45,10 @@ def serve(
     """
     for stale in (folder / ERROR_FILE, folder / SUMMARY_FILE, folder / PROGRESS_FILE):
         stale.unlink(missing_ok=True)
-    with running_server(settings, names):
+    with running_server(settings, names) as processes:
         on_ready()
-        follow(settings, folder, start_run(settings, folder), show_round, progress)
+        check = partial(check_running, settings, processes)
+        follow(settings, folder, start_run(settings, folder), show_round, progress, check)
 
 
 def follow(
@@ -54,6 +57,7 @@ def follow(
     flower_run_id: int,
     show_round: ShowRound = lambda record, seconds: None,
     progress: Progress = NO_PROGRESS,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Show every round, and the progress of the current round, until the run has ended."""
     mirror = ProgressMirror(progress)
@@ -62,6 +66,7 @@ def follow(
     while not (folder / SUMMARY_FILE).exists():
         shown, seconds = _show_new_rounds(folder, show_round, shown, seconds)
         mirror.show(read_progress(folder))
+        check()
         for log in (SUPERLINK_LOG, PROXY_LOG):
             cut_log(settings.home / log)
         if (folder / ERROR_FILE).exists():
