@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from flwr.app import ConfigRecord
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
@@ -50,8 +51,9 @@ from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import UserError
 from vitfleet.fleet.base import Request
 from vitfleet.flower.device.client import FlowerClient
-from vitfleet.flower.device.handler import local_client
+from vitfleet.flower.device.handler import hard_limits, local_client
 from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.worker import failure_of
 from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.flower.transport.payloads import EvalPayload, RunSpec, TrainPayload
 from vitfleet.message import Message, Tensors
@@ -65,7 +67,6 @@ TINY = (
     *("train.epochs=2", "train.batch_size=16", "trackers={}", "data.partition.beta=100"),
 )
 LIMITS = ("memory_mb=1000", "seconds_per_round=20")  # of the device, so that an attack is short
-PROCESS_MB = 400  # a device's process before a request
 GRACE = 2.0  # what a request may take beyond its owner's limits: an estimate is not a measurement
 CPU = MachineConfig(device="cpu", threads=1)
 
@@ -242,22 +243,16 @@ def hostile_messages(message: Message) -> dict[str, Message]:
 # One request, in a process of its own
 
 
-class Answer(NamedTuple):
-    """What a device answered: why it refuses, if it does, or what went wrong with it."""
-
-    failure: str | None
-    error: str | None
-
-
 def answer(server: Server, attack: Attack, connection: Any) -> None:
-    """Handle a request as a device does, and send the answer."""
+    """Handle a request as a device's worker does, and send why it refuses; an empty text if it does not."""
     torch.set_num_threads(1)
     device, payload = server.device(), attack.payload
     try:
-        reply = device.train(payload) if isinstance(payload, TrainPayload) else device.evaluate(payload)
-        connection.send(Answer(reply.failure, None))
-    except Exception as error:  # noqa: BLE001  (the device's worker catches it too: what it says must not be sent)
-        connection.send(Answer(None, f"{type(error).__name__}: {error}"))
+        with hard_limits(ConfigRecord({"limits": json.dumps(LIMITS), "device": "cpu"})):
+            reply = device.train(payload) if isinstance(payload, TrainPayload) else device.evaluate(payload)
+        connection.send(reply.failure or "")
+    except Exception as error:  # noqa: BLE001  (as in a worker)
+        connection.send(failure_of(error))
 
 
 def resident_mb(process: int, which: str = "VmRSS") -> float:
@@ -275,10 +270,10 @@ def harm_of(server: Server, attack: Attack, outcome: Outcome) -> str | None:
     limits = ClientLimits.parse(list(LIMITS))
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    before = resident_mb(multiprocessing.current_process().pid or 0)
     process = context.Process(target=answer, args=(server, attack, sender))
     process.start()
     sender.close()
+    before = resident_mb(process.pid or 0)
     started, most, found = time.monotonic(), 0.0, None
     try:
         while process.is_alive():
@@ -301,12 +296,9 @@ def harm_of(server: Server, attack: Attack, outcome: Outcome) -> str | None:
         return "ends the device's worker"
     if most > GRACE * limits.memory_mb:
         return f"takes {most:.0f} MB"
-    said = f"{found.failure or ''} {found.error or ''}"
-    if names := [name for name in server.local_names if name in said]:
-        return f"is told a local name ({names[0]}): {said.strip()}"
-    if found.error is not None:
-        return f"fails otherwise than by refusal: {found.error}"
-    return None if found.failure is not None else ""
+    if names := [name for name in server.local_names if name in found]:
+        return f"is told a local name ({names[0]}): {found}"
+    return None if found else ""
 
 
 def attack_method(name: str, number: int, overrides: Sequence[str], advance: Callable[[], None]) -> Outcome:

@@ -6,6 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -37,16 +40,25 @@ def total_memory(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     return total if text == "max" else min(total, int(text))
 
 
-def limit_memory(more: int) -> None:
-    """Limit the memory that this process can have from now on to so many bytes more: what does not fit is an error."""
-    status = Path("/proc/self/status")
-    if sys.platform != "linux" or not status.exists():
+@contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Let this process have so many bytes more than when it asked first; in the block what does not fit is an error."""
+    if sys.platform != "linux":
+        yield
         return
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    now = int(fields["VmData"].split()[0]) * 1024
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = now + more
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted, hard = _first_data_bytes() + more, before[1]
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@cache
+def _first_data_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmData"].split()[0]) * 1024
 
 
 def return_freed_memory() -> None:

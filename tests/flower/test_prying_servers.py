@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,23 @@ def test_a_task_is_one_of_the_runs(task_index: int, tiny_config: MakeConfig, tmp
     reply = server.client().train(TrainPayload(request, server.spec, server.context.base))
     assert reply.failure is not None
     assert "task" in reply.failure
+
+
+def test_what_an_estimate_missed_is_an_error_and_ends_no_process() -> None:
+    """In a process of its own: the limit is that of the whole process."""
+    code = """
+import torch
+from vitfleet.flower.device.handler import hard_limits
+with hard_limits({"limits": '["memory_mb=100"]', "device": "cpu"}):
+    torch.ones(5 * 10**6)
+    try:
+        torch.ones(50 * 10**6)
+    except RuntimeError:
+        print("refused")
+torch.ones(50 * 10**6)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
 
 
 # Images

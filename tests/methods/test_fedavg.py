@@ -25,8 +25,8 @@ def message(samples: int, **tensors: Tensor) -> Message:
 
 
 def mean_of(server: State, *messages: Message) -> Tensors:
-    limits = dict.fromkeys(["max_change", "max_ratio", "samples_factor", "clip_factor", "norm_factor"])
-    gathering = WeightedMean(server, MeanParams(**limits))
+    none = MeanParams(max_change=None, max_ratio=None, samples_factor=None, clip_factor=None, norm_factor=None)
+    gathering = WeightedMean(server, none)
     for client, one in enumerate(messages):
         gathering.add(client, one)
     return gathering.finish().tensors

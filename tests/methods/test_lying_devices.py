@@ -81,7 +81,8 @@ def test_weights_may_be_equal() -> None:
 def test_the_record_says_with_how_many_samples_a_device_counted(tiny_config: MakeConfig, tmp_path: Path) -> None:
     context = opened(tiny_config(), tmp_path)
     state, honest = load_state(context), replies(context)
-    _, record = run_round(replace(context, fleet=Lying(context, honest, samples=10**8)), state, 1)
+    lying = Lying(context, honest, samples=10**8)
+    _, record = run_round(replace(context, fleet=lying), state, 1)  # type: ignore[arg-type]
     reported = [reply.message.numbers["samples"] for reply in honest if reply.message is not None]
     liar = next(entry for entry in record.clients if entry.client == honest[0].client)
     assert liar.numbers["samples"] == 10**8

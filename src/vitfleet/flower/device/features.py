@@ -42,14 +42,14 @@ def check_transforms(net: Net, weights: Tensors, split: int, preprocess: Preproc
     generator = torch.Generator().manual_seed(0)
     shape = (2 * count, len(net.mean), net.image_size, net.image_size)
     with torch.no_grad():
-        inputs = preprocess(torch.randint(PIXELS, shape, generator=generator, dtype=torch.uint8).to(device))
-        features = net.forward_to(weights, inputs, None, split)[:, net.num_prefix_tokens :].double().cpu()
-        pixels = _patches(inputs.double().cpu(), net)
+        images = preprocess(torch.randint(PIXELS, shape, generator=generator, dtype=torch.uint8).to(device))
+        features = net.forward_to(weights, images, None, split)[:, net.num_prefix_tokens :].double().cpu()
+        pixels = _patches(images.double().cpu(), net)
         # At each position by itself a constant is taken off: that of the position's embedding.
-        known, tested = ((half - features[:count].mean(0)).flatten(0, 1) for half in features.split(count))
-        given, wanted = ((half - pixels[:count].mean(0)).flatten(0, 1) for half in pixels.split(count))
-        decoder = torch.linalg.lstsq(known, given).solution
-        error = float((tested @ decoder - wanted).square().mean() / wanted.var())
+        inputs, targets = (values - values[:count].mean(0) for values in (features, pixels))
+        decoder = torch.linalg.lstsq(inputs[:count].flatten(0, 1), targets[:count].flatten(0, 1)).solution
+        wanted = targets[count:].flatten(0, 1)
+        error = float((inputs[count:].flatten(0, 1) @ decoder - wanted).square().mean() / wanted.var())
     if not error > LEAST_ERROR:
         raise RefusedRequestError(
             "the local module that the server sent transforms next to nothing: its features would show the images"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -22,12 +26,33 @@ from vitfleet.errors import UserError
 from vitfleet.files import CONFIG_FILE
 from vitfleet.flower.device.activity import ACTIVITY_FILE, ActivityLog, round_line
 from vitfleet.flower.device.client import FlowerClient
-from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.limits import MEGABYTE, ClientLimits
 from vitfleet.flower.device.storage import IMAGES_FOLDER, free_bytes
 from vitfleet.flower.transport.codec import pack_eval_reply, pack_reply, unpack_eval_request, unpack_train_request
 from vitfleet.flower.transport.payloads import RunSpec
+from vitfleet.system import limited_memory
 
 MACHINE_KEYS = ("device", "precision", "threads", "deterministic")
+
+
+@contextmanager
+def hard_limits(settings: ConfigRecord) -> Iterator[None]:
+    """End what takes more than the owner of a real client allows: estimates err, and a server may look for where.
+
+    Memory that does not fit is an error. A round that takes twice its time ends this process; the next message starts
+    another one.
+    """
+    limits = ClientLimits.parse(json.loads(str(settings.get("limits", "[]"))))
+    timer = threading.Timer(2 * limits.seconds_per_round, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    # On a GPU the libraries reserve more than they use.
+    on_cpu = settings.get("device", "auto") == "cpu" or not torch.cuda.is_available()
+    try:
+        with limited_memory(limits.memory_mb * MEGABYTE) if on_cpu else nullcontext():
+            yield
+    finally:
+        timer.cancel()
 
 
 def handle_message(settings: ConfigRecord, content: RecordDict) -> RecordDict:

@@ -134,12 +134,11 @@ class LayerSharing:
         layers = update.numbers.get("layers", [])
         if not update.tensors and not update.numbers["samples"] and not layers:
             return
-        rising = isinstance(layers, list) and layers == sorted(set(layers))
-        if not (rising and len(layers) == self.k and all(layer in range(depth) for layer in layers)):
+        named = [layer for layer in range(depth) if isinstance(layers, list) and layer in layers]
+        if layers != named or len(named) != self.k:
             raise RejectedUpdateError(f"its layers are not {self.k} rising numbers between 0 and {depth - 1}")
-        check_complete(
-            update.tensors, self.parts.union(self.always_sent, *(self.parts.blocks[int(layer)] for layer in layers))
-        )
+        sent = self.parts.union(self.always_sent, *(self.parts.blocks[layer] for layer in named))
+        check_complete(update.tensors, sent)
 
     # Client
 

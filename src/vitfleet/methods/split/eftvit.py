@@ -416,7 +416,8 @@ class FeatureStoreUpdate(Aggregator):
         classes, labels = self.context.num_classes, sent[LABELS]
         if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= classes):
             raise RejectedUpdateError(f"its labels are not all between 0 and {classes - 1}")
-        _, counts = labels.unique(return_counts=True)
+        counts = torch.bincount(labels.long())
+        counts = counts[counts > 0]
         if len(labels) and int(counts.min()) != int(counts.max()):
             raise RejectedUpdateError("its features are not as many of every class")
         most_rows = self.method.most_per_class(samples, len(counts)) if len(labels) else 0
@@ -480,8 +481,9 @@ class FeatureStoreUpdate(Aggregator):
             return received
         self.counted = {**self.counted, client: samples}
         labels = received.tensors[LABELS]
-        most = self.method.most_per_class(samples, len(labels.unique()))
-        rows = torch.cat([(labels == label).nonzero().flatten()[:most] for label in labels.unique()])
+        present = torch.bincount(labels.long()).nonzero().flatten()
+        most = self.method.most_per_class(samples, len(present))
+        rows = torch.cat([(labels == label).nonzero().flatten()[:most] for label in present])
         return replace(received, tensors={name: tensor[rows] for name, tensor in received.tensors.items()})
 
 
