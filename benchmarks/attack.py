@@ -29,7 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -232,11 +232,14 @@ def forgeries(reply: Reply, earlier: Reply | None) -> Iterator[Forgery]:
 
 
 def plausible(name: str, honest: object, changed: object, kind: str) -> bool:
-    """Whether an honest device might report a number in place of another: a count, or a fraction for a fraction."""
+    """Whether an honest device might report a number in place of another: any number for a number that is no count."""
     if kind == "missing":
-        return name not in ("samples",)
-    if name == "undeclared" or type(changed) is not type(honest) or isinstance(changed, list):
+        return name != "samples"
+    if name == "undeclared" or type(changed) is not type(honest):
         return False
+    if isinstance(changed, list) and isinstance(honest, list):
+        same = len(changed) == len(honest) and all(isinstance(item, float) for item in honest)
+        return (same and kind == "one wild") or kind == "shorter"
     return isinstance(changed, float) and math.isfinite(changed)
 
 
@@ -545,12 +548,15 @@ def poison_command(args: argparse.Namespace, console: Console) -> int:
     accuracies: dict[Case, float | str] = {}
     with ProgressBar(console=console, transient=True) as bar, ProcessPoolExecutor(args.jobs) as pool:
         task = bar.add_task("runs", total=len(cases))
-        futures = {case: pool.submit(run, case) for case in cases}
-        for case, future in futures.items():
+        futures = {pool.submit(run, case): case for case in cases}
+        for future in as_completed(futures):
+            case = futures[future]
             try:
                 accuracies[case] = future.result()
             except UserError as error:  # a rule that cannot work with so few replies
                 accuracies[case] = str(error)
+            value = accuracies[case]
+            console.print(*case, f"{value:.1f}" if isinstance(value, float) else value, highlight=False)
             bar.advance(task)
     table = Table("method", "rule", *args.attacks)
     for method in args.methods or PRESETS:
