@@ -48,7 +48,7 @@ FAMILIES = {
     "split": {"aggregation"},
     "personal": {"aggregation", "averaging"},
     "closed_form": {"aggregation"},
-    "continual": {"aggregation", "averaging", "personal"},
+    "continual": {"aggregation", "averaging", "personal", "closed_form"},
 }
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 

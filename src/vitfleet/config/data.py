@@ -32,6 +32,11 @@ class TasksConfig(Table):
         "random", description="whether classes are put into tasks at random or as the data lists them"
     )
     order: Literal["own", "common"] = Field("own", description="each client learns the tasks in its own order, or not")
+    partitioned: bool = Field(
+        False,
+        description="with order = common: data.partition divides each task's images over the clients, in place of "
+        "per_client and share, and the server's model is evaluated on all classes so far (class-incremental learning)",
+    )
     scenario: Literal["task", "class"] = Field(
         "task", description="task: an image's task is known; class: its class is looked for among those of all tasks"
     )
@@ -40,7 +45,22 @@ class TasksConfig(Table):
     )
 
     @model_validator(mode="after")
+    def _partitioned_tasks_are_common(self) -> TasksConfig:
+        if not self.partitioned:
+            return self
+        if self.order != "common":
+            raise ValueError("data.tasks.partitioned = true: needs data.tasks.order = common; tasks are those of all")
+        if self.keep_models:
+            raise ValueError("data.tasks.keep_models = true: must be false with data.tasks.partitioned")
+        for key in ("per_client", "share"):
+            if getattr(self, key) != TasksConfig.model_fields[key].default:
+                raise ValueError(f"data.tasks.{key}: has no effect with data.tasks.partitioned = true; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _bounds(self) -> TasksConfig:
+        if self.partitioned:
+            return self
         for key, (least, most), limit in (("per_client", self.per_client, self.classes), ("share", self.share, 1)):
             if not 0 < least <= most <= limit:
                 raise ValueError(
@@ -74,7 +94,8 @@ class AugmentConfig(Table):
 def tasks_divide(kind: str) -> ConfigError:
     """Return the error of a partition that tasks would not follow."""
     remedy = (
-        "has no effect with data.tasks, which divide the images (classes, per_client, share); leave one of them out"
+        "has no effect with data.tasks, which divide the images (classes, per_client, share); leave one of them out, "
+        "or set data.tasks.order = common and data.tasks.partitioned = true"
     )
     return ConfigError("data.partition.kind", kind, remedy)
 
@@ -124,7 +145,14 @@ class DataConfig(Table):
 
     @model_validator(mode="after")
     def _tasks_divide_the_images(self) -> DataConfig:
-        if self.tasks is not None and self.partition != PARTITIONS.make_params("dirichlet"):
+        if self.tasks is None:
+            return self
+        if self.tasks.partitioned:
+            if self.partition.kind == "file":
+                remedy = "is one of all images; with data.tasks.partitioned choose another, which divides each task"
+                raise ConfigError("data.partition.kind", "file", remedy)
+            return self
+        if self.partition != PARTITIONS.make_params("dirichlet"):
             raise tasks_divide(self.partition.kind)
         return self
 

@@ -62,7 +62,9 @@ class HeadConfig(HeadSolver):
     """
 
     start: Literal["random", "closed-form"] = Field(
-        "random", description="the first head: random, or solved from sums of all clients' images before round 1"
+        "random",
+        description="the first head: random, or solved from sums of all clients' images before round 1; with "
+        "data.tasks the rows of each task's classes before its first round",
     )
     solve_every: int | None = Field(
         None, ge=1, description="rounds after which the head is replaced by one that is solved on the trained body"
@@ -92,7 +94,7 @@ class HeadConfig(HeadSolver):
         return self.solve_every is not None or self.solve_last
 
     def times_solved(self, rounds: int) -> int:
-        """Return how often the head is solved in a run of so many rounds."""
+        """Return how often the head is solved from all images in a run of so many rounds; tasks together count once."""
         after_rounds = sum(self.solve_due(round, round == rounds) for round in range(1, rounds + 1))
         return after_rounds + self.is_solved_first
 

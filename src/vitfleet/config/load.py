@@ -105,7 +105,7 @@ def from_tree(
     had_tasks = _tasks(tree) is not None
     for key, value in given:
         _put(tree, key, value)
-    if _tasks(tree) is not None:
+    if _tasks(tree) is not None and not _partitions_tasks(tree):
         if any(key.startswith("data.partition") for key, _ in given):
             raise tasks_divide(_table_of(tree, "data.partition.kind")[0].get("kind", "dirichlet"))
         if not had_tasks:  # the source's partition is not for them
@@ -269,6 +269,12 @@ def _table_of(tree: Tree, key: str) -> tuple[Tree, str]:
 def _tasks(tree: Tree) -> Any:
     table, leaf = _table_of(tree, "data.tasks")
     return table.get(leaf)
+
+
+def _partitions_tasks(tree: Tree) -> bool:
+    """Whether the partition divides each task's images."""
+    table, leaf = _table_of(tree, "data.tasks.partitioned")
+    return table.get(leaf) is True
 
 
 def _make_paths_absolute(tree: Tree) -> None:

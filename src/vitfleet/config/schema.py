@@ -88,6 +88,15 @@ class Config(Table):
         """Whether an image's task is known, so that predictions are among the task's classes only."""
         return self.data.tasks is not None and self.data.tasks.scenario == "task"
 
+    @property
+    def is_incremental(self) -> bool:
+        """Whether tasks are common to all clients and the server's model is evaluated after each."""
+        return self.data.tasks is not None and self.data.tasks.partitioned
+
+    def begins_task(self, round: int) -> bool:
+        """Return whether a round is the first of a task."""
+        return self.data.tasks is not None and (round - 1) % self.data.tasks.rounds_per_task == 0
+
     def task_index(self, round: int) -> int:
         """Return the index of the task that is learned in a round; 0 without a task stream."""
         return self.data.tasks.task_index(round) if self.data.tasks else 0
@@ -148,8 +157,17 @@ class Config(Table):
         key, value = (key, value) if value is not None else ("head.solve_last", head.solve_last)
         if not METHODS[self.method.name].target.takes_head(self.method):
             raise ConfigError(key, value, f"with {self.method.name} as configured the server has no head to be solved")
-        if self.data.tasks is not None:
-            raise ConfigError(key, value, "is for runs without data.tasks")
+        if self.data.tasks is not None and not self.is_incremental:
+            remedy = (
+                "needs tasks that are those of all clients: data.tasks.order = common, data.tasks.partitioned = true"
+            )
+            raise ConfigError(key, value, remedy)
+        if self.data.tasks is not None and head.is_solved_again:
+            raise ConfigError(
+                "head.solve_last",
+                head.solve_last,
+                "must be left out with data.tasks, as head.solve_every: images of earlier tasks are gone",
+            )
         if head.regularization == "held-out":
             raise ConfigError(
                 "head.regularization", head.regularization, "asks clients twice; choose auto or a number in this table"

@@ -277,6 +277,9 @@ def _evaluation_passes(config: Config, size: DatasetSize, method: Method[Any], l
         # A client has all test images of its classes. After each task, all clients are measured on their tasks so far.
         classes = np.mean([len(np.unique(task_labels)) for task_labels in labels])
         of_task = float(classes) * size.test_samples / size.num_classes
+        if tasks.partitioned:  # a client has its part of a task's test images; the server's model is measured on all
+            by_clients = config.fleet.asked / config.fleet.clients * size.test_samples / tasks.count / config.eval.every
+            return by_clients + size.test_samples * (tasks.count + 1) / 2 / tasks.count / tasks.rounds_per_task
         return of_task * (config.fleet.asked + config.fleet.clients * (tasks.count + 1) / 2 / tasks.rounds_per_task)
     local = config.fleet.asked * size.test_samples / config.fleet.clients
     models = 1 if method.has_global_model else min(config.eval.clients or config.fleet.clients, config.fleet.clients)

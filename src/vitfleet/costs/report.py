@@ -20,9 +20,9 @@ from vitfleet.costs.dataset_size import DatasetSize, known_size
 from vitfleet.costs.flops import full_flops
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.costs.memory import TrackedStep, round_memory
-from vitfleet.data.partitions.assign import make_partition
+from vitfleet.data.partitions.assign import assign_tasks, make_partition
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.data.tasks import make_task_streams
+from vitfleet.data.tasks import class_to_task
 from vitfleet.errors import UserError
 from vitfleet.methods import Method, MethodContext, declared_work, make_head_solver, make_method, model_adaptation
 from vitfleet.models.net import Net
@@ -239,7 +239,11 @@ def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int6
     labels = np.arange(dataset.samples, dtype=np.int64) % dataset.num_classes
     clients, seed = config.fleet.clients, config.seed
     if config.data.tasks is not None:
-        streams = make_task_streams(config.data.tasks, clients, seed, labels, labels, dataset.num_classes)
+        if (
+            config.is_incremental and config.data.partition.kind == "source"
+        ):  # depends on the images: assume equal parts
+            return _equal_tasks(config, labels, dataset.num_classes)
+        streams = assign_tasks(config, labels, labels, dataset.num_classes)
         client = typical_client(streams.class_counts.sum(axis=1).tolist())
         per_task = [labels[streams.train.for_client(client, task_index)] for task_index in range(streams.num_tasks)]
         typical = typical_client([len(task_labels) for task_labels in per_task])
@@ -248,6 +252,12 @@ def typical_labels(config: Config, dataset: DatasetSize) -> list[NDArray[np.int6
         return [labels[::clients]]
     partition = make_partition(config.data.partition, clients, seed, labels, labels, dataset.num_classes, None, None)
     return [labels[partition.train.for_client(typical_client(partition.class_counts.sum(axis=1).tolist()))]]
+
+
+def _equal_tasks(config: Config, labels: NDArray[np.int64], num_classes: int) -> list[NDArray[np.int64]]:
+    """Return the labels of a client with an equal part of each task."""
+    of_class = np.array(class_to_task(config.data.tasks, config.seed, num_classes))
+    return [labels[of_class[labels] == task][:: config.fleet.clients] for task in range(config.num_tasks)]
 
 
 def typical_client(sizes: Sequence[int]) -> int:

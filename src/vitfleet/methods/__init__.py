@@ -15,7 +15,7 @@ from vitfleet.methods.continual.penalties import ewc, mas  # noqa: F401
 from vitfleet.methods.continual import fedweit  # noqa: F401
 from vitfleet.methods.continual.gradients import fedvit, fedknow  # noqa: F401
 from vitfleet.methods.continual.replay import experience_replay, dytox, bcn, lvt  # noqa: F401
-from vitfleet.methods.continual import joint  # noqa: F401
+from vitfleet.methods.continual import analytic, joint  # noqa: F401
 
 # isort: on
 from vitfleet.methods.base import (

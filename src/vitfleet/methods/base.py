@@ -459,6 +459,13 @@ def declared_work(config: Config) -> Work:
 def make_method(params: MethodParams, context: MethodContext) -> Method[Any]:
     """Return the configured method."""
     method = method_class(params)(params, context)
+    if context.config.is_incremental and not method.has_global_model:
+        raise ConfigError(
+            "data.tasks.partitioned",
+            True,
+            f"with {params.name} as configured the server has no model to evaluate; choose shared heads "
+            "(method.heads = shared), or another method",
+        )
     frozen = context.config.head.freeze_rounds
     if frozen and set(method.parts.trainable(method.trainable)) <= set(method.parts.head):
         raise ConfigError("head.freeze_rounds", frozen, f"must be 0: {params.name} trains nothing but the head")

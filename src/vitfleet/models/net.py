@@ -183,7 +183,7 @@ class Net:
         """
         trained = [name for name in self.parts.head if name in self.parts.parameters]
         names = [name for kind in ("weight", "bias") for name in trained if name.split(".")[-1] == kind]
-        if len(trained) != 2 or len(names) != 2:
+        if len(names) != 2:
             family = type(self.module.vit).__name__
             raise UserError(f"model.name: the head of a {family} is not one linear layer; choose another model, as vit")
         return names[0], names[1]

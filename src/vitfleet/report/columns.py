@@ -64,7 +64,12 @@ _DECLARED = (
     Column("best", "best accuracy", PERCENT, ("accuracy", "best"), "highest",
            "the highest after any round, on the common {split} set"),
     Column("average", "average accuracy", PERCENT, ("continual", "average_accuracy"), "highest",
-           "clients' own models on their own {split} images of all tasks, after the last one"),
+           "clients' own models on their own {split} images of all tasks, after the last one; of tasks common to all the "
+           "server's, on all {split} images"),
+    Column("incremental", "average incremental accuracy", PERCENT, ("continual", "incremental_accuracy"), "highest",
+           "mean of the server's accuracy on all classes so far, after each task"),
+    Column("told", "accuracy with known task", PERCENT, ("continual", "with_task", "average_accuracy"), "highest",
+           "the server's model is told the task of each image"),
     Column("forgetting", "forgetting", PERCENT, ("continual", "forgetting"), "lowest",
            "mean loss of accuracy on earlier tasks"),
     Column("backward", "backward transfer", PERCENT, ("continual", "backward_transfer"), "highest",

@@ -18,6 +18,7 @@ from vitfleet.report.units import UNKNOWN, Unit, format_target
 from vitfleet.run.output.summary import MeanStd, mean_std, seed_values
 
 _CONTINUAL = ("average", "forgetting", "upload", "gflops")
+_INCREMENTAL = ("average", "incremental", "forgetting", "told", "upload", "gflops")
 _USUAL = ("accuracy", "local", "upload", "gflops")
 _TO_TARGET = ("rounds", "traffic")
 
@@ -181,7 +182,12 @@ def _choose_columns(groups: Sequence[RunGroup], names: Sequence[str], target: fl
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"columns {unknown[0]}: there is no such column; there are {', '.join(known)}")
     continual = all("continual" in (run.summary or {}) for group in groups for run in group.runs)
-    usual = _CONTINUAL if continual else _USUAL if target is None else (*_USUAL, *_TO_TARGET)
+    usual = _USUAL if target is None else (*_USUAL, *_TO_TARGET)
+    if continual:
+        incremental = any(
+            "incremental_accuracy" in (run.summary or {})["continual"] for group in groups for run in group.runs
+        )
+        usual = _INCREMENTAL if incremental else _CONTINUAL
     chosen = [known[name] for name in names or usual]
     if target is None and (needing := [column.name for column in chosen if column.path[0] == "to_target"]):
         raise UserError(f"columns {needing[0]}: needs a target accuracy, such as --target 0.8")

@@ -23,6 +23,7 @@ from vitfleet.run.state import RunState
 _MONITORED = (
     *("accuracy.global", "accuracy.local", "accuracy.loss", "loss", "total_up_bytes", "total_down_bytes"),
     *("virtual_seconds", "task.average_accuracy", "task.forgetting", "task.backward_transfer", "task.forward_transfer"),
+    "task.incremental_accuracy",
 )
 
 

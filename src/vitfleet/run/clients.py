@@ -17,11 +17,11 @@ from vitfleet.config.schema import Config, FleetConfig
 from vitfleet.costs.cost_model import CostModel
 from vitfleet.costs.hardware_profiles import HARDWARE_PROFILES, MEGABYTE, RoundWorkload, workload_seconds
 from vitfleet.data.images import DataSet, Shard
-from vitfleet.data.partitions.assign import partition_dataset
+from vitfleet.data.partitions.assign import assign_dataset_tasks, partition_dataset
 from vitfleet.data.partitions.client_indices import ClientIndices, Partition
 from vitfleet.data.partitions.partitioners import FilePartition
 from vitfleet.data.partitions.saved import load_task_streams, save_partition, save_task_streams
-from vitfleet.data.tasks import TaskStreams, make_task_streams
+from vitfleet.data.tasks import TaskStreams
 from vitfleet.files import DEVICES_FILE, PARTITION_FILE, TASKS_FILE, write_atomically
 from vitfleet.message import Numbers
 from vitfleet.randomness import Address, Purpose
@@ -56,7 +56,7 @@ def open_partition(config: Config, data: DataSet, folder: Path) -> RunPartition:
     if (tasks := config.data.tasks) is not None:
         if (folder / TASKS_FILE).exists():
             return load_task_streams(folder, *labels)
-        streams = make_task_streams(tasks, config.fleet.clients, config.seed, *labels, len(data.classes))
+        streams = assign_dataset_tasks(config, data)
         save_task_streams(streams, tasks, *labels, folder)
         return streams
     is_saved = (folder / PARTITION_FILE).exists()

@@ -143,5 +143,6 @@ def load_state(context: RunContext) -> RunState:
     """Return a run's state after its last checkpoint; before the first checkpoint, its initial state."""
     state = context.checkpoints.load(context.machine.device)
     if state is None:
-        return RunState(context.initial_server_state(), awaits_start=context.config.head.is_solved_first)
+        starts_solved = context.config.head.is_solved_first and context.config.data.tasks is None
+        return RunState(context.initial_server_state(), awaits_start=starts_solved)
     return state.with_history(read_records(context.folder))

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from vitfleet.costs.cost_model import CostModel, message_size
 from vitfleet.costs.virtual_clock import close_round
+from vitfleet.data.tasks import draw_task_order
 from vitfleet.errors import printable
 from vitfleet.fleet.base import NO_ROUND, Reply, Request, in_request_order
 from vitfleet.message import Message, Numbers, State, Tensors, add_numbers, with_numbers
 from vitfleet.methods.base import Aggregator, Method
-from vitfleet.methods.closed_form.closed_form import ClosedForm, sums_of_state
+from vitfleet.methods.closed_form.closed_form import CLIENT_MEANS, SUMS, ClosedForm, sums_of_state
 from vitfleet.methods.closed_form.sums import Sums
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
+from vitfleet.models.variants.wide_head import SCALE, SHIFT
 from vitfleet.progress import Progress
 from vitfleet.run.clients import VirtualFleet, training_clients
 from vitfleet.run.records import Accuracy, ClientRecord, HeadRecord
@@ -73,14 +75,19 @@ def solve_head(
     assert exchange is not None
     body = context.method.model_weights(state.server, context.base.tensors, None)
     solver_state = exchange.solver.initial_state(body)
+    solver_state = replace(solver_state, tensors={**solver_state.tensors, **state.head_sums.tensors})
     plans, now = _plan(context, exchange, state, solver_state, body)
-    aggregator = exchange.solver.aggregator(solver_state, state.round)
+    aggregator = exchange.solver.aggregator(solver_state, _round_of_images(context, state))
     entries, accepted, lost_state, own_sums = _collect(context, exchange, plans, aggregator, progress)
-    server, solution = state.server, State()
+    server, solution, sums = state.server, State(), state.head_sums
     minimum = context.config.fleet.min_replies
     if len(accepted) >= minimum:
         solution = _solve(context, exchange.solver, aggregator, own_sums)
-        server = context.method.with_head(server, context.method.parts.head.take(solution.tensors), state.round)
+        head = context.method.parts.head.take(solution.tensors)
+        if context.config.data.tasks is not None:
+            head = _rows_of_task(context, state, body, head)
+            sums = _kept_sums(context, solution)
+        server = context.method.with_head(server, head, state.round)
         server = context.method.with_client_heads(server, with_numbers(solution.tensors, CLIENT_HEADS))
         entries = [_reject(entry, aggregator.rejected.get(entry.client)) for entry in entries]
     else:
@@ -90,6 +97,7 @@ def solve_head(
     state = replace(
         state,
         server=server,
+        head_sums=sums,
         total_up_bytes=state.total_up_bytes + sum(entry.up_bytes for entry in entries),
         total_down_bytes=state.total_down_bytes + sum(entry.down_bytes for entry in entries),
         last_seen={client: last for client, last in {**known, **state.last_seen}.items() if client not in lost_state},
@@ -98,6 +106,43 @@ def solve_head(
     )
     chosen = {name: number for name, number in solution.numbers.items() if not isinstance(number, list)}
     return state, HeadRecord(entries, chosen, accuracy_before)
+
+
+def _round_of_images(context: RunContext, state: RunState) -> int:
+    """Return the round whose images the head is solved from: on tasks the next one, with which a task begins."""
+    return state.round if context.config.data.tasks is None else state.round + 1
+
+
+def _kept_sums(context: RunContext, solution: State) -> State:
+    """Return what the heads of later tasks are solved from too: not where clients still have their earlier images."""
+    if context.method.accumulates_tasks:
+        return State()
+    return State({name: tensor for name, tensor in solution.tensors.items() if name.startswith((SUMS, CLIENT_MEANS))})
+
+
+def _rows_of_task(context: RunContext, state: RunState, before: Tensors, solved: Tensors) -> dict[str, Tensor]:
+    """Return the head in which the rows of the new task's classes are the solved ones, and all others are kept.
+
+    Features keep the shift and the scale of the first task; rows that are solved later are written for these.
+    """
+    (weight_name, bias_name), tasks = context.net.linear_head, context.config.data.tasks
+    assert tasks is not None
+    weight, bias = solved[weight_name], solved[bias_name]
+    head = {name: before[name] for name in context.method.parts.head}
+    if SHIFT in head:
+        if state.round:
+            slopes = weight * solved[SCALE]
+            bias = bias + slopes @ (before[SHIFT] - solved[SHIFT])
+            weight = slopes / before[SCALE]
+        else:
+            head |= {SHIFT: solved[SHIFT], SCALE: solved[SCALE]}
+    task = draw_task_order(tasks, context.config.seed, client=0)[tasks.task_index(state.round + 1)]
+    is_new = torch.tensor(context.method.context.class_to_task, device=bias.device) == int(task)
+    is_new &= solved[weight_name].any(dim=1)  # a class of which nobody had an image has no weights
+    return head | {
+        weight_name: torch.where(is_new[:, None], weight, before[weight_name]),
+        bias_name: torch.where(is_new, bias, before[bias_name]),
+    }
 
 
 def body_message(method: Method[Any], body: Tensors, base: Tensors) -> Message:
@@ -118,14 +163,16 @@ def _plan(
     context: RunContext, exchange: HeadExchange, state: RunState, solver_state: State, body: Tensors
 ) -> tuple[list[_Plan], float]:
     """Return each client's part, and the time on the virtual clock at which the last one has replied."""
-    round, base_bytes = state.round, message_size(context.base)
+    round, base_bytes = _round_of_images(context, state), message_size(context.base)
+    task_index = context.config.task_index(round)
     shared = body_message(context.method, body, context.base.tensors).tensors
     requests = []
     for client in training_clients(context.config):
         asked = exchange.solver.message_to_client(solver_state, round, client, None)
         message = Message({**shared, **asked.tensors}, asked.numbers)
         last_round = state.last_seen.get(client)
-        requests.append(Request(round, client, message, last_round=last_round, kind="head"))
+        request = Request(round, client, message, task_index=task_index, last_round=last_round, kind="head")
+        requests.append(request)
     sizes = {
         request.client: message_size(request.message) + (base_bytes if request.last_round is None else 0)
         for request in requests
@@ -179,7 +226,7 @@ def _collect(
         replies = context.fleet.train(plan.request for plan in asked.values())
         for reply in in_request_order(replies, asked):
             advance(1)
-            entries[reply.client] = entry = _take_reply(context, exchange, entries[reply.client], reply, aggregator)
+            entries[reply.client] = entry = _take_reply(context, exchange, asked[reply.client], reply, aggregator)
             if entry.failure is None:
                 accepted.append(reply.client)
                 if weighted and reply.message is not None and reply.message.tensors:
@@ -192,8 +239,9 @@ def _collect(
 
 
 def _take_reply(
-    context: RunContext, exchange: HeadExchange, entry: ClientRecord, reply: Reply, aggregator: Aggregator
+    context: RunContext, exchange: HeadExchange, plan: _Plan, reply: Reply, aggregator: Aggregator
 ) -> ClientRecord:
+    entry = plan.entry
     if reply.message is None:
         down_bytes = entry.down_bytes if reply.sent else 0
         return replace(entry, down_bytes=down_bytes, failure=reply.failure or "no reply")
@@ -203,15 +251,16 @@ def _take_reply(
         aggregator.add(entry.client, reply.message)
     except RejectedUpdateError as error:
         return replace(entry, failure=printable(str(error)))
-    return replace(entry, numbers=numbers, gflops=_gflops(context, exchange, entry.client, numbers))
+    gflops = _gflops(context, exchange, entry.client, plan.request.round, numbers)
+    return replace(entry, numbers=numbers, gflops=gflops)
 
 
-def _gflops(context: RunContext, exchange: HeadExchange, client: int, numbers: Numbers) -> float | None:
+def _gflops(context: RunContext, exchange: HeadExchange, client: int, round: int, numbers: Numbers) -> float | None:
     """Return the operations of a client's passes, in billions; ``None`` if its samples are unknown."""
     samples = numbers.get("samples")
     if not isinstance(samples, int):
         return None
-    dry_run_result = exchange.cost_model.dry_run(1, client, context.labels(client, 0))
+    dry_run_result = exchange.cost_model.dry_run(1, client, context.labels(client, round))
     return exchange.cost_model.round_flops(dry_run_result, samples) / 1e9
 
 
@@ -230,7 +279,7 @@ def _solve(context: RunContext, solver: ClosedForm, aggregator: Aggregator, own_
     solution = State({**context.method.parts.head.take(state.tensors), **heads}, state.numbers)
     if processes.size > 1:
         processes.broadcast(encode(solution))
-    return solution
+    return replace(solution, tensors={**state.tensors, **heads})  # with the sums: only this process solves again
 
 
 def _client_heads(

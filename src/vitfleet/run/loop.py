@@ -14,7 +14,7 @@ from vitfleet.files import RECORDS_FILE, SUMMARY_FILE, TIMINGS_FILE, read_json
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.callbacks import Callback, make_callbacks
 from vitfleet.run.context import RunContext, load_state
-from vitfleet.run.evaluate import continual
+from vitfleet.run.evaluate import continual, incremental
 from vitfleet.run.evaluate.metric_context import with_metrics
 from vitfleet.run.output.model_file import save_server_model
 from vitfleet.run.output.summary import write_summary
@@ -162,6 +162,8 @@ def _finish(context: RunContext, state: RunState, callbacks: Sequence[Callback])
     more: dict[str, Any] = {**save_server_model(context, state), "execution": _execution(context)}
     if (tasks := context.config.data.tasks) is not None:
         more["continual"] = continual.summary(state.task_records, tasks.count)
+        if tasks.partitioned:
+            more["continual"] |= incremental.summary(state.task_records)
     if state.stop_reason is not None:
         more["stopped"] = {"round": state.round, "reason": state.stop_reason}
     for callback in callbacks:

@@ -89,22 +89,47 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class TaskScores:
+    """How well the server's model does on the tasks so far, 0…1: see :mod:`vitfleet.run.evaluate.incremental`.
+
+    Attributes
+    ----------
+    accuracies
+        On the test images of the first, second, … task; ``None`` for a task without any.
+    average_accuracy
+        On the test images of all of them.
+    incremental_accuracy
+        The mean of that after each task.
+    """
+
+    accuracies: list[float | None]
+    average_accuracy: float | None
+    incremental_accuracy: float | None
+    forgetting: float | None = None
+    backward_transfer: float | None = None
+
+
+@dataclass(frozen=True)
 class TaskRecord:
-    """Accuracies of all clients' models after a task was learned, 0…1.
+    """Accuracies of all clients' models after a task was learned, 0…1; of the server's, where tasks are common to all.
 
     Attributes
     ----------
     task
         Number of tasks learned so far, m.
     matrix
-        For each client a_{m,1}, a_{m,2}, … on its own test images of its first, second, … task: those learned, and the
-        next one, which is not; ``None`` if the client has no test images of the task, or failed to evaluate.
+        Of the server's model one row, of the tasks learned. Else for each client a_{m,1}, a_{m,2}, … on its own test
+        images of its first, second, … task: those learned, and the next one, which is not; ``None`` if the client has
+        no test images of the task, or failed to evaluate.
     initial
         The same for the untrained model and all tasks; in the record of the first task only.
     average_accuracy, forgetting, backward_transfer, forward_transfer
         Means over clients: see :mod:`vitfleet.run.evaluate.continual`. After one task there is only the first.
     failures
         Why clients failed to evaluate.
+    incremental_accuracy, with_task
+        Of the server's model only: the mean of its average accuracies so far, and how well it does where it is told the
+        task of an image, if it is not told otherwise.
     """
 
     task: int
@@ -115,11 +140,15 @@ class TaskRecord:
     backward_transfer: float | None = None
     forward_transfer: float | None = None
     failures: dict[str, str] = field(default_factory=dict)
+    incremental_accuracy: float | None = None
+    with_task: TaskScores | None = None
 
 
 @dataclass(frozen=True)
 class HeadRecord:
     """How the head was solved (``[head]``): in round 0 at the start, in a later round after its aggregation.
+
+    In a run on tasks it is solved at the beginning of each task's first round, before clients train.
 
     Attributes
     ----------
@@ -189,6 +218,8 @@ class RoundRecord:
         tree = asdict(self)
         if self.head is None:
             del tree["head"]
+        if self.task is not None and self.task.incremental_accuracy is None:
+            del tree["task"]["incremental_accuracy"], tree["task"]["with_task"]
         return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -202,13 +233,17 @@ class RoundRecord:
             **tree,
             accuracy=accuracy,
             clients=clients,
-            task=TaskRecord(**task) if task else None,
+            task=_task_record(**task) if task else None,
             head=_head_record(**head) if head else None,
         )
 
 
 def _accuracy(tree: dict[str, Any] | None) -> Accuracy | None:
     return Accuracy(**tree) if tree else None
+
+
+def _task_record(with_task: dict[str, Any] | None = None, **others: Any) -> TaskRecord:
+    return TaskRecord(**others, with_task=TaskScores(**with_task) if with_task else None)
 
 
 def _head_record(clients: list[dict[str, Any]], accuracy_before: dict[str, Any] | None, **others: Any) -> HeadRecord:

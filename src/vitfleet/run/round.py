@@ -19,7 +19,7 @@ from vitfleet.methods.base import Aggregator, Method, start_server_update
 from vitfleet.methods.reported import RejectedUpdateError, parse_numbers
 from vitfleet.progress import NO_PROGRESS, Progress
 from vitfleet.run.context import RunContext
-from vitfleet.run.evaluate import continual
+from vitfleet.run.evaluate import continual, incremental
 from vitfleet.run.head_exchange import solve_head
 from vitfleet.run.records import Accuracy, ClientRecord, RoundRecord
 from vitfleet.run.round_plan import ClientPlan, apply_staleness, evaluation_due
@@ -44,7 +44,9 @@ def run_round(
     context: RunContext, state: RunState, round: int, progress: Progress = NO_PROGRESS
 ) -> tuple[RunState, RoundRecord]:
     """Run one round and return the state after it and its record."""
-    config = context.config
+    config, head = context.config, None
+    if config.head.is_solved_first and config.begins_task(round):
+        state, head = solve_head(context, state, None, progress)
     plans, in_flight = context.planner.plan(state, round)
     aggregator = context.method.aggregator(state.server, round)
     aggregator.earlier_sizes = state.update_sizes
@@ -70,7 +72,8 @@ def run_round(
     accuracy = task = None
     if context.processes.is_first:
         accuracy = _evaluate(context, state, entries, progress) if evaluation_due(config, round) else None
-        task = continual.evaluate_task(context, state, progress)
+        evaluate_task = incremental.evaluate_task if config.is_incremental else continual.evaluate_task
+        task = evaluate_task(context, state, progress)
     record = RoundRecord(
         round,
         learning_rate(config.train, round, config.schedule_rounds),
@@ -81,6 +84,7 @@ def run_round(
         state.total_down_bytes,
         task,
         in_flight.now if context.planner.virtual is not None else None,
+        head=head,
     )
     if config.head.solve_due(round, state.is_finished(config.rounds)):
         return with_solved_head(context, state, record, progress)

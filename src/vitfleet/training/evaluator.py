@@ -117,9 +117,9 @@ class Evaluator:
         return score(self._logits(weights.tensors, images, None, len(models)))
 
     @torch.inference_mode()
-    def logits(self, weights: Tensors, images: ImageSet) -> Tensor:
-        """Return the logits of each image, ``[images, classes]``."""
-        return torch.cat([logits for logits, _ in self._logits(weights, images, None)])
+    def logits(self, weights: Tensors, images: ImageSet, index: Tensor | None = None) -> Tensor:
+        """Return the logits of each image at ``index``, ``[images, classes]``; ``None``: of all."""
+        return torch.cat([logits for logits, _ in self._logits(weights, images, index)])
 
     def _logits(
         self, weights: Tensors, images: ImageSet, index: Tensor | None, num_models: int | None = None

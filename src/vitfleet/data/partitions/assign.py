@@ -26,7 +26,7 @@ from vitfleet.config.registry import PARTITIONS
 from vitfleet.config.schema import Config
 from vitfleet.data.images import DataSet
 from vitfleet.data.partitions.client_indices import ClientIndices, Ints, Partition
-from vitfleet.data.tasks import make_task_streams
+from vitfleet.data.tasks import NO_TASK, TaskStreams, assign_classes_to_tasks, draw_task_order, make_task_streams
 from vitfleet.errors import ConfigError
 from vitfleet.randomness import Address, Purpose
 
@@ -90,8 +90,11 @@ def make_partition(
     num_classes: int,
     train_sources: Ints | None = None,
     test_sources: Ints | None = None,
+    task: int = NO_TASK,
 ) -> Partition:
     """Assign every training and test image to one client, with the run's seed as the only source of randomness.
+
+    The images may be those of one ``task``: each task is divided by draws of its own.
 
     Some partitions can leave a client without images (``dirichlet`` without ``min_samples``, a class with fewer images
     than holders). Labels are in ``range(num_classes)``; a class may have no images.
@@ -101,7 +104,7 @@ def make_partition(
         remedy = f"must be between 1 and {samples}, the number of training images"
         raise ConfigError("fleet.clients", clients, remedy)
     partition: PartitionFunction = PARTITIONS.entry_of(params).target
-    rng = _generator(seed, _TRAIN)
+    rng = _generator(seed, _TRAIN, task)
     data = PartitionInput(train_labels, test_labels, num_classes, clients, rng, train_sources, test_sources)
     assigned = partition(params, data)
     if isinstance(assigned, Partition):
@@ -110,7 +113,7 @@ def make_partition(
     _check_owners(owners, data, PARTITIONS.entry_of(params).name)
     train = ClientIndices.from_owners(owners.train, clients)
     class_counts = train.class_counts(train_labels, num_classes)
-    test_owners = assign_by_shares(test_labels, training_shares(class_counts), _generator(seed, _TEST))
+    test_owners = assign_by_shares(test_labels, training_shares(class_counts), _generator(seed, _TEST, task))
     if owners.test is not None:
         test_owners = np.where(owners.test >= 0, owners.test, test_owners).astype(np.int64)
     return Partition(train, ClientIndices.from_owners(test_owners, clients), class_counts)
@@ -131,16 +134,7 @@ def _check_owners(owners: Owners, data: PartitionInput, kind: str) -> None:
 
 def partition_dataset(params: PartitionParams, clients: int, seed: int, data: DataSet) -> Partition:
     """Assign a data set's images to the clients: see :func:`make_partition`."""
-    return make_partition(
-        params,
-        clients,
-        seed,
-        data.train.labels.cpu().numpy(),
-        data.test.labels.cpu().numpy(),
-        len(data.classes),
-        None if data.train.sources is None else data.train.sources.numpy(),
-        None if data.test.sources is None else data.test.sources.numpy(),
-    )
+    return make_partition(params, clients, seed, *_labels_and_sources(data))
 
 
 def assign_by_shares(labels: Ints, shares: Floats, rng: np.random.Generator) -> Ints:
@@ -168,8 +162,8 @@ def training_shares(class_counts: Ints) -> Floats:
     return shares.T
 
 
-def _generator(seed: int, split: int) -> np.random.Generator:
-    return Address(seed, Purpose.PARTITION, epoch=split).generator()
+def _generator(seed: int, split: int, task: int) -> np.random.Generator:
+    return Address(seed, Purpose.PARTITION, round=task, epoch=split).generator()
 
 
 def sort_by_label(labels: Ints, rng: np.random.Generator) -> Ints:
@@ -178,12 +172,67 @@ def sort_by_label(labels: Ints, rng: np.random.Generator) -> Ints:
     return order[np.argsort(labels[order], kind="stable")]
 
 
+def assign_tasks(
+    config: Config,
+    train_labels: Ints,
+    test_labels: Ints,
+    num_classes: int,
+    train_sources: Ints | None = None,
+    test_sources: Ints | None = None,
+) -> TaskStreams:
+    """Return the stream of tasks of every client: drawn by each, or tasks of all that the partition divides."""
+    tasks, clients, seed = config.data.tasks, config.fleet.clients, config.seed
+    assert tasks is not None
+    if not tasks.partitioned:
+        return make_task_streams(tasks, clients, seed, train_labels, test_labels, num_classes)
+    class_to_task = assign_classes_to_tasks(tasks, seed, num_classes)
+    order = draw_task_order(tasks, seed, client=0)  # that of every client
+    divided: list[tuple[list[Ints], list[Ints]]] = []
+    for task in order.tolist():
+        classes = np.flatnonzero(class_to_task == task)
+        train, test = (np.flatnonzero(np.isin(labels, classes)) for labels in (train_labels, test_labels))
+        partition = make_partition(
+            config.data.partition,
+            clients,
+            seed,
+            np.searchsorted(classes, train_labels[train]),
+            np.searchsorted(classes, test_labels[test]),
+            len(classes),
+            None if train_sources is None else train_sources[train],
+            None if test_sources is None else test_sources[test],
+            task,
+        )
+        of_task = (train, partition.train), (test, partition.test)
+        divided.append(
+            tuple([images[held.for_client(client)] for client in range(clients)] for images, held in of_task)
+        )
+    train_indices, test_indices = (
+        ClientIndices.from_lists([held[split][client] for client in range(clients) for held in divided], tasks.count)
+        for split in (0, 1)
+    )
+    class_counts = train_indices.class_counts(train_labels, num_classes)
+    return TaskStreams(class_to_task, np.tile(order, (clients, 1)), train_indices, test_indices, class_counts)
+
+
+def assign_dataset_tasks(config: Config, data: DataSet) -> TaskStreams:
+    """Return the stream of tasks of every client of a data set: see :func:`assign_tasks`."""
+    return assign_tasks(config, *_labels_and_sources(data))
+
+
 def assign_images(config: Config, data: DataSet) -> tuple[ClientIndices, ClientIndices]:
     """Return the training and the test images of each client, with those of all its tasks joined."""
-    tasks, clients = config.data.tasks, config.fleet.clients
-    if tasks is None:
-        partition = partition_dataset(config.data.partition, clients, config.seed, data)
+    if config.data.tasks is None:
+        partition = partition_dataset(config.data.partition, config.fleet.clients, config.seed, data)
         return partition.train, partition.test
-    train_labels, test_labels = (split.labels.cpu().numpy() for split in (data.train, data.test))
-    streams = make_task_streams(tasks, clients, config.seed, train_labels, test_labels, len(data.classes))
+    streams = assign_dataset_tasks(config, data)
     return streams.train.all_tasks(), streams.test.all_tasks()
+
+
+def _labels_and_sources(data: DataSet) -> tuple[Ints, Ints, int, Ints | None, Ints | None]:
+    return (
+        data.train.labels.cpu().numpy(),
+        data.test.labels.cpu().numpy(),
+        len(data.classes),
+        None if data.train.sources is None else data.train.sources.numpy(),
+        None if data.test.sources is None else data.test.sources.numpy(),
+    )

@@ -55,6 +55,7 @@ from vitfleet.training.samples import Outputs, Samples
 from vitfleet.training.step import StepView
 
 COUNTED = "counted"  # the clients whose sums the server has; in a message: that the receiver is one of them
+TASK = "task"  # the index of the task whose sums these clients have sent
 ANSWERED = "answered"  # the clients that have compared heads
 SUMS, CLIENT_MEANS = "sums/", "client-means/"  # prefixes of tensors of the server's state
 HEADS, ANSWERS = "heads/", "answers/"
@@ -75,8 +76,11 @@ class ClosedForm(Method[ClosedFormParams]):
         super().check_config(params, config)
         if config.fleet.kind == "simulation":  # a device gets the weights in a message, not the name of their file
             check_pretrained(config)
-        if config.data.tasks is not None:
-            raise ConfigError("method.name", "closed-form", "has one head for all classes; leave data.tasks out")
+        if config.data.tasks is not None and not cls.needs_tasks:
+            remedy = (
+                "is one round for all classes; leave data.tasks out, or choose analytic, whose sums add up over tasks"
+            )
+            raise ConfigError("method.name", "closed-form", remedy)
         if params.regularization == "held-out" and config.rounds < 2:
             remedy = "must be at least 2 with method.regularization = held-out: clients are asked twice"
             raise ConfigError("rounds", config.rounds, remedy)
@@ -125,14 +129,19 @@ class ClosedForm(Method[ClosedFormParams]):
 
     def message_to_client(self, server_state: State, round: int, client: int, last_round: int | None) -> Message:
         """Return nothing, or that the client's sums are known, with the heads that it is to compare."""
-        if client not in listed(server_state, COUNTED):
+        if client not in self.counted(server_state, round):
             return Message()
         heads = {} if client in listed(server_state, ANSWERED) else with_prefix(server_state.tensors, HEADS)
         return Message(heads, {COUNTED: 1})
 
     def aggregator(self, server_state: State, round: int) -> Aggregator:
         """Return the addition of clients' sums."""
-        return SumsUpdate(self, server_state)
+        return SumsUpdate(self, server_state, round)
+
+    def counted(self, server_state: State, round: int) -> Sequence[int]:
+        """Return the clients whose sums the server has: of their images of a round's task, where there are tasks."""
+        is_of_task = server_state.numbers.get(TASK, 0) == self.context.config.task_index(round)
+        return listed(server_state, COUNTED) if is_of_task else ()
 
     def without_client(self, server_state: State, client: int, sent: Callable[[], Message]) -> State:
         """Return the server's state without a client's sums; the client is never asked again."""
@@ -299,10 +308,11 @@ class SumsUpdate(Aggregator):
     The size of an update is the root mean square of its features.
     """
 
-    def __init__(self, method: ClosedForm, server_state: State) -> None:
+    def __init__(self, method: ClosedForm, server_state: State, round: int) -> None:
         self.method = method
         self.server_state = server_state
-        self.counted = set(listed(server_state, COUNTED))
+        self.task_index = method.context.config.task_index(round)
+        self.counted = set(method.counted(server_state, round))
         self.answered = set(listed(server_state, ANSWERED))
         self.sizes: dict[int, float] = {}
         self.added: list[tuple[int, Sums]] = []  # class means are kept by client: they cannot be added
@@ -359,6 +369,8 @@ class SumsUpdate(Aggregator):
         if sums is not None:
             stored |= method.solve(sums) if self.answers is None else method.solve_with_answers(sums, self.answers)
         numbers = {**before.numbers, COUNTED: sorted(self.counted)}
+        if method.context.config.data.tasks is not None:
+            numbers[TASK] = self.task_index
         if method.params.regularization == "held-out":
             numbers[ANSWERED] = sorted(self.answered)
             if sums is not None and self.answered < self.counted:

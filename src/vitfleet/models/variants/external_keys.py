@@ -22,6 +22,7 @@ from vitfleet.models.forward.functional_vit import FORWARD_PASS, FunctionalViT
 from vitfleet.models.forward.stacked_ops import linear
 from vitfleet.models.parts import ModelParts, Selection
 
+INJECTION_WEIGHT, INJECTION_BIAS = "head.injection_weight", "head.injection_bias"
 _STD = 0.02
 
 

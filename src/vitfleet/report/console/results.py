@@ -11,9 +11,11 @@ from vitfleet.config.registry import METHODS, method_label
 from vitfleet.report.columns import COLUMNS, Column, metric_columns, metric_text, metric_title
 from vitfleet.report.units import UNKNOWN, format_bytes, format_fraction, format_seconds, format_target
 from vitfleet.run.comparison.results import ComparisonResult, ComparisonRow
+from vitfleet.run.output.summary import seed_values
 from vitfleet.training.capture.path import ExecutionSummary
 
 _TASK_COLUMNS = ("average", "forgetting", "backward", "forward")
+_COMMON_TASK_COLUMNS = ("average", "incremental", "forgetting", "backward", "told")
 _HEADINGS = {
     "average": "accuracy",
     "work": "GFLOPs",
@@ -75,8 +77,9 @@ def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
     accuracy, continual = summary["accuracy"], summary.get("continual")
     split = summary.get("eval_split", "test")
     if continual is not None:
-        measured = {COLUMNS[name].title: continual[COLUMNS[name].path[1]] for name in _TASK_COLUMNS}
-        rows = {title: f"{100 * value:.2f} %" for title, value in measured.items() if value is not None}
+        columns = [COLUMNS[name] for name in _task_columns([summary])]
+        measured = {column.title: found[0] for column in columns if (found := seed_values([summary], column.path))}
+        rows = {title: f"{100 * value:.2f} %" for title, value in measured.items()}
         return rows if split == "test" else {"accuracy measured on": f"{split} images", **rows}
     rows = dict.fromkeys((f"{split} accuracy", f"local {split} accuracy"), UNKNOWN)
     if accuracy["global"] is not None:
@@ -87,6 +90,12 @@ def _accuracy_rows(summary: dict[str, Any]) -> dict[str, str]:
         text = f"{model['accuracy']:.2%}, with the mean of {model['averaged_clients']} clients' parts"
         rows[f"{split} accuracy of model.safetensors"] = text
     return rows
+
+
+def _task_columns(summaries: Iterable[dict[str, Any]]) -> Sequence[str]:
+    """Return the columns of runs on tasks: those of the server's model, where tasks are common to all clients."""
+    are_common = any("incremental_accuracy" in (summary.get("continual") or {}) for summary in summaries)
+    return _COMMON_TASK_COLUMNS if are_common else _TASK_COLUMNS
 
 
 def _client_metric_rows(summary: dict[str, Any]) -> dict[str, str]:
@@ -109,7 +118,7 @@ def comparison_tables(comparison: ComparisonResult) -> list[Table]:
     if others:
         tables.append(_results(others, ("accuracy", "local", *to_target), comparison.target))
     if on_tasks:
-        tables.append(_results(on_tasks, _TASK_COLUMNS))
+        tables.append(_results(on_tasks, _task_columns(summary for row in on_tasks for summary in row.summaries)))
     return tables
 
 

@@ -123,16 +123,20 @@ def _task_matrix(run: RunData) -> HeatMap | None:
     if not continual:
         return None
     matrix = continual["matrix"]
+    common = "incremental_accuracy" in continual
+    whose = (
+        "Mean over clients, tasks in each client's own order." if not common else "The server's model, of all classes."
+    )
     return HeatMap(
         id="tasks",
-        title=f"Local {run.eval_split} accuracy on each task after each task",
+        title=f"{'' if common else 'Local '}{run.eval_split} accuracy on each task after each task".capitalize(),
         values=matrix,
         row_label="after task",
         column_label="on task",
         rows=[str(task + 1) for task in range(len(matrix))],
         columns=[str(task + 1) for task in range(len(matrix[0]))],
         percent=True,
-        note="Mean over clients, tasks in each client's own order. Right of the diagonal: a task not yet learned.",
+        note=f"{whose} Right of the diagonal: a task not yet learned.",
     )
 
 
@@ -145,6 +149,9 @@ def _task_curves(run: RunData) -> LineChart | None:
         Curve("average accuracy", 0, learned, [task.average_accuracy for task in tasks]),
         Curve("forgetting", 1, learned, [task.forgetting for task in tasks]),
     ]
+    if tasks[0].with_task is not None:
+        told = [task.with_task and task.with_task.average_accuracy for task in tasks]
+        curves.append(Curve("average accuracy, the task is told", 2, learned, told))
     view = AxisView("tasks", "number of learned tasks", curves)
     return LineChart("forgetting", "Average accuracy and forgetting", "fraction", [view], percent=True)
 

@@ -44,7 +44,8 @@ from vitfleet.run.checkpoints.manifest import (
 from vitfleet.run.state import InFlight, RunState, is_past_state
 from vitfleet.wire import parse_numbers, read_payload, write_payload
 
-_MOMENTS = "moments"  # name of the part of a stored server state that holds the server optimiser's
+# Names of the parts of a stored server state that hold the server optimiser's, and the sums of heads of earlier tasks.
+_MOMENTS, _HEAD_SUMS = "moments", "head-sums"
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +163,11 @@ class Checkpoints:
         manifest = self.latest
         parts = {key: self._map(name) for key, name in manifest.parts.items()}
         self._parts = {
-            key: part.to(device) if is_past_state(key) or key == _MOMENTS else part for key, part in parts.items()
+            key: part.to(device) if is_past_state(key) or key in (_MOMENTS, _HEAD_SUMS) else part
+            for key, part in parts.items()
         }
         parts = dict(self._parts)
-        moments = parts.pop(_MOMENTS, State())
+        moments, head_sums = (parts.pop(key, State()) for key in (_MOMENTS, _HEAD_SUMS))
         stored = replace(self.read(manifest.server).to(device), parts=parts)
         server, in_flight = InFlight.unpack(stored, manifest.virtual_seconds)
         return RunState(
@@ -177,6 +179,7 @@ class Checkpoints:
             in_flight=in_flight,
             update_sizes=tuple(manifest.update_sizes),
             moments=moments,
+            head_sums=head_sums,
             stop_reason=manifest.stop_reason,
         )
 
@@ -196,8 +199,9 @@ class Checkpoints:
                 clients[client] = f"client-{client:06d}-round-{state.round:06d}.safetensors"
                 files[clients[client]] = client_state
         stored = state.in_flight.pack(state.server)
-        if state.moments.tensors:
-            stored = replace(stored, parts={**stored.parts, _MOMENTS: state.moments})
+        for key, part in ((_MOMENTS, state.moments), (_HEAD_SUMS, state.head_sums)):
+            if part.tensors:
+                stored = replace(stored, parts={**stored.parts, key: part})
         parts = self._part_files(stored, state.round)
         written = self.latest.files() if self.latest else set()
         files |= {name: stored.parts[key] for key, name in parts.items() if name not in written}

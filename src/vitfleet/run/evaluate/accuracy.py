@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -107,6 +107,11 @@ class FleetEvaluator:
         """Evaluate a model on the common test set, or on some of its images."""
         chosen = None if index is None else torch.from_numpy(index).to(self.machine.device)
         return self._evaluator.evaluate(weights, self.test, chosen)
+
+    def logits(self, weights: Tensors, index: Tensor) -> Tensor:
+        """Return a model's logits of some test images, all classes competing."""
+        evaluator = replace(self._evaluator, class_to_task=None)
+        return evaluator.logits(weights, self.test, index.to(self.machine.device))
 
     def predict(self, weights: Tensors) -> Predictions:
         """Return a model's predictions for the common test set."""

@@ -52,6 +52,7 @@ def scalars_of(record: RoundRecord) -> dict[str, float]:
         scalars |= {
             "continual/average_accuracy": record.task.average_accuracy,
             "continual/forgetting": record.task.forgetting,
+            "continual/incremental_accuracy": record.task.incremental_accuracy,
         }
     scalars |= {f"metrics/{name}": value for name, value in metric_scalars(record.metrics).items()}
     return {name: value for name, value in scalars.items() if value is not None}

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from vitfleet.config.registry import register_method
 from vitfleet.config.schema import Config
 from vitfleet.errors import ConfigError
-from vitfleet.message import Message, Tensors
+from vitfleet.message import Message, State, Tensors
 from vitfleet.methods.base import ClientRoundInput, MethodContext, Work
 from vitfleet.methods.continual.penalties.quadratic_penalty import whole_images
 from vitfleet.methods.continual.replay.experience_replay import REPLAY, ReplayParams, drawn_before, with_draws
@@ -44,7 +44,7 @@ from vitfleet.methods.continual.stored_samples import MemoryMethod, StoredTasks
 from vitfleet.methods.personal.shared_body import ClientTraining
 from vitfleet.methods.reported import ClientMetric
 from vitfleet.models.parts import Selection
-from vitfleet.models.variants.external_keys import add_external_keys, external_keys
+from vitfleet.models.variants.external_keys import INJECTION_BIAS, INJECTION_WEIGHT, add_external_keys, external_keys
 from vitfleet.training.local_training import LocalTraining
 from vitfleet.training.samples import Outputs, Samples, cross_entropy
 from vitfleet.training.step import StepView
@@ -165,6 +165,12 @@ class Lvt(MemoryMethod[LvtParams]):
         shared = super().shared
         kept = set(self.keys) if self.params.keys == "local" else set()
         return self.parts.select(name for name in shared if name not in kept)
+
+    def with_head(self, server_state: State, head: Tensors, round: int) -> State:
+        """Return the server's state with a head for both classifiers: where one is solved, the task begins with it."""
+        weight, bias = self.context.net.linear_head
+        both = {INJECTION_WEIGHT: head[weight], INJECTION_BIAS: head[bias]}
+        return super().with_head(server_state, {**head, **both}, round)
 
     def initial_broadcast(self, initial_weights: Tensors) -> Message:
         """Return the initial weights of what is local."""
