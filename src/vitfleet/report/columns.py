@@ -64,7 +64,7 @@ _DECLARED = (
     Column("best", "best accuracy", PERCENT, ("accuracy", "best"), "highest",
            "the highest after any round, on the common {split} set"),
     Column("average", "average accuracy", PERCENT, ("continual", "average_accuracy"), "highest",
-           "clients' own models on their own {split} images of all tasks, after the last one; of tasks common to all the "
+           "clients' own models on their own {split} images of all tasks, after the last one; of common tasks the "
            "server's, on all {split} images"),
     Column("incremental", "average incremental accuracy", PERCENT, ("continual", "incremental_accuracy"), "highest",
            "mean of the server's accuracy on all classes so far, after each task"),
