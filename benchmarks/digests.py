@@ -35,6 +35,11 @@ TASKS = (
     "data.tasks.share=[0.2,0.4] fleet.clients=6 fleet.per_round=4 machine.device=cpu machine.precision=fp32 "
     "machine.threads=1 machine.workers=1 train.epochs=3"
 )
+COMMON_TASKS = (
+    "data.tasks.count=2 data.tasks.classes=2 data.tasks.rounds_per_task=2 data.tasks.order=common "
+    "data.tasks.partitioned=true data.tasks.scenario=class data.partition.beta=0.5 rounds=4 fleet.clients=6 "
+    "fleet.per_round=4 machine.device=cpu machine.precision=fp32 machine.threads=1 machine.workers=1"
+)
 WITHOUT_TASKS = {
     "standalone": "",
     "fedavg": "",
@@ -65,6 +70,7 @@ WITH_TASKS = {
     "dytox": "",
     "bcn": "",
     "lvt": "",
+    "analytic": "model.weights=digits method.features=both method.blocks=2",
     "joint": "",
 }
 MORE = {
@@ -75,6 +81,7 @@ MORE = {
         "digits",
         f"{COMMON} method.name=fedavg fleet.schedule.kind=buffered fleet.schedule.concurrency=3",
     ),
+    "er, common tasks": ("start-fedavg", f"{COMMON_TASKS} method.name=er method.heads=shared head.start=closed-form"),
     "fedavg, trimmed": ("digits", f"{COMMON} method.name=fedavg aggregate.rule=trimmed aggregate.trim=0.34"),
 }
 FLOWER = (

@@ -156,6 +156,7 @@ def test_dry_run_has_the_flops_and_bytes_of_the_real_round(name: str, tiny_confi
         "eftvit": ["method.local_layers=1"],
         "fedbfpt": ["method.local_layers=2"],
         "closed-form": DIGITS_BODY,
+        "analytic": DIGITS_BODY,
     }
     task_options = [
         "data.tasks={count=5, classes=2, per_client=[1, 2], share=[0.2, 0.4], rounds_per_task=1}",

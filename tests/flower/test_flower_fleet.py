@@ -24,6 +24,7 @@ from vitfleet.run.state import RunState
 
 OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "closed-form": DIGITS_BODY,
+    "analytic": DIGITS_BODY,
     "fedbfpt": ("method.local_layers=2",),
     "transfl": ("method.k=1",),
     "eftvit": ("method.local_layers=1", "train.mask_ratio=0.5"),

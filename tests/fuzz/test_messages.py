@@ -40,11 +40,12 @@ OPTIONS = {
     "fedbfpt": ["method.local_layers=2"],
     "eftvit": ["method.local_layers=1"],
     "closed-form": [*DIGITS_BODY],
+    "analytic": [*DIGITS_BODY],
 }
 #: Sums are sent once: those of a round in which all clients still have to send them.
 ROUNDS = {"closed-form": 1}
 #: Whatever a client sends, a server that solves needs several matrices of the size of one message.
-NOT_WIDE = {"closed-form"}
+NOT_WIDE = {"closed-form", "analytic"}
 WIDE = "model.dim=256"  # the whole model is 6 MB: ten times a message is what a round may take, and no constant
 WIDE_SHARE = 5  # one of so many messages is for a wide model
 FORGED_SHARE = 8  # one of so many messages is made to grow when it is parsed

@@ -19,7 +19,7 @@ FEW_LAYERS = {
     "fedbfpt": {"local_layers": 2},
     "fedvit": {"send_layers": 1},
 }
-TRAINS_NOTHING = {"closed-form"}  # there is no loss
+TRAINS_NOTHING = {"closed-form", "analytic"}  # there is no loss
 # They need more in the model than the tiny one has, and report nothing more.
 ADAPTED = {"fed-prompt", "fed-lora", "dytox"}
 

@@ -508,7 +508,7 @@ def test_a_temperature_divides_the_logits(tiny_net: Net) -> None:
     ("tables", "reason"),
     [
         ({}, "needs a pretrained body"),
-        ({"data": {"tasks": {"count": 5, "classes": 2, "per_client": [1, 2]}}}, "one head for all classes"),
+        ({"data": {"tasks": {"count": 5, "classes": 2, "per_client": [1, 2]}}}, "one round for all classes"),
         ({"aggregate": {"rule": "median"}}, "must be mean"),
         ({"aggregate": {"norm_factor": 3.0}}, "not to sums"),
         ({"server": {"lr": 0.5}}, "has no effect"),

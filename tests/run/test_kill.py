@@ -360,6 +360,7 @@ TASKS = "data.tasks={count = 3, classes = 3, rounds_per_task = 4, per_client = [
 ROUNDS = 12
 METHOD_KEYS = {
     "closed-form": [*DIGITS_BODY],
+    "analytic": [*DIGITS_BODY],
     "transfl": ["method.k=1"],
     "fedbfpt": ["method.local_layers=2", "model.depth=4"],
     "eftvit": ["method.local_layers=1"],

@@ -43,7 +43,8 @@ BATCH_NORM = (
     "model.depth=null",
     "model.patch_size=null",
 )
-AVERAGING = {name: () for name in METHODS.names() if name not in {"standalone", "eftvit", "closed-form"}} | {
+NOT_AVERAGING = {"standalone", "eftvit", "closed-form", "analytic"}
+AVERAGING = {name: () for name in METHODS.names() if name not in NOT_AVERAGING} | {
     "fedavg with batch norm": BATCH_NORM,
     "fedavg with the median": ("aggregate.rule=median",),
     "eftvit with averages": ("method.average_local=1",),

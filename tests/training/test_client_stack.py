@@ -190,6 +190,7 @@ METHODS = {
     "dytox": (),
     "bcn": (),
     "lvt": (),
+    "analytic": (*DIGITS_BODY, "method.dtype=fp64"),
     "joint": (),
 }
 TASKS = ("data.tasks={count=3, classes=2, per_client=[1, 2], rounds_per_task=1, share=[0.4, 0.6]}", "rounds=3")
