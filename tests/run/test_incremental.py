@@ -233,7 +233,7 @@ def heads(context: RunContext, state: RunState) -> dict[str, Tensor]:
 def test_a_task_begins_with_the_rows_that_the_sums_of_all_tasks_so_far_give(
     wide: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The rate is too small to change a weight, so the body is the same in all tasks; by hand from the images themselves."""
+    """The rate is too small to change a weight, so the body stays; by hand from the images themselves."""
     frozen = {"train.lr": 1e-30, "train.optimizer": "sgd", "train.weight_decay": 0.0, "head.dtype": "fp64"}
     context = open_run(config_of("fed-head", START, wide, frozen), tmp_path)
     state, initial = load_state(context), heads(context, load_state(context))
