@@ -19,6 +19,7 @@ from vitfleet.config.registry import METHODS
 from vitfleet.config.schema import Config, ModelConfig
 from vitfleet.costs.cost_model import NO_LABELS, CostModel
 from vitfleet.costs.flops import Flops, full_flops
+from vitfleet.costs.memory import round_memory
 from vitfleet.costs.report import typical_client
 from vitfleet.message import with_prefix
 from vitfleet.methods import Method, MethodContext, adapt_model, make_method
@@ -273,3 +274,18 @@ def test_dry_run_bounds_implausible_stored_sample_counts(tiny_config: MakeConfig
 def test_typical_client_has_the_median_number_of_samples() -> None:
     assert typical_client([5, 0, 1, 9]) == 0
     assert typical_client([0, 0]) == 0
+
+
+@pytest.mark.parametrize("name", ["er", "gem"])
+def test_stored_samples_have_the_size_of_the_images_and_not_of_the_models_input(
+    name: str, tiny_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Images are resized for the model in every step: those that are stored, and those of the batch."""
+    keys = (f"method.name={name}", *TASKS, "rounds=6", "model.image_size=16", *SMALL_FLEET)
+    context = open_run(tiny_config(*keys), tmp_path)
+    assert context.data.train.image_size != context.net.image_size
+    labels = np.zeros(5, dtype=np.int64)
+    late = context.cost_model.late_round([labels, labels, labels])
+    assert any(training.sets for training in late.trainings)
+    assert context.cost_model.round_flops(late, 5) > 0
+    assert round_memory(context.net, late, context.config.train).total > 0

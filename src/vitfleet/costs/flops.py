@@ -141,12 +141,19 @@ def meta_stack(net: Net, training: LocalTraining, train: TrainConfig, size: int)
     )
     machine = ExecutionSettings(torch.device("cpu"), bf16=False)  # autocast knows no meta device
     trainer = Trainer(net, preprocess_for(net, META), train, AugmentConfig(), 1, machine, parts_at_once=1)
-    pixels = torch.empty(size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8, device="meta")
+    side = stored_side(net, training)
+    pixels = torch.empty(size, len(net.mean), side, side, dtype=torch.uint8, device="meta")
     indices = torch.empty(size, dtype=torch.long, device="meta")
     shard = Shard(ImageSet(pixels, indices), indices)
     group = [ClientTraining(training, shard, RngContext(0, 1, 0))]
     stack = ClientStack(trainer.engine, group, stack_inputs(group, net, META))
     return stack, empty_batch(net, training, train, size, "meta")
+
+
+def stored_side(net: Net, training: LocalTraining) -> int:
+    """Return the pixels per side of a client's images as they are stored, which pass with its stored samples."""
+    sides = [samples.images.shape[-1] for samples in training.sets.values()]
+    return int(sides[0]) if sides else net.image_size
 
 
 def _with_one_sample(stored: SampleSet) -> SampleSet:

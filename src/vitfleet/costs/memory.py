@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 
 from vitfleet.config.schema import AugmentConfig, TrainConfig
 from vitfleet.costs.cost_model import DryRun
-from vitfleet.costs.flops import empty_batch
+from vitfleet.costs.flops import empty_batch, stored_side
 from vitfleet.data.images import ImageSet, Shard
 from vitfleet.message import Tensors
 from vitfleet.models.net import Net
@@ -164,7 +164,8 @@ def _track_step(
     trainer = Trainer(cpu_net, preprocess, train, AugmentConfig(), 1, machine, parts_at_once=parts_at_once)
     assert cpu_net.stacking  # a module is tried here: below it could not be copied
     with FakeTensorMode(allow_non_fake_inputs=True):
-        images = torch.empty(train.batch_size, len(net.mean), net.image_size, net.image_size, dtype=torch.uint8)
+        side = stored_side(net, training)
+        images = torch.empty(train.batch_size, len(net.mean), side, side, dtype=torch.uint8)
         indices = torch.empty(train.batch_size, dtype=torch.long)
         shard = Shard(ImageSet(images, indices), indices)
         training = _with_empty_tensors(training)
