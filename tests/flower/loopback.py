@@ -135,7 +135,8 @@ class LocalClients:
         client = self.client(number)
         if message.metadata.message_type == MessageType.EVALUATE:
             return pack_eval_reply(client.evaluate(unpack_eval_request(message.content)))
-        return pack_reply(client.train(unpack_train_request(message.content)))
+        payload = unpack_train_request(message.content)
+        return pack_reply(client.train(payload), payload.request.round)
 
     def grid(self, handle: HandleMessage | None = None) -> LoopbackGrid:
         return LoopbackGrid(handle or self.handle, client_names(self.config))

@@ -17,7 +17,7 @@ from conftest import MakeConfig
 from vitfleet.config import load_config
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources.load import load_dataset
-from vitfleet.errors import UserError
+from vitfleet.errors import RefusedRequestError, UserError
 from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.client import FlowerClient
@@ -52,7 +52,7 @@ def failure_of(spec: RunSpec, folder: Path, limits: ClientLimits | None = None) 
     """Return why a client refuses to train; nothing may have been stored."""
 
     def load_images(*_: object) -> Any:
-        raise UserError("allowed")
+        raise RefusedRequestError("allowed")
 
     activity = ActivityLog(folder / "activity.log")
     machine = MachineConfig(device="cpu")
@@ -144,10 +144,10 @@ def test_every_size_is_limited_also_that_of_a_model_which_is_named(
 
 def test_a_base_message_larger_than_the_disk_limit_is_refused_and_not_stored(spec: RunSpec, tmp_path: Path) -> None:
     client = FlowerClient(lambda *_: pytest.fail("it trains"), tmp_path, MachineConfig(), ClientLimits(disk_mb=1))
-    base = Message({"weight": torch.zeros(300_000)})
+    base = Message({"weight": torch.zeros(262_000)})
     reply = client.train(TrainPayload(Request(1, 0, Message()), spec, base))
     assert reply.failure is not None
-    assert "would take 1.2 MB; its owner allows 1 (vitfleet client --limit disk_mb=…)" in reply.failure
+    assert "would take 1.0 MB; its owner allows 1 (vitfleet client --limit disk_mb=…)" in reply.failure
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -172,7 +172,7 @@ def test_a_state_larger_than_the_disk_limit_is_not_stored(
     def check_room(storage: ClientStorage, new_bytes: int, limit_mb: int) -> None:
         sizes.append(new_bytes)
         if len(sizes) == 2:
-            raise UserError("no room")
+            raise RefusedRequestError("no room")
 
     monkeypatch.setattr(ClientStorage, "check_room", check_room)
     context = open_run(config, tmp_path / "run")

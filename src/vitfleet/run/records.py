@@ -44,6 +44,8 @@ class ClientRecord:
         Operations of the training, forward and backward, in billions.
     began, ended
         Start and end on the virtual clock, in seconds since the run began; ``None`` if the fleet has no devices.
+    counted
+        With how many samples the update counted, if these are fewer than the client reported.
     """
 
     client: int
@@ -56,6 +58,7 @@ class ClientRecord:
     gflops: float | None = None
     began: float | None = None
     ended: float | None = None
+    counted: int | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -189,6 +192,9 @@ class RoundRecord:
         tree = asdict(self)
         if self.head is None:
             del tree["head"]
+        for client in tree["clients"]:
+            if client["counted"] is None:
+                del client["counted"]
         return json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
     @classmethod
