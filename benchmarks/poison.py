@@ -229,7 +229,7 @@ def run_cells(args: argparse.Namespace, keys: Mapping[Cell, Sequence[str]]) -> i
     print(f"{len(todo)} of {len(keys)} cells to run, {args.jobs} at a time", flush=True)
     if not args.out.exists():
         args.out.write_text(",".join(FIELDS) + "\n")
-    with args.out.open("a", newline="") as file, ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+    with args.out.open("a", newline="") as file, ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
         futures: dict[Future[tuple[str, float]], Cell] = {
             pool.submit(accuracy_of, cell, (*keys[cell], *args.override), args.plugin): cell for cell in todo
         }

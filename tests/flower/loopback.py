@@ -102,6 +102,11 @@ class LoopbackGrid(Grid):
         raise NotImplementedError
 
 
+def defended(config: Config) -> Config:
+    """Return a simulation's configuration with what a fleet of real devices has by default written out."""
+    return config.model_copy(update={"aggregate": config.aggregate.model_copy(update={"defence": "clip"})})
+
+
 def client_names(config: Config) -> list[str]:
     return [config.fleet.name_of(client) for client in range(config.fleet.clients)]
 

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common import MessageType
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError, pull_objects
-from loopback import HandleMessage, LocalClients, LoopbackGrid, export_images, with_encoded_message
+from loopback import HandleMessage, LocalClients, LoopbackGrid, defended, export_images, with_encoded_message
 from test_flower_fleet import OVERRIDES, flower, same_server_state
 
 from chaos import FleetWithoutReplies
@@ -71,7 +71,7 @@ def open_on_grid(
 
 def run_without_replies(config: Config, folder: Path, excluded: set[tuple[int, int]]) -> RunState:
     """Run all rounds in one process without some replies, given as (round, client)."""
-    context = open_run(config, folder)
+    context = open_run(defended(config), folder)
     return run_rounds(replace(context, fleet=FleetWithoutReplies(context.fleet, excluded))).state
 
 

@@ -257,6 +257,10 @@ def _serve(run_folder: RunFolder, settings: ServerSettings) -> None:
     def show_address() -> None:
         title, clients = run_title(config.model_dump(mode="json")), ", ".join(names)
         say(f"{title}; waiting for {clients} at port {settings.port}; run folder: {folder}")
+        holds = (
+            "weights are clipped around each round's median" if config.defends else "off: what is sent counts as it is"
+        )
+        say(f"defence against devices that lie (aggregate.defence = {config.aggregate.defence}): {holds}")
 
     try:
         done = sum(1 for _ in read_records(folder))
