@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from conftest import MakeConfig
 from vitfleet.config import load_config
+from vitfleet.config.load import presets
 from vitfleet.config.schema import MachineConfig
 from vitfleet.data.sources.load import load_dataset
 from vitfleet.errors import RefusedRequestError, UserError
@@ -22,7 +24,7 @@ from vitfleet.fleet.base import Request
 from vitfleet.flower.activity import ActivityLog
 from vitfleet.flower.device.client import FlowerClient
 from vitfleet.flower.device.handler import local_client
-from vitfleet.flower.device.limits import ClientLimits
+from vitfleet.flower.device.limits import ClientLimits, check_model, check_round, check_run
 from vitfleet.flower.device.storage import ClientStorage
 from vitfleet.flower.server.fleet import make_run_spec
 from vitfleet.flower.transport.payloads import RunSpec, TrainPayload
@@ -251,3 +253,24 @@ def test_a_cache_of_images_is_written_only_where_it_fits_and_gives_way_to_runs(t
     with pytest.raises(UserError, match=r"would take 1\.1 MB"):
         run.check_room(1_100_000, limit_mb=1)
     assert not run.folder.exists()
+
+
+SIZES = {"digits": (10, 1, 8), "cifar10": (10, 3, 32), "cifar100": (100, 3, 32), "ucmerced": (21, 3, 256)}
+SMALL_MACHINE, SLOW, IMAGES = 8 * 10**9, 2e10, 500  # bytes of memory, operations per second, training images
+
+
+@pytest.mark.parametrize("preset", sorted(presets()))
+def test_no_preset_asks_for_more_than_the_defaults_allow(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device with 8 GB of memory and slow cores; ViT-Base takes 3 GB of them."""
+    monkeypatch.setattr("vitfleet.flower.device.limits.total_memory", lambda: SMALL_MACHINE)
+    remote = {"fleet.kind": "flower", "fleet.devices": {}, "machine.checkpoint_every": 1, "model.weights": None}
+    config = load_config(preset, remote)
+    classes, channels, size = SIZES.get(config.data.name, (200, 3, 64))
+    if config.data.tasks is not None:
+        classes = max(classes, config.data.tasks.count * config.data.tasks.classes)
+    spec = RunSpec("run", config.model_dump_json(), [str(number) for number in range(classes)], channels, size, [])
+    shared = config.model_copy(update={"machine": MachineConfig()})
+    limits = ClientLimits()
+    check_run(shared, spec, limits)
+    net = check_model(shared, spec, limits)
+    check_round(shared, spec, net, np.arange(IMAGES) % classes, SLOW, limits)

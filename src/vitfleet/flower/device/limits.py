@@ -59,9 +59,9 @@ class ClientLimits(Table):
         description="megabytes of memory that a round takes; by default half of the machine's",
     )
     model_mb: int = Field(
-        default_factory=lambda: total_memory() // 16 // MEGABYTE,
+        default_factory=lambda: total_memory() // 8 // MEGABYTE,
         ge=1,
-        description="megabytes of a model's weights, as numbers of four bytes; by default a sixteenth of the machine's",
+        description="megabytes of a model's weights, as numbers of four bytes; by default an eighth of the machine's",
     )
     seconds_per_round: int = Field(
         3600, ge=1, description="seconds that a round takes, roughly; one that takes twice as long is ended"
