@@ -293,10 +293,12 @@ class Target:
             of_liar[round] = next(reply for reply in recorded.replies if reply.client == LIAR)
         return cls(context, before, list(recorded.replies), of_liar[ROUND - 1], state)
 
-    def forgeries(self, number: int, rng: random.Random) -> list[Forgery]:
-        """Return all single changes of the liar's reply, and so many drawn combinations."""
+    def forgeries(self, number: int, rng: random.Random, most: int | None = None) -> list[Forgery]:
+        """Return all single changes of the liar's reply, or some of them, and so many drawn combinations."""
         reply = next(reply for reply in self.honest if reply.client == LIAR)
         singles = list(forgeries(reply, self.earlier))
+        if most is not None and most < len(singles):
+            singles = rng.sample(singles, most)
         return [*singles, *(drawn(reply, rng) for _ in range(number))]
 
     def harm(self, forgery: Forgery) -> str | None:
@@ -347,12 +349,12 @@ class Target:
         return math.sqrt(sum(squares))
 
 
-def attack_method(name: str, number: int, overrides: Sequence[str], advance: Callable[[], None]) -> Outcome:
+def attack_method(name: str, args: argparse.Namespace, advance: Callable[[], None]) -> Outcome:
     """Send a method's server every forged reply."""
     outcome, rng = Outcome(), random.Random(name)
     with tempfile.TemporaryDirectory() as folder:
-        target = Target.open(name, Path(folder), overrides)
-        for forgery in target.forgeries(number, rng):
+        target = Target.open(name, Path(folder), args.override)
+        for forgery in target.forgeries(args.drawn, rng, args.most):
             harm = target.harm(forgery)
             if harm is None:
                 outcome.refused += 1
@@ -375,8 +377,8 @@ def attack_methods(args: argparse.Namespace, console: Console) -> int:
     harms: dict[str, Counter[str]] = {}
     with ProgressBar(console=console, transient=True) as bar:
         for name in names:
-            task = bar.add_task(name)
-            outcome = attack_method(name, args.drawn, args.override, lambda task=task: bar.advance(task, 0.2))
+            task = bar.add_task(name, total=None)
+            outcome = attack_method(name, args, lambda task=task: bar.advance(task))
             bar.remove_task(task)
             table.add_row(name, *map(str, (outcome.count, outcome.refused, outcome.harmless, len(outcome.harmful))))
             harms[name] = Counter(f"{kind.rpartition(' (')[0]}: {harm}" for kind, harm in outcome.harmful.items())
@@ -395,6 +397,7 @@ def main() -> int:
     parser.add_argument(
         "--drawn", type=int, default=100, help="drawn combinations per method, besides all single changes"
     )
+    parser.add_argument("--most", type=int, help="single changes per method; default: all")
     parser.add_argument("--shown", type=int, default=20, help="kinds of harm that are shown per method")
     parser.add_argument("--plugin", nargs="+", type=Path, default=[], help="files that register methods or rules")
     parser.add_argument("-o", "--override", action="append", default=[], metavar="KEY=VALUE", help="key of the runs")

@@ -66,7 +66,7 @@ TINY = (
     *("fleet.clients=2", "fleet.per_round=2", "fleet.devices={}", "machine.device=cpu", "machine.threads=1"),
     *("train.epochs=2", "train.batch_size=16", "trackers={}", "data.partition.beta=100"),
 )
-LIMITS = ("memory_mb=1000", "seconds_per_round=20")  # of the device, so that an attack is short
+LIMITS = ("memory_mb=1000", "seconds_per_round=20")  # of the device by default, so that an attack is short
 GRACE = 2.0  # what a request may take beyond its owner's limits: an estimate is not a measurement
 CPU = MachineConfig(device="cpu", threads=1)
 
@@ -100,9 +100,10 @@ class Server:
     folder: Path
     context: RunContext
     spec: RunSpec
+    limits: Sequence[str] = LIMITS  # that the device's owner has set
 
     @classmethod
-    def open(cls, name: str, folder: Path, overrides: Sequence[str] = ()) -> Server:
+    def open(cls, name: str, folder: Path, overrides: Sequence[str] = (), limits: Sequence[str] = LIMITS) -> Server:
         """Open a run, and write the images of its first client as a device has them."""
         tasks = [TASKS] if METHODS[name].target.needs_tasks else []
         keys = [*TINY, f"method.name={name}", *OPTIONS.get(name, ()), *tasks, *overrides]
@@ -110,7 +111,7 @@ class Server:
         data = load_dataset(config.data)
         export_clients(data, assign_images(config, data), ["ada", "bob"], folder / "photos of")
         context = open_run(config, folder / "server")
-        return cls(folder, context, make_run_spec(config, data, "run"))
+        return cls(folder, context, make_run_spec(config, data, "run"), limits)
 
     @property
     def local_names(self) -> set[str]:
@@ -119,7 +120,7 @@ class Server:
 
     def device(self) -> FlowerClient:
         """Return the device."""
-        limits = ClientLimits.parse(list(LIMITS))
+        limits = ClientLimits.parse(self.limits)
         return local_client(self.folder / "photos of" / "ada", self.folder / "state", CPU, limits)
 
     @property
@@ -248,7 +249,7 @@ def answer(server: Server, attack: Attack, connection: Any) -> None:
     torch.set_num_threads(1)
     device, payload = server.device(), attack.payload
     try:
-        with hard_limits(ConfigRecord({"limits": json.dumps(LIMITS), "device": "cpu"})):
+        with hard_limits(ConfigRecord({"limits": json.dumps(list(server.limits)), "device": "cpu"})):
             reply = device.train(payload) if isinstance(payload, TrainPayload) else device.evaluate(payload)
         connection.send(reply.failure or "")
     except Exception as error:  # noqa: BLE001  (as in a worker)
@@ -267,7 +268,7 @@ def resident_mb(process: int, which: str = "VmRSS") -> float:
 
 def harm_of(server: Server, attack: Attack, outcome: Outcome) -> str | None:
     """Let the device handle a request; return its harm, an empty text, or ``None`` if it refuses."""
-    limits = ClientLimits.parse(list(LIMITS))
+    limits = ClientLimits.parse(server.limits)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=answer, args=(server, attack, sender))
@@ -301,12 +302,13 @@ def harm_of(server: Server, attack: Attack, outcome: Outcome) -> str | None:
     return None if found else ""
 
 
-def attack_method(name: str, number: int, overrides: Sequence[str], advance: Callable[[], None]) -> Outcome:
+def attack_method(name: str, args: argparse.Namespace, advance: Callable[[], None]) -> Outcome:
     """Send a device of a method every hostile request."""
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server.open(name, Path(folder), overrides)
-        for attack in server.attacks(number, random.Random(name)):
+        server = Server.open(name, Path(folder), args.override, args.limit or LIMITS)
+        attacks = list(server.attacks(args.drawn, random.Random(name)))
+        for attack in attacks[: args.most]:
             harm = harm_of(server, attack, outcome)
             if harm is None:
                 outcome.refused += 1
@@ -410,7 +412,7 @@ def requests_command(args: argparse.Namespace, console: Console) -> int:
     with ProgressBar(console=console, transient=True) as bar:
         for name in names:
             task = bar.add_task(name, total=None)
-            outcome = attack_method(name, args.drawn, args.override, lambda task=task: bar.advance(task))
+            outcome = attack_method(name, args, lambda task=task: bar.advance(task))
             bar.remove_task(task)
             counts = (outcome.count, outcome.refused, outcome.harmless, len(outcome.harmful))
             table.add_row(name, *map(str, counts), f"{outcome.most_mb:.0f} MB")
@@ -455,6 +457,8 @@ def main() -> int:
     requests.add_argument("--plugin", nargs="+", type=Path, default=[], help="files that register methods")
     requests.add_argument("--drawn", type=int, default=5, help="drawn combinations of keys per method")
     requests.add_argument("--shown", type=int, default=20, help="harms that are shown per method")
+    requests.add_argument("--most", type=int, help="requests per method; default: all")
+    requests.add_argument("--limit", action="append", metavar="NAME=VALUE", help=f"of the device: {', '.join(LIMITS)}")
     requests.set_defaults(command=requests_command)
     images = commands.add_parser("images", help="images rebuilt from the features that EFTViT sends")
     images.add_argument("--preset", default="start-eftvit")

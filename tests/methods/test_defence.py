@@ -87,6 +87,21 @@ def test_small_changes_of_a_weight_that_few_sent_stay_as_they_are() -> None:
     torch.testing.assert_close(clip_to_size(values + 10, reference, 2**-0.5).sub(1).norm(dim=1), values.new_ones(2))
 
 
+def test_two_devices_are_not_compared_with_what_they_sent_before() -> None:
+    """A fleet of two has no defence: the smaller one of two honest devices would always be right."""
+    server, sent = {"w": torch.zeros(1)}, {0: (torch.ones(1), 10), 1: (torch.full((1,), 5.0), 30)}
+
+    def aggregated(earlier: dict[int, int]) -> float:
+        aggregator = WeightedMean(State(server), MeanParams(defence="clip", **LOOSE))  # type: ignore[arg-type]
+        aggregator.earlier_samples, aggregator.earlier_sizes = earlier, (1.0, 5.0, 1.0)
+        for client, (weights, samples) in sent.items():
+            aggregator.add(client, Message({"w": weights}, {"samples": samples}))
+        return float(aggregator.finish().tensors["w"])
+
+    assert aggregated({0: 10, 1: 30}) == 4.0
+    assert aggregated({0: 10, 1: 30, 2: 10}) == 1.0, "a third device tells how large changes and samples are"
+
+
 def test_what_is_usual_is_not_the_liars_to_choose() -> None:
     assert usual([1.0, 1.1, 1e9, 1e9], []) == 1.1
     assert usual([1.0, 1e9], []) is None, "of two nobody knows who lies"

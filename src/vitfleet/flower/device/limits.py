@@ -32,6 +32,7 @@ from vitfleet.training.execution.memory_budget import FLOAT_BYTES, SAVED_PER_TOK
 MEGABYTE = 10**6
 TRAINING_PASSES = 3  # a step's operations, in forward passes
 LAYER_SECONDS = 3e-4  # that a layer's step takes however small it is, roughly
+COUNTED_PASSES = 16  # of an image in a step: the operations of more are not counted one by one, which would take long
 FORWARD_NUMBERS = 24  # that an evaluated image's forward pass holds per number of its tokens, roughly
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -140,8 +141,10 @@ def check_round(
     prompts = FLOAT_BYTES * SAVED_PER_TOKEN_NUMBER * work.images_per_step * num_prompts(net)
     training += prompts * net.embed_dim * net.parts.depth
     steps = work.epochs * math.ceil(len(labels) / config.train.batch_size)
-    operations = TRAINING_PASSES * work.passes * _forward_flops(net) * steps * work.images_per_step
-    seconds = operations / speed + steps * work.passes * (1 + net.parts.depth) * LAYER_SECONDS
+    overhead = steps * work.passes * (1 + net.parts.depth) * LAYER_SECONDS
+    seconds = TRAINING_PASSES * work.passes * _forward_flops(net) * steps * work.images_per_step / speed + overhead
+    if seconds > limits.seconds_per_round and work.passes <= COUNTED_PASSES:  # of some methods that is far too much
+        seconds = cost_model.round_flops(round, len(labels)) / speed + overhead
     _check_limits({"memory_mb": (images + tensors + training) / MEGABYTE, "seconds_per_round": seconds}, limits)
 
 

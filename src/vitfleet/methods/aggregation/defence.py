@@ -15,8 +15,9 @@ before the rule combines them:
 
 As long as fewer than half of the devices that sent a weight lie, m is between honest values in every coordinate and τ
 is at most an honest distance: what a liar adds is not further away than an honest device may be. Equal replies stay as
-they are. All medians but m are lower ones, which half of the devices cannot raise. With fewer than three replies, those
-of the round before are counted too; as long as there are fewer than three, nothing is known and nothing is bounded.
+they are. All medians but m are lower ones, which half of the devices cannot raise. In a round of fewer than three
+replies, what other devices sent before is compared too. Of two devices alone nobody knows which one lies: nothing is
+bounded then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vitfleet.methods.aggregation.rules import MIN_COMPARED, coordinate_median
 
 
 def usual(values: Collection[float], earlier: Iterable[float]) -> float | None:
-    """Return the lower median of a round's values; of too few, with those of the round before; ``None``: unknown."""
+    """Return the lower median of a round's values; of too few, with those of other devices; ``None``: unknown."""
     known = [*values, *(earlier if len(values) < MIN_COMPARED else ())]
     return statistics.median_low(known) if len(known) >= MIN_COMPARED else None
 

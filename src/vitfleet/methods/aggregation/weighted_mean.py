@@ -157,7 +157,8 @@ class WeightedMean(Aggregator):
             names = [name for name, count in senders.items() if count >= least]
         self.updated_names = set(names)
         previous = self.server_state.tensors
-        rms = defence.usual([self.sizes[client] for client in used], self.earlier_sizes)
+        others = self.earlier_samples.keys() - used.keys()
+        rms = defence.usual([self.sizes[client] for client in used], self.earlier_sizes if others else ())
         # One tensor after the other: a whole model in float64, besides the sums, would double the memory.
         aggregated = {name: self._aggregate(name, accepted, rms).to(previous[name].dtype) for name in names}
         return State({**previous, **aggregated}, self.server_state.numbers)
@@ -167,7 +168,8 @@ class WeightedMean(Aggregator):
         if not self.defends:
             return list(used.values())
         reported = [update.samples for update in used.values()]
-        samples = defence.capped(reported, defence.usual(reported, self.earlier_samples.values()))
+        others = [count for client, count in self.earlier_samples.items() if client not in used]
+        samples = defence.capped(reported, defence.usual(reported, others))
         self.counted_samples = {
             client: count for client, count in zip(used, samples, strict=True) if count < used[client].samples
         }
